@@ -1,0 +1,16 @@
+"""Adapters for model families that do not call transformers' attention interface: one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from runahead.adapters import bloom, falcon, mpt
+
+ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
+    "bloom": bloom.adapt,
+    "falcon": falcon.adapt,
+    "mpt": mpt.adapt,
+}
+"""model_type -> makes a model of that family call our attention."""

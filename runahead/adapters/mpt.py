@@ -1,0 +1,62 @@
+"""MPT: multi-head attention with ALiBi positions and clipped projections."""
+
+# Legend: B batch, N heads, C new tokens, H head dim, S keys.
+
+from __future__ import annotations
+
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.mpt.modeling_mpt import MptAttention
+
+from runahead.attention import AttentionTerms
+from runahead.attention_seam import SeamCache
+from runahead.masks import MaskRule
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Let every attention module of an MPT model call our attention.
+
+    The positions beyond max_seq_len that transformers' bias table cannot hold are refused by the engine's check of
+    the prompt's length.
+    """
+    for module in model.modules():
+        if isinstance(module, MptAttention):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(
+    self: MptAttention,
+    hidden_states: Tensor,
+    position_bias: Tensor,
+    past_key_values: SeamCache | None = None,
+    attention_mask: MaskRule | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    assert past_key_values is not None
+
+    def key_bias(keys_S: Tensor) -> Tensor:
+        # relative to the last position of the model, as transformers has it: float32 and never positive
+        return _slopes(self.n_heads, keys_S.device)[:, None] * (keys_S - (self.max_seq_length - 1))
+
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    q_BNCH, k_BNCH, v_BNCH = (
+        part.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for part in mixed.chunk(3, dim=-1)
+    )
+    terms = AttentionTerms(scaling=self.softmax_scale, rule=attention_mask, key_bias=key_bias)
+    out_BNCH = past_key_values.attention.attend(self.layer_idx, q_BNCH, k_BNCH, v_BNCH, terms)
+    return self.out_proj(out_BNCH.transpose(1, 2).flatten(2)), None
+
+
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    """ALiBi slopes for a maximal bias of 8; a head count that is no power of two takes every other of the next one's
+    slopes, odd ones first."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = 2.0 ** (-8.0 / power * torch.arange(1, power + 1, dtype=torch.float32, device=device))
+    return slopes if power == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads]

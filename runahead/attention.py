@@ -1,0 +1,176 @@
+"""Partial attention: attend to some of the keys, get (output, log-sum-exp), merge.
+
+Everything distributed, sparse or offloaded reduces to these two steps. Merging is exact: with o_i the attention over
+key set i and z_i the log-sum-exp of its scores, attention over the union is sum_i exp(z_i - z) o_i, z = logsumexp z_i.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runahead.masks import MaskRule
+
+QUERY_BLOCK = 256
+KEY_BLOCK = 1024
+# One block of scores is N x QUERY_BLOCK x KEY_BLOCK: the memory of the fallback does not grow with the prompt.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTerms:
+    """What a family adds to softmax(q k^T * scaling) v."""
+
+    scaling: float
+    rule: MaskRule | None = None
+    """Which keys a query sees; None is causal."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    key_bias: Callable[[Tensor], Tensor] | None = None
+    """Key positions (S) -> additive bias (N, S) (ALiBi; softmax cancels any bias that depends on the query alone)."""
+    sinks_N: Tensor | None = None
+    """One extra logit per query head in the softmax's denominator (gpt-oss)."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Fused kernels compute plain softmax only."""
+        return self.softcap is not None or self.key_bias is not None
+
+
+def attend(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, *, q_start: int, k_start: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries [q_start, q_start + C) to keys [k_start, k_start + S), in the positions of their row.
+
+    The keys are either the queries' own chunk (k_start == q_start and S == C) or lie wholly before them or end with
+    the last query (decoding).
+
+    Returns:
+        output (B, N, C, V) in the query's dtype, log-sum-exp (B, N, C) in float32 (float64 for float64 input);
+        a query that sees no key has output 0 and log-sum-exp -inf.
+    """
+    num_queries, num_keys = q_BNCH.shape[2], k_BKSH.shape[2]
+    if num_queries == 0 or num_keys == 0:  # the CPU flash kernel divides by these
+        return _nothing(q_BNCH, v_BKSV)
+    own = k_start == q_start and num_keys == num_queries
+    q_end, k_end = q_start + num_queries, k_start + num_keys
+    assert own or k_end <= q_start or (num_queries == 1 and k_end == q_end), (q_start, q_end, k_start, k_end)
+    plain = terms.rule is None or terms.rule.is_causal(q_start, q_end, min(k_start, q_start))
+    if plain and not terms.needs_scores:
+        kernel = _fused_kernel(q_BNCH, k_BKSH, v_BKSV)
+        if kernel is not None:
+            return kernel(q_BNCH, k_BKSH, v_BKSV, own and num_queries > 1, terms.scaling)
+    return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key sets: outputs (B, N, C, V), log-sum-exps (B, N, C).
+
+    The sigmoid form: weights from differences of log-sum-exps, so that nothing overflows.
+    """
+    weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.0)  # nan: neither side saw a key
+    out = torch.lerp(out_a.to(weight_b.dtype), out_b.to(weight_b.dtype), weight_b.unsqueeze(-1))
+    return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks_N: Tensor) -> Tensor:
+    """Output (B, N, C, V) once every query also gave weight exp(sink) to nothing."""
+    share = torch.sigmoid(lse - sinks_N.to(lse.dtype)[None, :, None])
+    return (out * share.unsqueeze(-1)).to(out.dtype)
+
+
+def blockwise_attention(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, *, q_start: int, k_start: int
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, in plain PyTorch, for every term and every dtype, in O(block) memory."""
+    wide = torch.promote_types(q_BNCH.dtype, torch.float32)
+    num_queries, k_end = q_BNCH.shape[2], k_start + k_BKSH.shape[2]
+    outs, lses = [], []
+    for row in range(0, num_queries, QUERY_BLOCK):
+        q_block = q_BNCH[:, :, row : row + QUERY_BLOCK]
+        queries = torch.arange(q_start + row, q_start + row + q_block.shape[2], device=q_BNCH.device)
+        first = k_start if terms.rule is None else max(k_start, terms.rule.first_key(q_start + row))
+        last = min(k_end, int(q_start + row + q_block.shape[2]))
+        out, lse = _nothing(q_block, v_BKSV, wide)
+        for col in range(first, last, KEY_BLOCK):
+            keys = torch.arange(col, min(col + KEY_BLOCK, last), device=q_BNCH.device)
+            span = slice(col - k_start, col - k_start + len(keys))
+            part = _scored_block(q_block, k_BKSH[:, :, span], v_BKSV[:, :, span], terms, queries, keys)
+            out, lse = merge(out, lse, *part)
+        outs.append(out.to(q_BNCH.dtype))
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _scored_block(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of one block from its scores; both in at least float32."""
+    wide = torch.promote_types(q_BNCH.dtype, torch.float32)
+    num_kv_heads = k_BKSH.shape[1]
+    q_BKGCH = q_BNCH.unflatten(1, (num_kv_heads, -1))
+    scores = (q_BKGCH @ k_BKSH.unsqueeze(2).transpose(-1, -2)).to(wide) * terms.scaling
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    if terms.key_bias is not None:
+        scores = scores + terms.key_bias(keys_S).to(wide).unflatten(0, (num_kv_heads, -1))[None, :, :, None, :]
+    if terms.rule is None:
+        allowed_CS = keys_S[None, :] <= queries_C[:, None]
+    else:
+        allowed_CS = terms.rule.allowed(queries_C, keys_S)
+    scores = scores.masked_fill(~allowed_CS, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)  # nan: a row with no key, -inf - -inf
+    out = weights.to(v_BKSV.dtype) @ v_BKSV.unsqueeze(2)
+    return out.flatten(1, 2).to(wide), lse.flatten(1, 2)
+
+
+def _nothing(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attention to no keys at all."""
+    wide = torch.promote_types(q_BNCH.dtype, torch.float32)
+    out = q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKSV.shape[-1], dtype=dtype or q_BNCH.dtype)
+    return out, q_BNCH.new_full(q_BNCH.shape[:3], -math.inf, dtype=wide)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+
+
+def _fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
+    """The fused kernel for these tensors, by device, dtype and shape only: never by what happens to be ready."""
+    head_dim = q_BNCH.shape[-1]
+    if v_BKSV.shape[-1] != head_dim:  # latent attention: keys and values of different width
+        return None
+    if q_BNCH.device.type == "cpu":
+        return _cpu_flash
+    if q_BNCH.device.type == "cuda":
+        if q_BNCH.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+            return _cuda_flash
+        if q_BNCH.dtype == torch.float32 and head_dim % 4 == 0:
+            return _cuda_efficient
+    return None
+
+
+def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """Takes strided keys and fewer kv heads than query heads as they are; causal is aligned top left."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
+    return out, lse
+
+
+def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)
+    return out, lse
+
+
+def _cuda_efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel (float32): one kv head per query head, log-sum-exp padded to 32 queries."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, causal, scale=scaling
+    )
+    return out, lse[:, :, : q.shape[2]]

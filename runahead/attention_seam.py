@@ -1,0 +1,106 @@
+"""The one place where a stock transformers model meets our attention.
+
+transformers lets a program register an attention function by name and hands it every keyword that a model's forward
+did not know. So the state of this forward travels as a keyword (`runahead=`), never as a global, and the model's own
+code stays untouched. A few families drop keywords; for them it travels on the keys, from the cache to attention.
+Families outside the interface have an adapter each (`runahead/adapters/`).
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from runahead.attention import AttentionTerms
+from runahead.masks import MaskRule, keep_mask_rule
+
+ATTENTION_NAME = "runahead"
+
+HARMLESS_KEYWORDS = frozenset(
+    "dropout is_causal sliding_window position_ids output_attentions output_hidden_states use_cache training "
+    "cache_position layer_idx return_dict num_items_in_batch output_router_logits position_embeddings "
+    "max_length_q max_length_k cu_seq_lens_q cu_seq_lens_k".split()
+)
+"""Keywords that do not change attention here: no dropout in inference; window and causality are in the mask rule."""
+
+
+class LayerAttention(Protocol):
+    """What the attention layers of one forward call: once each, in the order of the layers."""
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor: ...
+
+
+class SeamCache(Cache):
+    """Stands where a model expects its KV cache: tells how many tokens came before, stores nothing itself.
+
+    Our attention stores K,V, since it alone knows where this forward's K,V go. `attention` is there for adapters of
+    families that do not pass keywords on.
+    """
+
+    def __init__(self, attention: LayerAttention, start: int) -> None:
+        super().__init__(layers=[])
+        self.attention, self.start = attention, start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        key_states.runahead = self.attention  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else len(query_length)
+        return self.start + length, 0
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    runahead: LayerAttention | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function. query (B, N, C, H), key (B, K, C, H), value (B, K, C, V) of the new tokens.
+
+    Returns:
+        output (B, C, N, V), as transformers expects it.
+
+    Raises:
+        ValueError: the family needs something of its attention that we do not compute.
+    """
+    family = type(module).__name__
+    runahead = runahead or getattr(key, "runahead", None)
+    if runahead is None:
+        raise ValueError(f"{family} passes neither keywords nor cached keys on to attention; it is not supported")
+    if attention_mask is not None and not isinstance(attention_mask, MaskRule):
+        raise ValueError(f"{family} builds its own attention mask ({type(attention_mask).__name__}); not supported")
+    unknown = {name for name, val in keywords.items() if val is not None} - HARMLESS_KEYWORDS
+    if unknown:
+        raise ValueError(f"{family} asks its attention for {', '.join(sorted(unknown))}, which is not supported")
+    terms = AttentionTerms(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        rule=attention_mask,
+        softcap=softcap,
+        sinks_N=s_aux,
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return runahead.attend(layer, query, key, value, terms).transpose(1, 2), None
+
+
+def register() -> None:
+    """Make our attention known to transformers. Harmless when repeated."""
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    AttentionMaskInterface.register(ATTENTION_NAME, keep_mask_rule)

@@ -1,0 +1,290 @@
+"""The options of a run: plain dataclasses that check themselves.
+
+They are the schema that the command line is merged into, and what library users pass to `Model.load` and
+`Engine`. Names are the ones of the command line (`generation.top_p` is `GenerationOptions.top_p`). Every
+mistake is a ValueError of one line. OmegaConf can use them as structured schemas, hence enums with lowercase
+member names, and lists rather than tuples.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+
+class ModelName(Enum):
+    smollm2 = "smollm2"
+    hf = "hf"
+    random = "random"
+
+
+class DType(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Chat(Enum):
+    auto = "auto"
+    true = "true"
+    false = "false"
+
+
+class Backend(Enum):
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
+
+
+class Device(Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class PrefillName(Enum):
+    kv_runahead = "kv_runahead"
+    single = "single"
+
+
+class Transfer(Enum):
+    relay = "relay"
+    direct = "direct"
+
+
+class PartitionName(Enum):
+    even = "even"
+    ratios = "ratios"
+    table = "table"
+
+
+E = TypeVar("E", bound=Enum)
+
+
+def _choice(option: str, kind: type[E], value: object) -> E:
+    """The member of `kind` that `value` names; library users may pass the bare name, and YAML turns `true` into a bool."""
+    if isinstance(value, kind):
+        return value
+    name = str(value).lower() if isinstance(value, bool) else value
+    if isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise ValueError(f"{option}={value!s} is not one of {', '.join(kind.__members__)}")
+
+
+def _require(rule_holds: bool, option: str, value: object, rule: str) -> None:
+    if not rule_holds:
+        raise ValueError(f"{option}={value!s} {rule}")
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """Which model, and in which dtype. `seed` draws the weights of `random`; dtype `auto` is the checkpoint's own on a GPU."""
+
+    name: ModelName = ModelName.smollm2
+    path: str | None = None
+    config: str | None = None
+    dtype: DType = DType.auto
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = _choice("model", ModelName, self.name)
+        self.dtype = _choice("model.dtype", DType, self.dtype)
+        _require(self.seed >= 0, "model.seed", self.seed, "must not be negative")
+        if self.name is ModelName.hf and not self.path:
+            raise ValueError("model=hf needs model.path=<local folder, hub id or .gguf file>")
+        if self.name is ModelName.random and not self.config:
+            raise ValueError("model=random needs model.config=<model folder or config.json>")
+        if self.name is not ModelName.hf and self.path is not None:
+            raise ValueError(
+                f"model.path={self.path} has no effect with model={self.name.name}; add model=hf"
+            )
+        if self.name is not ModelName.random and self.config is not None:
+            raise ValueError(
+                f"model.config={self.config} has no effect with model={self.name.name}; add model=random"
+            )
+
+
+@dataclass(kw_only=True)
+class PromptOptions:
+    """Where the prompt comes from: one of text, file, ids_file and random_tokens. `batch` prompts run at once."""
+
+    text: str | None = None
+    question: str | None = None
+    file: str | None = None
+    ids_file: str | None = None
+    random_tokens: int | None = None
+    chat: Chat = Chat.auto
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        self.chat = _choice("prompt.chat", Chat, self.chat)
+        _require(self.batch >= 1, "prompt.batch", self.batch, "must be at least 1")
+        if self.random_tokens is not None:
+            _require(
+                self.random_tokens >= 1, "prompt.random_tokens", self.random_tokens, "must be at least 1"
+            )
+
+
+@dataclass(kw_only=True)
+class RanksOptions:
+    """How the processes work together. `timeout_s` bounds the silence of a peer; `threads` are the intra-op threads of one rank."""
+
+    backend: Backend = Backend.auto
+    device: Device = Device.auto
+    timeout_s: float = 60.0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self.backend = _choice("ranks.backend", Backend, self.backend)
+        self.device = _choice("ranks.device", Device, self.device)
+        finite_and_positive = 0 < self.timeout_s < math.inf
+        _require(
+            finite_and_positive, "ranks.timeout_s", self.timeout_s, "must be a number of seconds above 0"
+        )
+        if self.threads is not None:
+            _require(self.threads >= 1, "ranks.threads", self.threads, "must be at least 1")
+        if self.backend is Backend.nccl and self.device is Device.cpu:
+            raise ValueError(
+                "ranks.backend=nccl cannot move CPU tensors; use ranks.backend=gloo or ranks.device=cuda"
+            )
+
+
+@dataclass(kw_only=True)
+class PrefillOptions:
+    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V a rank has sent and not yet got rid of."""
+
+    name: PrefillName = PrefillName.kv_runahead
+    transfer: Transfer = Transfer.relay
+    layers_in_flight: int = 3
+
+    def __post_init__(self) -> None:
+        self.name = _choice("prefill", PrefillName, self.name)
+        self.transfer = _choice("prefill.transfer", Transfer, self.transfer)
+        # With one layer in flight no transfer could overlap the next layer's compute.
+        _require(
+            self.layers_in_flight >= 2,
+            "prefill.layers_in_flight",
+            self.layers_in_flight,
+            "must be at least 2",
+        )
+
+
+# How far the ratios may be from adding up to 1: people write thirds as 0.333.
+RATIO_SUM_TOLERANCE = 1.001e-3
+
+
+@dataclass(kw_only=True)
+class PartitionOptions:
+    """How the prompt is split over ranks; `ratios` holds each rank's share, in rank order, adding up to 1."""
+
+    name: PartitionName = PartitionName.even
+    ratios: list[float] | None = None
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        self.name = _choice("partition", PartitionName, self.name)
+        if self.name is PartitionName.ratios and not self.ratios:
+            raise ValueError(
+                "partition=ratios needs partition.ratios=[...], one share per rank, such as [0.6,0.4]"
+            )
+        if self.name is PartitionName.table and not self.table:
+            raise ValueError("partition=table needs partition.table=<json file>")
+        if self.name is not PartitionName.ratios and self.ratios is not None:
+            raise ValueError(
+                f"partition.ratios={self.ratios} has no effect with partition={self.name.name}; add partition=ratios"
+            )
+        if self.name is not PartitionName.table and self.table is not None:
+            raise ValueError(
+                f"partition.table={self.table} has no effect with partition={self.name.name}; add partition=table"
+            )
+        if self.ratios is not None:
+            shares_are_right = all(0 <= ratio < math.inf for ratio in self.ratios)
+            _require(
+                shares_are_right, "partition.ratios", self.ratios, "must not hold negative or infinite shares"
+            )
+            total = math.fsum(self.ratios)
+            close_to_one = abs(total - 1) <= RATIO_SUM_TOLERANCE
+            _require(close_to_one, "partition.ratios", self.ratios, f"must add up to 1, not {total:g}")
+
+
+@dataclass(kw_only=True)
+class GenerationOptions:
+    """What is generated from the prompt. `top_k` 0 is off; `stop` strings end a row and are not part of its text."""
+
+    max_new_tokens: int = 64
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1"
+        )
+        hint = "must be above 0; generation.do_sample=false is greedy"
+        _require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)
+        _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
+        _require(self.top_k >= 0, "generation.top_k", self.top_k, "must not be negative; 0 is off")
+        _require(self.seed >= 0, "generation.seed", self.seed, "must not be negative")
+        penalty_is_right = 0 < self.repetition_penalty < math.inf
+        _require(
+            penalty_is_right,
+            "generation.repetition_penalty",
+            self.repetition_penalty,
+            "must be above 0; 1 is off",
+        )
+        if any(not text for text in self.stop):
+            raise ValueError("generation.stop holds an empty string, which would stop at once; leave it out")
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """One run of launch/infer.py: all groups, the files it writes, and the `warmup` runs before the measured one."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    prompt: PromptOptions = field(default_factory=PromptOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    report: str | None = None
+    timeline: str | None = None
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
+
+
+def ineffective_settings(run: RunOptions) -> list[str]:
+    """One sentence per option that was changed from its default and changes nothing in this run."""
+    sentences = []
+    if not run.generation.do_sample:
+        for name in _changed(run.generation, ["temperature", "top_p", "top_k", "seed"]):
+            sentences.append(f"generation.{name} has no effect without generation.do_sample=true")
+    if run.prefill.name is PrefillName.single:
+        for name in _changed(run.prefill, ["transfer", "layers_in_flight"]):
+            sentences.append(f"prefill.{name} has no effect with prefill=single")
+        for name in _changed(run.partition, ["name"]):
+            sentences.append(
+                f"partition={getattr(run.partition, name).name} has no effect with prefill=single"
+            )
+    if (
+        run.model.name is not ModelName.random
+        and _changed(run.model, ["seed"])
+        and run.prompt.random_tokens is None
+    ):
+        sentences.append("model.seed has no effect without model=random")
+    return sentences
+
+
+def _changed(options: Any, names: list[str]) -> list[str]:
+    defaults = {f.name: f.default for f in fields(options)}
+    return [name for name in names if getattr(options, name) != defaults[name]]

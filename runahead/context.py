@@ -1,0 +1,98 @@
+"""The context partition: which rank computes which contiguous tokens of a prompt."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Partitioner = Callable[[int, int], "ContextPartition"]
+"""(number of tokens, number of ranks) -> their partition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPartition:
+    """Boundaries of p contiguous chunks: rank i computes tokens [boundaries[i], boundaries[i + 1]).
+
+    Chunks may be empty; a rank with an empty chunk takes no part in the prefill.
+
+    Raises:
+        ValueError: the boundaries do not start at 0 or decrease somewhere.
+    """
+
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.boundaries) < 2 or self.boundaries[0] != 0:
+            raise ValueError(f"context partition {list(self.boundaries)} must start at 0 and have one chunk per rank")
+        if any(end < start for start, end in pairwise(self.boundaries)):
+            raise ValueError(f"context partition {list(self.boundaries)} must not decrease")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.boundaries[-1]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.boundaries) - 1
+
+    def chunk(self, rank: int) -> range:
+        """Token indices of a rank's chunk."""
+        return range(self.boundaries[rank], self.boundaries[rank + 1])
+
+    @property
+    def chunk_lengths(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.boundaries)]
+
+    @property
+    def chain(self) -> list[int]:
+        """Ranks with work, in order. The last of them holds the whole prompt's K,V and decodes."""
+        return [rank for rank, length in enumerate(self.chunk_lengths) if length]
+
+    def owner(self, token: int) -> int:
+        """Rank whose chunk holds a token."""
+        return bisect_right(self.boundaries, token) - 1
+
+    def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        """Itself, when it fits this prompt and this many ranks.
+
+        Raises:
+            ValueError: it has another number of chunks or tokens.
+        """
+        if self.num_ranks != num_ranks:
+            raise ValueError(
+                f"context partition has {self.num_ranks} chunks but {num_ranks} ranks were started; "
+                f"use --nproc-per-node {self.num_ranks} or partition=even"
+            )
+        if self.num_tokens != num_tokens:
+            raise ValueError(f"context partition covers {self.num_tokens} tokens but the prompt has {num_tokens}")
+        return self
+
+
+def even(num_tokens: int, num_ranks: int) -> ContextPartition:
+    """Chunks whose lengths differ by at most one token (KVR-E)."""
+    return ContextPartition(boundaries=tuple(num_tokens * i // num_ranks for i in range(num_ranks + 1)))
+
+
+def from_ratios(ratios: Sequence[float]) -> Partitioner:
+    """Partitioner with fixed shares per rank, rounded to whole tokens.
+
+    Raises:
+        ValueError: a ratio is negative or not finite, they do not sum to 1 (within 1e-3), or their number
+            is not the number of ranks.
+    """
+    shares = [float(ratio) for ratio in ratios]
+    if not shares or any(not 0.0 <= share <= 1.0 for share in shares) or abs(sum(shares) - 1.0) > 1e-3:
+        raise ValueError(f"partition.ratios={shares} must be shares in [0, 1], one per rank, that sum to 1")
+
+    def partition(num_tokens: int, num_ranks: int) -> ContextPartition:
+        if len(shares) != num_ranks:
+            raise ValueError(
+                f"partition.ratios has {len(shares)} shares but {num_ranks} ranks were started; "
+                f"use --nproc-per-node {len(shares)} or partition=even"
+            )
+        ends = [round(num_tokens * sum(shares[: i + 1]) / sum(shares)) for i in range(num_ranks)]
+        return ContextPartition(boundaries=(0, *ends))
+
+    return partition

@@ -1,0 +1,93 @@
+"""Decoding on the rank that holds all K,V: one token per row and step, until every row has ended."""
+
+# Legend: B batch, V vocabulary.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runahead.causal_attention import CausalAttention
+from runahead.config import GenerationOptions
+from runahead.kv_cache import KVCache
+from runahead.model import Model
+from runahead.sampling import Sampler
+from runahead.stop_strings import StopStrings
+
+
+class Row:
+    """One prompt's generation: its tokens, its text, and why it ended."""
+
+    def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
+        self.prompt, self.new_ids = prompt, list[int]()
+        self.finish_reason: str | None = None
+        self._options = options
+        self._eos = set() if options.ignore_eos else model.eos_token_ids
+        self._sampler = Sampler(options, seed, model.device)
+        self._text = StopStrings(model.tokenizer, options.stop)
+
+    def step(self, logits_V: Tensor) -> int:
+        """Take the next token, and end if it says so."""
+        token = self._sampler.next_token(self.prompt + self.new_ids, logits_V)
+        self.new_ids.append(token)
+        if token in self._eos:
+            self.finish_reason = "eos"
+        elif self._text.add(token):
+            self.finish_reason = "stop"
+        elif len(self.new_ids) == self._options.max_new_tokens:
+            self.finish_reason = "length"
+        return token
+
+    @property
+    def text(self) -> str:
+        self._text.finish()
+        return self._text.text
+
+
+@dataclass(kw_only=True)
+class Decoded:
+    """Rows as they ended, and when: seconds of the host's clock at the first and the last token."""
+
+    rows: list[Row]
+    first_token_s: float
+    last_token_s: float
+    num_steps: int
+
+
+def decode(
+    model: Model,
+    rows: list[Row],
+    logits_BV: Tensor,
+    cache: KVCache,
+    *,
+    num_tokens: int,
+    pads: list[int],
+    on_step: Callable[[list[int | None]], None],
+) -> Decoded:
+    """Generate from the first logits on.
+
+    Args:
+        rows: one per prompt, without tokens yet.
+        logits_BV: of the prompts' last tokens.
+        cache: K,V of the padded prompt, with room for the new tokens.
+        num_tokens: length of the padded prompt.
+        pads: left padding per row.
+        on_step: is told each step's tokens, None for rows that had ended.
+    """
+    step, first_token_s = 0, 0.0
+    while True:
+        tokens = [row.step(logits_BV[i]) if row.finish_reason is None else None for i, row in enumerate(rows)]
+        now = time.perf_counter()
+        first_token_s = first_token_s or now
+        on_step(tokens)
+        step += 1
+        if all(row.finish_reason is not None for row in rows):
+            return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
+        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=model.device)
+        start = num_tokens + step - 1
+        attention = CausalAttention(cache, start=start, pads=pads)
+        logits_BV = model.forward(ids_B1, attention, start=start, pads=pads)

@@ -1,0 +1,193 @@
+"""The way of a prompt: chunks, prefill on all ranks, first token and decoding on the last, the result everywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from runahead.config import GenerationOptions, PrefillOptions
+from runahead.context import Partitioner, even
+from runahead.decode import Decoded, Row, decode
+from runahead.model import Model
+from runahead.prefill import OWN_PARTITIONS, PREFILLS, Prefilled, PrefillJob, PromptBatch
+from runahead.ranks import Ranks
+from runahead.report import Generation, GenerationBatch, RankReport
+from runahead.timeline import Span
+from runahead.token_stream import TokenStream
+
+OnTokens = Callable[[list[int | None]], None]
+
+
+class Engine:
+    """Generates from long prompts on several ranks. Load once, generate many times; every rank makes the same calls.
+
+    Args:
+        model: this rank's copy of the model.
+        ranks: the ranks of the job; `Ranks.start(RanksOptions())` without a launcher is one rank.
+        prefill: how the KV cache is filled.
+        partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table.
+    """
+
+    def __init__(
+        self, model: Model, ranks: Ranks, *, prefill: PrefillOptions | None = None, partition: Partitioner = even
+    ) -> None:
+        self.model, self.ranks = model, ranks
+        self.prefill = prefill or PrefillOptions()
+        self.partition = OWN_PARTITIONS.get(self.prefill.name, partition)
+        self._num_calls = 0
+        self._clock_offset_s: float | None = None
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        options: GenerationOptions | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+        record_timeline: bool = False,
+        first_index: int = 0,
+    ) -> GenerationBatch:
+        """Generate from token ids, all prompts at once.
+
+        Args:
+            prompts: token ids, the same on every rank.
+            options: how to generate; greedy by default.
+            on_tokens: called on rank 0 with every step's new ids, None for rows that have ended.
+            record_timeline: fill the result's spans.
+            first_index: place of the first prompt among all, which seeds its sampling.
+
+        Returns:
+            the same result on every rank.
+
+        Raises:
+            ValueError: a prompt is empty, holds an unknown id, or is too long for the model; the partition does not
+                fit; or the K,V do not fit in memory.
+            PeerFailure: another rank is gone or silent.
+        """
+        options = options or GenerationOptions()
+        self._check(prompts, options)
+        batch = PromptBatch.of(prompts, self.ranks.device)
+        partition = self.partition(batch.num_tokens, self.ranks.size).check(batch.num_tokens, self.ranks.size)
+        last = partition.chain[-1]
+        stream = TokenStream(self.ranks, source=last, num_rows=len(prompts), on_tokens=on_tokens)
+        if record_timeline and self._clock_offset_s is None:
+            self._clock_offset_s = self.ranks.clock_offset_s()
+        self.ranks.barrier("all ranks to hold the prompt")
+        began_s = time.perf_counter()
+        job = PrefillJob(
+            model=self.model,
+            ranks=self.ranks,
+            batch=batch,
+            partition=partition,
+            capacity=batch.num_tokens + options.max_new_tokens - 1,
+            options=self.prefill,
+            record=record_timeline,
+        )
+        prefilled = PREFILLS[self.prefill.name](job)
+        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
+        stream.relay()
+        prefilled.cache = None
+        result = self._result(prefilled, decoded, partition.boundaries, began_s, last)
+        self._num_calls += 1
+        return result
+
+    def _check(self, prompts: list[list[int]], options: GenerationOptions) -> None:
+        if not prompts:
+            raise ValueError("no prompt was given")
+        limit = self.model.max_positions
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty; it needs at least one token")
+            if not all(0 <= token < self.model.vocab_size for token in prompt):
+                raise ValueError(f"prompt {index} holds token ids outside 0..{self.model.vocab_size - 1}")
+            total = len(prompt) + options.max_new_tokens
+            if limit is not None and total > limit:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, and with {options.max_new_tokens} new ones exceeds the "
+                    f"model's {limit} positions; shorten it or lower generation.max_new_tokens"
+                )
+            threshold = self.model.length_threshold
+            if threshold is not None and len(prompt) <= threshold < total - 1:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens and may grow past {threshold}, where this model's RoPE "
+                    f"changes; use generation.max_new_tokens={threshold - len(prompt) + 1} or a longer prompt"
+                )
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        options: GenerationOptions,
+        prefilled: Prefilled,
+        batch: PromptBatch,
+        stream: TokenStream,
+        first_index: int,
+    ) -> Decoded | None:
+        """On the rank with all K,V: the first token and the following ones."""
+        if prefilled.logits_BV is None or prefilled.cache is None:
+            return None
+        rows = [
+            Row(self.model, prompt, options, seed=options.seed + first_index + index)
+            for index, prompt in enumerate(prompts)
+        ]
+        return decode(
+            self.model,
+            rows,
+            prefilled.logits_BV,
+            prefilled.cache,
+            num_tokens=batch.num_tokens,
+            pads=batch.pads,
+            on_step=stream.send,
+        )
+
+    def _result(
+        self, prefilled: Prefilled, decoded: Decoded | None, boundaries: tuple[int, ...], began_s: float, last: int
+    ) -> GenerationBatch:
+        """What every rank found out, put together on all of them."""
+        report = RankReport(
+            rank=self.ranks.rank,
+            chunk_tokens=prefilled.chunk_tokens,
+            prefill_s=prefilled.prefill_s,
+            wait_s=prefilled.wait_s,
+            kv_sent_bytes=prefilled.kv_sent_bytes,
+            kv_received_bytes=prefilled.kv_received_bytes,
+            kv_peak_bytes=prefilled.kv_peak_bytes,
+        )
+        outcome = None
+        if decoded is not None:
+            assert prefilled.logits_BV is not None
+            tpot_s = None
+            if decoded.num_steps > 1:
+                tpot_s = (decoded.last_token_s - decoded.first_token_s) / (decoded.num_steps - 1)
+            generations = [
+                Generation(
+                    prompt_tokens=len(row.prompt),
+                    new_token_ids=row.new_ids,
+                    text=row.text,
+                    finish_reason=row.finish_reason or "length",
+                    first_token_logits_top5=_top5(logits_V),
+                )
+                for row, logits_V in zip(decoded.rows, prefilled.logits_BV, strict=True)
+            ]
+            outcome = generations, decoded.first_token_s - began_s, tpot_s
+        offset_s = self._clock_offset_s or 0.0
+        shared = self.ranks.gather(
+            (report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
+            "the end of the generation",
+        )
+        reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))
+        generations, ttft_s, tpot_s = outcomes[last]
+        return GenerationBatch(
+            generations=generations,
+            boundaries=list(boundaries),
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            warm=self._num_calls > 0,
+            ranks=reports,
+            spans=[[span.shifted(-began[last]) for span in of_rank] for of_rank in spans] if any(spans) else [],
+        )
+
+
+def _top5(logits_V: torch.Tensor) -> list[tuple[int, float]]:
+    values, ids = logits_V.topk(min(5, len(logits_V)))
+    return list(zip(ids.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,60 @@
+"""What a prefill asks of a K,V transfer, whatever carries it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from runahead.clock import Clock
+from runahead.kv_cache import KVCache
+from runahead.kv_transfer.schedule import Message, TransferSchedule
+from runahead.ranks import Ranks
+
+
+@dataclass(kw_only=True)
+class TransferLog:
+    """What was moved, and when, in marks of the clock."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    waits: list[tuple[int, object, object]] = field(default_factory=list)
+    """(layer, begin, end) of this rank's standing still."""
+    sends: list[tuple[int, object, object, str]] = field(default_factory=list)
+    """(layer, begin, end, detail)."""
+
+
+class KVTransfer(ABC):
+    """K,V of one prefill on their way. For every layer in order: open, (write own K,V), send, await_prefix, close.
+
+    At most `depth` layers are in flight: a layer's slot is taken again only once its K,V were attended to and left.
+    """
+
+    def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+        self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
+        self.log = TransferLog()
+
+    @abstractmethod
+    def open(self, layer: int) -> None:
+        """Return once the layer's slot may be written."""
+
+    @abstractmethod
+    def send(self, layer: int) -> None:
+        """Start sending the own chunk's K,V, which are in the cache, without waiting for them to leave."""
+
+    @abstractmethod
+    def await_prefix(self, layer: int) -> None:
+        """Return once the prefix of the layer may be read (on a GPU: by work queued from now on)."""
+
+    @abstractmethod
+    def close(self, layer: int) -> None:
+        """The layer was attended to: its slot may be taken by a later one once its messages have left."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return once everything that this rank passes on has left."""
+
+    def part(self, message: Message) -> Tensor:
+        """Where a message lies in the cache."""
+        return self.cache.layer(message.layer).tokens(message.start, message.end)

@@ -1,0 +1,203 @@
+"""K,V over Gloo: three threads keep receives posted ahead, pass pieces on as they land, and see sends out.
+
+Gloo's own threads move the bytes; ours only wait for them, outside the interpreter's lock. A work object must be kept
+and waited for: dropping it loses the message, and it never reports completion by itself. Tensors on a GPU are staged
+through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runahead.clock import Clock
+from runahead.kv_cache import KVCache
+from runahead.kv_transfer.base import KVTransfer
+from runahead.kv_transfer.schedule import Message, TransferSchedule
+from runahead.ranks import PeerFailure, Ranks
+
+
+class GlooTransfer(KVTransfer):
+    """As `KVTransfer`, between CPUs or staged through host memory."""
+
+    def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+        super().__init__(schedule, cache, ranks, clock, depth)
+        layers = range(cache.num_layers)
+        self._staging = _Staging(cache, depth) if cache.device.type == "cuda" else None
+        self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
+        self._arrived = [threading.Event() for _ in layers]
+        self._closed = [threading.Event() for _ in layers]
+        self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
+        self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, dist.Work]]]] = queue.SimpleQueue()
+        self._sending: queue.SimpleQueue[tuple[Message, dist.Work, float]] = queue.SimpleQueue()
+        self._unsent = [len(self._all_sends(layer)) for layer in layers]
+        for layer in layers:
+            if self._unsent[layer] == 0:
+                self._left[layer].set()
+        self._error: tuple[str, BaseException] | None = None
+        self._threads = [
+            threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
+            for body in (self._post_receives, self._take_arrivals, self._see_sends_out)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The main thread.
+
+    def open(self, layer: int) -> None:
+        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer}", self._targets())
+
+    def send(self, layer: int) -> None:
+        for message in self.schedule.sends(layer):
+            if self._staging is not None:
+                self._staging.take_down(self.cache, message)
+            self._isend(message)
+
+    def await_prefix(self, layer: int) -> None:
+        self._wait(self._arrived[layer], layer, f"the K,V of layer {layer}", self._sources())
+        if self._staging is not None:
+            self._staging.await_upload(layer)
+
+    def close(self, layer: int) -> None:
+        if self._staging is not None:
+            self._staging.attended(layer)
+        self._closed[layer].set()
+
+    def finish(self) -> None:
+        for layer, left in enumerate(self._left):
+            self._wait(left, layer, f"rank {self._targets()} to take the K,V of layer {layer}", self._targets())
+        for thread in self._threads:
+            thread.join()
+
+    def _wait(self, event: threading.Event, layer: int, what: str, peers: list[int]) -> None:
+        if not event.is_set():
+            begin = self.clock.mark()
+            named = " and ".join(f"rank {peer}" for peer in peers)
+            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} from {named}", peers)
+            self.log.waits.append((layer, begin, self.clock.mark()))
+        if self._error is not None:
+            what, error = self._error
+            raise PeerFailure(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _sources(self) -> list[int]:
+        return sorted({message.peer for message in self.schedule.receives(0)})
+
+    def _targets(self) -> list[int]:
+        return sorted({message.peer for message in self.schedule.sends(0)})
+
+    # The threads.
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception as error:
+            self._error = self._error or (f"lost the connection in the thread '{body.__name__.strip('_')}'", error)
+            for events in (self._free, self._arrived, self._closed, self._left):
+                for event in events:
+                    event.set()
+
+    def _post_receives(self) -> None:
+        """Layer by layer: once the slot is free, post its receives, up to `depth` layers ahead of the main thread."""
+        for layer in range(self.cache.num_layers):
+            before = layer - self.depth
+            if before >= 0:
+                self._closed[before].wait()
+                self._left[before].wait()
+                if self._staging is not None:
+                    self._staging.await_reuse(before)
+            if self._error is not None:
+                return
+            works = [
+                (message, dist.irecv(self._host_part(message), message.peer, self.ranks.kv_group, message.tag))
+                for message in self.schedule.receives(layer)
+            ]
+            self._free[layer].set()
+            self._posted.put((layer, works))
+
+    def _take_arrivals(self) -> None:
+        """Wait for the prefix piece by piece and pass each piece on as soon as it is there."""
+        for _ in range(self.cache.num_layers):
+            layer, works = self._posted.get()
+            for message, work in works:
+                work.wait()
+                self.log.received_bytes += self._host_part(message).nbytes
+                for onward in self.schedule.forwards(layer, message.piece):
+                    self._isend(onward)
+                if self._staging is not None:
+                    self._staging.bring_up(self.cache, message)
+            self._arrived[layer].set()
+
+    def _see_sends_out(self) -> None:
+        for _ in range(sum(self._unsent)):
+            message, work, begin_s = self._sending.get()
+            work.wait()
+            self.log.sent_bytes += self._host_part(message).nbytes
+            detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
+            self.log.sends.append((message.layer, begin_s, time.perf_counter(), detail))
+            self._unsent[message.layer] -= 1
+            if self._unsent[message.layer] == 0:
+                self._left[message.layer].set()
+
+    def _isend(self, message: Message) -> None:
+        begin_s = time.perf_counter()
+        work: Any = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
+        self._sending.put((message, work, begin_s))
+
+    def _all_sends(self, layer: int) -> list[Message]:
+        forwards = [self.schedule.forwards(layer, message.piece) for message in self.schedule.receives(layer)]
+        return self.schedule.sends(layer) + [message for messages in forwards for message in messages]
+
+    def _host_part(self, message: Message) -> Tensor:
+        cache = self.cache if self._staging is None else self._staging.host
+        return cache.layer(message.layer).tokens(message.start, message.end)
+
+
+class _Staging:
+    """Pinned host slots beside the GPU's, for Gloo, which reads and writes host memory only."""
+
+    def __init__(self, cache: KVCache, depth: int) -> None:
+        self.host = KVCache(
+            cache.shapes,
+            batch=cache.batch,
+            spans=cache.spans,
+            num_slots=depth,
+            device=torch.device("cpu"),
+            pin_memory=True,
+        )
+        self._stream = torch.cuda.Stream(cache.device)
+        self._uploads: dict[int, torch.cuda.Event] = {}
+        self._attended: dict[int, torch.cuda.Event] = {}
+        self._depth = depth
+
+    def take_down(self, cache: KVCache, message: Message) -> None:
+        """Copy to the host; returns when it is there, since Gloo reads it at once."""
+        part = cache.layer(message.layer).tokens(message.start, message.end)
+        self.host.layer(message.layer).tokens(message.start, message.end).copy_(part)
+
+    def bring_up(self, cache: KVCache, message: Message) -> None:
+        """Queue the copy to the GPU, behind the attention that last used the slot."""
+        with torch.cuda.stream(self._stream):
+            if (before := self._attended.pop(message.layer - self._depth, None)) is not None:
+                self._stream.wait_event(before)
+            part = self.host.layer(message.layer).tokens(message.start, message.end)
+            cache.layer(message.layer).tokens(message.start, message.end).copy_(part, non_blocking=True)
+            self._uploads[message.layer] = self._stream.record_event()
+
+    def await_upload(self, layer: int) -> None:
+        if layer in self._uploads:
+            torch.cuda.current_stream().wait_event(self._uploads[layer])
+
+    def attended(self, layer: int) -> None:
+        self._attended[layer] = torch.cuda.current_stream().record_event()
+
+    def await_reuse(self, layer: int) -> None:
+        """Block until the host slot of a layer was copied to the GPU."""
+        if (upload := self._uploads.pop(layer, None)) is not None:
+            upload.synchronize()

@@ -1,0 +1,96 @@
+"""Who sends which K,V to whom: derived on both sides from the same partition, so no shapes travel.
+
+One directed chain, never back. `relay` is the paper's: rank i passes the whole prefix on to rank i + 1, here piece by
+piece (a piece is one rank's chunk), the own chunk first. `direct` sends each chunk straight to every later rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runahead.config import Transfer
+from runahead.context import ContextPartition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """K,V of the tokens [start, end) of one layer, to or from a peer. `tag` is unique within one prefill."""
+
+    peer: int
+    layer: int
+    piece: int
+    start: int
+    end: int
+    tag: int
+
+
+class TransferSchedule:
+    """The messages of one rank.
+
+    Args:
+        partition: chunks; ranks with an empty one take no part.
+        rank: whose messages.
+        first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
+            decreases with the start, so a relay always holds what the next rank needs.
+    """
+
+    def __init__(
+        self, partition: ContextPartition, rank: int, transfer: Transfer, first_needed: Callable[[int, int], int]
+    ) -> None:
+        self.chain = partition.chain
+        self.position = self.chain.index(rank)
+        self.transfer = transfer
+        self._partition, self._first_needed = partition, first_needed
+
+    @property
+    def is_last(self) -> bool:
+        """Does this rank get all K,V, and with them the first token?"""
+        return self.position == len(self.chain) - 1
+
+    def receives(self, layer: int) -> list[Message]:
+        """Messages with the prefix of a layer, in the order in which they are sent on each link."""
+        nearest_first = range(self.position - 1, -1, -1)
+        return self._messages(layer, [(self._source(piece), piece, self.position) for piece in nearest_first])
+
+    def sends(self, layer: int) -> list[Message]:
+        """Messages with this rank's own chunk."""
+        return self._messages(layer, [(target, self.position, target) for target in self._targets()])
+
+    def forwards(self, layer: int, piece: int) -> list[Message]:
+        """Messages that pass on a piece which arrived."""
+        if self.transfer is Transfer.direct or self.is_last:
+            return []
+        return self._messages(layer, [(self.position + 1, piece, self.position + 1)])
+
+    def links(self) -> list[tuple[int, int]]:
+        """Directed links (from rank, to rank) of the whole chain, in the same order on every rank."""
+        last = len(self.chain)
+        reach = 1 if self.transfer is Transfer.relay else last
+        return [
+            (self.chain[i], self.chain[j]) for i in range(last) for j in range(i + 1, min(last, i + 1 + reach))
+        ]
+
+    def skew(self) -> int:
+        """Layers by which the earliest sender to this rank runs ahead of it."""
+        return self.position if self.transfer is Transfer.direct else 1
+
+    def _source(self, piece: int) -> int:
+        return piece if self.transfer is Transfer.direct else self.position - 1
+
+    def _targets(self) -> range:
+        behind = self.position + 1
+        return range(behind, len(self.chain) if self.transfer is Transfer.direct else min(behind + 1, len(self.chain)))
+
+    def _messages(self, layer: int, routes: list[tuple[int, int, int]]) -> list[Message]:
+        """Messages for (peer, piece, receiver), all as positions in the chain; empty ones are left out."""
+        messages = []
+        for peer, piece, receiver in routes:
+            chunk = self._partition.chunk(self.chain[piece])
+            start = max(chunk.start, self._first_needed(layer, self._partition.chunk(self.chain[receiver]).start))
+            if start < chunk.stop:
+                tag = layer * len(self.chain) + piece
+                messages.append(
+                    Message(peer=self.chain[peer], layer=layer, piece=piece, start=start, end=chunk.stop, tag=tag)
+                )
+        return messages

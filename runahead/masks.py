@@ -1,0 +1,66 @@
+"""Which keys a query may see, as the model family itself defines it, without ever building an S x S mask."""
+
+# Legend: C queries, S keys.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MaskRule:
+    """A family's mask as a rule over (query position, key position).
+
+    transformers builds every mask from an index function (causal, sliding window, chunked, ...) and hands it to the
+    mask function of the attention implementation. Ours keeps the index function, so that attention can evaluate it
+    for one block at a time, and can tell cheaply when it is plain causal attention.
+    """
+
+    ndim = 0  # Falcon and MPT look at these two before they pass a mask on
+
+    def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
+        self._mask_function = mask_function
+        self._device = device  # some index functions hold tensors
+        self._plain: dict[tuple[int, int, int], bool] = {}
+        self._first_key: dict[int, int] = {}
+
+    def to(self, *_args: Any, **_kwargs: Any) -> MaskRule:
+        return self
+
+    def allowed(self, q_C: Tensor, kv_S: Tensor) -> Tensor:
+        """Boolean (C, S): may the query at this position see the key at that position?"""
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=q_C.device)
+        mask = self._mask_function(zero, zero, q_C[None, None, :, None], kv_S[None, None, None, :])
+        mask = torch.as_tensor(mask, device=q_C.device)
+        return mask.expand(1, 1, len(q_C), len(kv_S))[0, 0]
+
+    def first_key(self, query: int) -> int:
+        """Position of the earliest key that a query sees (rules only ever move forward with the query)."""
+        if query not in self._first_key:
+            keys = torch.arange(query + 1, device=self._device)
+            row = self.allowed(keys[-1:], keys)[0]
+            self._first_key[query] = int(row.to(torch.uint8).argmax()) if bool(row.any()) else query
+        return self._first_key[query]
+
+    def is_causal(self, start: int, end: int, first: int = 0) -> bool:
+        """Do queries [start, end) see exactly the keys [first, own position]?
+
+        Answered from a few rows: index functions are uniform or move forward monotonically.
+        """
+        key = (start, end, first)
+        if key not in self._plain:
+            queries = torch.tensor(sorted({start, (start + end) // 2, end - 1}), device=self._device)
+            keys = torch.arange(first, end, device=self._device)
+            causal_CS = keys[None, :] <= queries[:, None]
+            self._plain[key] = bool((self.allowed(queries, keys) == causal_CS).all())
+        return self._plain[key]
+
+
+def keep_mask_rule(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskRule:
+    """The mask function we register with transformers: hands the rule through in place of a tensor."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    device = kwargs.get("device") or next((tensor.device for tensor in tensors), "cpu")
+    return MaskRule(mask_function, device)

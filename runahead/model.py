@@ -1,0 +1,233 @@
+"""A loaded model as the runtime sees it: K,V shapes, limits, and one forward with our attention."""
+
+# Legend: B batch, C new tokens, V vocabulary.
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from runahead import loading
+from runahead.adapters import ADAPTERS
+from runahead.attention import AttentionTerms
+from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, register
+from runahead.causal_attention import CausalAttention
+from runahead.config import ModelOptions
+from runahead.kv_cache import KVCache, KVShape
+from runahead.masks import MaskRule
+from runahead.rope_length import length_dependent_rotaries, rotary_length
+
+CHECK_TOKENS = (5, 2)
+"""Lengths of the two chunks with which a family is checked against transformers when it is loaded."""
+
+
+class PrefillEndsHere(Exception):
+    """Raised by a rank's attention once nothing that it could still compute is needed. Carries no error."""
+
+
+class Model:
+    """A transformers causal language model whose attention layers call ours.
+
+    Args:
+        module: the model, in eval mode, on its device, with attention implementation `ATTENTION_NAME`.
+        tokenizer: its tokenizer, if it has one.
+        name: for reports.
+
+    Raises:
+        ValueError: a layer does not go through our attention, or the logits of a short text differ from those of
+            transformers' own attention.
+    """
+
+    def __init__(self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", check: bool = True) -> None:
+        register()
+        self.module, self.tokenizer = module, tokenizer
+        self.config = module.config.get_text_config(decoder=True)
+        self.name = name or str(self.config.model_type)
+        self.device, self.dtype = module.device, module.dtype
+        set_attention(module, ATTENTION_NAME)
+        self._passes_keywords = self.config.model_type not in ADAPTERS
+        if not self._passes_keywords:
+            ADAPTERS[self.config.model_type](module)
+        parameters = inspect.signature(module.forward).parameters
+        self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
+        self._rotaries = length_dependent_rotaries(module)
+        try:
+            trace = self._trace()
+            self.kv_shapes = [shape for shape, _ in trace]
+            self._rules = [rule for _, rule in trace]
+            if check:
+                self._check_against_transformers()
+        except (torch.OutOfMemoryError, ValueError):
+            raise
+        except Exception as error:  # whatever a family's own code does with what it does not expect
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"model family {self.config.model_type} is not supported: {reason}") from error
+
+    @classmethod
+    def load(cls, options: ModelOptions, device: torch.device, *, progress: bool = False) -> Model:
+        """Load as the options say. `progress` shows progress bars on standard error.
+
+        Raises:
+            ValueError, OSError: one line that names the path and the remedy.
+        """
+        register()
+        loaded = loading.load(options, device=device, attn_implementation=ATTENTION_NAME, progress=progress)
+        return cls(loaded.module, loaded.tokenizer, name=loaded.name)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_shapes)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        return max_positions(self.config)
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """Ids that end a generation, from the generation config, else the model's config."""
+        for config in (self.module.generation_config, self.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return {ids} if isinstance(ids, int) else set(ids)
+        return set()
+
+    @property
+    def length_threshold(self) -> int | None:
+        """Length at which LongRoPE switches its tables; prompts on either side are computed differently."""
+        for rotary in self._rotaries:
+            kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
+            for layer_type, kind in kinds.items():
+                if kind == "longrope":
+                    parameters = self.config.rope_parameters
+                    parameters = parameters[layer_type] if layer_type else parameters
+                    return int(parameters["original_max_position_embeddings"])
+        return None
+
+    def kv_bytes(self, num_tokens: int, batch: int = 1) -> int:
+        """Bytes of K,V of all layers."""
+        return sum(num_tokens * shape.bytes_per_token(batch) for shape in self.kv_shapes)
+
+    def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
+        """First token that a chunk starting at `start` attends to in a layer: 0, or less far back under a window."""
+        rule = self._rules[layer]
+        return 0 if rule is None else min(pad + rule.first_key(max(0, start - pad)) for pad in pads)
+
+    @torch.inference_mode()
+    def forward(
+        self, ids_BC: Tensor, attention: LayerAttention, *, start: int, pads: list[int], length: int | None = None
+    ) -> Tensor:
+        """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
+
+        Args:
+            ids_BC: token ids of a left-padded batch.
+            attention: this forward's attention, called by every layer in order.
+            start: index of the first token in the padded batch.
+            pads: left padding per row.
+            length: tokens of the whole padded prompt, which length-dependent RoPE must know; by default the
+                prompt ends with these tokens.
+
+        Raises:
+            PrefillEndsHere: `attention` raised it.
+        """
+        index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
+        pads_B = torch.tensor(pads, device=ids_BC.device)
+        keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
+        if "position_ids" in self._optional:
+            keywords["position_ids"] = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
+        if "logits_to_keep" in self._optional:
+            keywords["logits_to_keep"] = 1
+        if self._passes_keywords:
+            keywords["runahead"] = attention
+        length = start + ids_BC.shape[1] if length is None else length
+        with rotary_length(self._rotaries, [length - pad for pad in pads]):
+            logits_BCV = self.module(input_ids=ids_BC, **keywords).logits
+        return logits_BCV[:, -1].to(torch.promote_types(logits_BCV.dtype, torch.float32))
+
+    def _trace(self) -> list[tuple[KVShape, MaskRule | None]]:
+        """K,V shape and mask rule of every layer, seen in a forward of one token."""
+        trace = _Trace()
+        self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), trace, start=0, pads=[0])
+        expected = int(self.config.num_hidden_layers)
+        if [layer for layer, _, _ in trace.calls] != list(range(expected)):
+            raise ValueError(
+                f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(trace.calls)} calls of "
+                "transformers' attention interface; recurrent layers and layers that share K,V are not supported"
+            )
+        return [(shape, rule) for _, shape, rule in trace.calls]
+
+    @torch.inference_mode()
+    def _check_against_transformers(self) -> None:
+        """Two chunks through our attention against one pass through transformers' own."""
+        first, second = CHECK_TOKENS
+        ids = (torch.arange(first + second, device=self.device) * 7 + 3)[None] % self.vocab_size
+        cache = KVCache(
+            self.kv_shapes,
+            batch=1,
+            spans=[(0, first + second)] * self.num_layers,
+            num_slots=self.num_layers,
+            device=self.device,
+        )
+        for start, chunk in ((0, ids[:, :first]), (first, ids[:, first:])):
+            attention = CausalAttention(cache, start=start, pads=[0])
+            ours = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
+        theirs = self._transformers_logits(ids)
+        scale, off = theirs.double().std().item(), (ours.double() - theirs.double()).abs().max().item()
+        # Rounding of the weights' dtype against the spread of the logits; a wrong mask, position or scale is far above.
+        # transformers' eager attention takes its softmax in float32 even for float64.
+        bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(self.dtype, 0.2)
+        if not off <= bound * max(scale, 1e-6):
+            raise ValueError(
+                f"model {self.name} ({self.config.model_type}) gives other logits through our attention than through "
+                f"transformers' own (off by {off:.2g}, spread {scale:.2g}); this family is not supported"
+            )
+
+    def _transformers_logits(self, ids: Tensor) -> Tensor:
+        """Logits (B, V) of the last token by transformers' own eager attention."""
+        modules = [] if self._passes_keywords else self.module.modules()
+        adapted = {module: vars(module).pop("forward") for module in modules if "forward" in vars(module)}
+        set_attention(self.module, "eager")
+        try:
+            return self.module(input_ids=ids, use_cache=False).logits[:, -1]
+        finally:
+            set_attention(self.module, ATTENTION_NAME)
+            for module, forward in adapted.items():
+                module.forward = forward  # type: ignore[method-assign]
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence a model was made for, if its config says so."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def set_attention(module: PreTrainedModel, name: str) -> None:
+    """Choose the attention implementation by name, also for families that transformers would not let choose."""
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel):
+            child.config._attn_implementation = name
+            child.config.get_text_config(decoder=True)._attn_implementation = name
+
+
+class _Trace:
+    """Attention that only looks: what every layer brings along."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, KVShape, MaskRule | None]] = []
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        shape = KVShape(
+            num_kv_heads=k_BKCH.shape[1], key_dim=k_BKCH.shape[-1], value_dim=v_BKCV.shape[-1], dtype=k_BKCH.dtype
+        )
+        self.calls.append((layer, shape, terms.rule))
+        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

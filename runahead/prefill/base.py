@@ -1,0 +1,82 @@
+"""What every way to fill the KV cache takes and gives."""
+
+# Legend: B batch, S tokens of the padded prompt, V vocabulary.
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runahead.config import PrefillOptions
+from runahead.context import ContextPartition
+from runahead.kv_cache import KVCache
+from runahead.model import Model
+from runahead.ranks import Ranks
+from runahead.timeline import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """Prompts of different lengths, padded on the left so that they end together."""
+
+    ids_BS: Tensor
+    pads: list[int]
+
+    @classmethod
+    def of(cls, prompts: list[list[int]], device: torch.device) -> PromptBatch:
+        longest = max(len(prompt) for prompt in prompts)
+        pads = [longest - len(prompt) for prompt in prompts]
+        rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]  # any id: pads are not seen
+        return cls(ids_BS=torch.tensor(rows, device=device), pads=pads)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids_BS.shape[1]
+
+
+@dataclass(kw_only=True)
+class PrefillJob:
+    """One prompt batch to prefill on these ranks.
+
+    Attributes:
+        partition: chunks of the padded prompt; the last rank with one gets all K,V and the logits.
+        capacity: tokens for which the K,V of that rank has room.
+        record: keep what this rank did when.
+    """
+
+    model: Model
+    ranks: Ranks
+    batch: PromptBatch
+    partition: ContextPartition
+    capacity: int
+    options: PrefillOptions
+    record: bool = False
+
+
+@dataclass(kw_only=True)
+class Prefilled:
+    """What a rank has after the prefill. Logits (B, V) and cache are there on the last rank of the chain only."""
+
+    logits_BV: Tensor | None = None
+    cache: KVCache | None = None
+    chunk_tokens: int = 0
+    prefill_s: float = 0.0
+    wait_s: float = 0.0
+    kv_sent_bytes: int = 0
+    kv_received_bytes: int = 0
+    kv_peak_bytes: int = 0
+    spans: list[Span] = field(default_factory=list)
+    """In seconds of this host's `time.perf_counter`."""
+
+
+class Stopwatch:
+    """Seconds since it was made, of the host."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began

@@ -1,0 +1,118 @@
+"""KV-Runahead (Cho et al., ICML 2024): ranks prefill uneven chunks of the prompt, about one layer apart.
+
+Every rank runs the whole model on its chunk. In every layer it sends its own K,V on before anything else, attends to
+its own chunk while the prefix is still on its way, and then to the prefix. Only the last rank ever holds all K,V;
+the others keep a ring of a few layers. A chain of one rank is plain prefill.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from runahead.attention import AttentionTerms
+from runahead.causal_attention import CausalAttention
+from runahead.clock import Clock, clock_for
+from runahead.kv_cache import KVCache
+from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule
+from runahead.model import PrefillEndsHere
+from runahead.prefill.base import Prefilled, PrefillJob, Stopwatch
+from runahead.timeline import Span
+
+
+class RunaheadAttention(CausalAttention):
+    """Attention of one rank's chunk: the loop body of the paper's figure, once per layer."""
+
+    def __init__(
+        self, cache: KVCache, transfer: KVTransfer, clock: Clock, *, start: int, pads: list[int]
+    ) -> None:
+        super().__init__(cache, start=start, pads=pads)
+        self.transfer, self._clock = transfer, clock
+        self.layer_ends = [clock.mark()]
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        self.transfer.open(layer)
+        slab = self.cache.layer(layer)
+        slab.write(self.start, k_BKCH, v_BKCV)
+        self.transfer.send(layer)
+        if layer == self.cache.num_layers - 1 and not self.transfer.schedule.is_last:
+            raise PrefillEndsHere  # all that later ranks need of this one is on its way
+        out_BNCV = self.attend_to_slab(slab, q_BNCH, terms, partial(self.transfer.await_prefix, layer))
+        self.transfer.close(layer)
+        self.transfer.ranks.progress()
+        self.layer_ends.append(self._clock.mark())
+        return out_BNCV
+
+
+def prefill(job: PrefillJob) -> Prefilled:
+    """This rank's part. Ranks with an empty chunk return at once."""
+    model, rank = job.model, job.ranks.rank
+    chunk, pads = job.partition.chunk(rank), job.batch.pads
+    if not chunk:
+        return Prefilled()
+    schedule = TransferSchedule(
+        job.partition, rank, job.options.transfer, lambda layer, start: model.first_needed(layer, start, pads)
+    )
+    # A sender that is many layers ahead needs that much more room here, or it would have to wait.
+    depth = job.options.layers_in_flight + schedule.skew() - 1
+    end = job.capacity if schedule.is_last else chunk.stop
+    cache = KVCache(
+        model.kv_shapes,
+        batch=len(pads),
+        spans=[(model.first_needed(layer, chunk.start, pads), end) for layer in range(model.num_layers)],
+        num_slots=model.num_layers if schedule.is_last else depth,
+        device=job.ranks.device,
+    )
+    watch, clock = Stopwatch(), clock_for(job.ranks.device)
+    transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
+    attention = RunaheadAttention(cache, transfer, clock, start=chunk.start, pads=pads)
+    logits_BV = None
+    try:
+        ids_BC = job.batch.ids_BS[:, chunk.start : chunk.stop]
+        logits_BV = model.forward(ids_BC, attention, start=chunk.start, pads=pads, length=job.batch.num_tokens)
+    except PrefillEndsHere:
+        pass
+    computed = clock.mark()
+    transfer.finish()
+    log = transfer.log
+    result = Prefilled(
+        logits_BV=logits_BV,
+        cache=cache if schedule.is_last else None,
+        chunk_tokens=len(chunk),
+        prefill_s=watch.seconds(),
+        wait_s=sum(clock.seconds(end) - clock.seconds(begin) for _, begin, end in log.waits),
+        kv_sent_bytes=log.sent_bytes,
+        kv_received_bytes=log.received_bytes,
+        kv_peak_bytes=cache.num_bytes,
+    )
+    if job.record:
+        result.spans = _spans(attention, transfer, clock, computed)
+    return result
+
+
+def _spans(attention: RunaheadAttention, transfer: KVTransfer, clock: Clock, computed: object) -> list[Span]:
+    """A layer's compute runs from the end of the attention before it to the end of its own, less the waiting."""
+    ends = [clock.seconds(mark) for mark in attention.layer_ends]
+    layers = list(zip(ends, ends[1:], strict=False)) + [(ends[-1], clock.seconds(computed))]
+    names = {len(layers) - 1: "last MLP and logits"} if transfer.schedule.is_last else {}
+    spans = []
+    for layer, (start, end) in enumerate(layers):
+        waits = [(clock.seconds(b), clock.seconds(e)) for at, b, e in transfer.log.waits if at == layer]
+        waits = [(b, e) for b, e in waits if e <= end]  # what comes after is the wait for the last sends
+        edges = [start, *(moment for wait in waits for moment in wait), end]
+        spans += [
+            Span(kind="compute", layer=None if layer in names else layer, start_s=b, end_s=e,
+                 detail=names.get(layer, ""))
+            for b, e in zip(edges[::2], edges[1::2], strict=True)
+        ]
+        spans += [Span(kind="wait", layer=layer, start_s=b, end_s=e, detail="prefix") for b, e in waits]
+    for layer, begin, done, detail in transfer.log.sends:
+        spans.append(
+            Span(kind="send", layer=layer, start_s=clock.seconds(begin), end_s=clock.seconds(done), detail=detail)
+        )
+    return spans
+
+

@@ -1,0 +1,368 @@
+"""The ranks of a job: the only place that starts, names and ends process groups.
+
+Control messages (small Python objects, barriers) always go over Gloo, whatever carries the K,V. They run in a thread
+of their own, so that the main thread can notice a silent peer and say whom it waited for instead of hanging.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from runahead.config import Backend, Device, RanksOptions
+from runahead.heartbeat import Heartbeat
+
+T = TypeVar("T")
+
+NEVER = timedelta(days=30)
+"""Timeout of the groups themselves: whether a peer is silent is decided by heartbeats. A Gloo group that timed out
+is unusable, and its timeout knows nothing of a peer that is alive and busy."""
+
+POLL_S = 0.05
+
+
+class PeerFailure(RuntimeError):
+    """A peer is silent, gone, or announced that it failed. The message names it and what was waited for."""
+
+
+class SharedError(RuntimeError):
+    """Another rank reports this error; this one only ends."""
+
+
+class Ranks:
+    """This process among the ranks of a job. One rank needs no launcher and no process group.
+
+    Attributes:
+        rank, size: place among the ranks.
+        device: where this rank computes.
+        backend: "gloo" or "nccl", what carries K,V between ranks.
+        timeout_s: silence after which a peer is given up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+        store: dist.Store | None = None,
+    ) -> None:
+        self.rank, self.size, self.device, self.backend, self.timeout_s = rank, size, device, backend, timeout_s
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._heartbeat: Heartbeat | None = None
+        if size == 1:
+            return
+        try:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
+        except RuntimeError as error:  # DistNetworkError, DistStoreError: no rendezvous
+            raise ValueError(f"cannot meet the other ranks: {str(error).splitlines()[0]}") from error
+        self._control = dist.group.WORLD
+        self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
+        self._worker = _Worker("control")
+        own_store = dist.distributed_c10d._get_default_store().clone()  # a blocking call on one connection blocks it
+        self._heartbeat = Heartbeat(own_store, rank, size)
+        dist.barrier()
+        self._heartbeat.start()
+
+    @classmethod
+    def start(cls, options: RanksOptions, *, store: dist.Store | None = None) -> Ranks:
+        """Join the job that torchrun (or the environment it sets) describes; without one, be the only rank.
+
+        Raises:
+            ValueError: more local ranks than GPUs, no CUDA where it is asked for, NCCL without CUDA, or no rendezvous.
+        """
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        device = choose_device(options.device, local_rank, local_size)
+        backend = choose_backend(options.backend, device)
+        torch.set_num_threads(options.threads or default_threads(local_size))
+        return cls(rank, size, device=device, backend=backend, timeout_s=options.timeout_s, store=store)
+
+    @property
+    def label(self) -> str:
+        """Prefix of this rank's messages."""
+        return f"[rank {self.rank}/{self.size}]"
+
+    # Waiting: everything that may block on a peer goes through these.
+
+    def progress(self) -> None:
+        """This rank got somewhere: a layer, a token. Silence is the absence of these."""
+        if self._heartbeat is not None:
+            self._heartbeat.progress()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While it is open this rank counts as alive without progress (loading a model)."""
+        if self._heartbeat is None:
+            yield
+        else:
+            with self._heartbeat.steady():
+                yield
+
+    def wait_until(self, ready: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
+        """Wait until `ready(seconds to block at most)` is true.
+
+        Raises:
+            PeerFailure: a peer was silent for timeout_s meanwhile, or announced a failure.
+        """
+        if ready(0.0):
+            return
+        assert self._heartbeat is not None
+        peers = frozenset(peers) - {self.rank}
+        with self._heartbeat.steady(peers):
+            began = time.monotonic()
+            while not ready(POLL_S):
+                if self._heartbeat.failure is not None:
+                    raise PeerFailure(f"{self._heartbeat.failure} (while waiting for {what})")
+                for peer in peers:
+                    if self._heartbeat.silence_s(peer) > self.timeout_s:
+                        raise PeerFailure(
+                            f"rank {peer} has been silent for {self._heartbeat.silence_s(peer):.0f} s; "
+                            f"waited {time.monotonic() - began:.0f} s for {what} (ranks.timeout_s={self.timeout_s:g})"
+                        )
+
+    def fail(self, message: str) -> None:
+        """Announce that this rank fails, before it ends."""
+        if self._heartbeat is not None:
+            self._heartbeat.announce_failure(f"rank {self.rank} failed: {message}")
+
+    # Control messages.
+
+    def control(self, what: str, call: Callable[[], T], peers: Iterable[int] | None = None) -> T:
+        """Result of a blocking call on the control group, watched over.
+
+        Raises:
+            PeerFailure: as in `wait_until`, or a connection was lost.
+        """
+        job = self._worker.submit(call)
+        self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
+        if job.error is not None:
+            raise PeerFailure(f"lost the connection while waiting for {what}: {_first_line(job.error)}") from job.error
+        return job.result  # type: ignore[no-any-return]
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Run a blocking call on the control group behind those before it, without waiting for it."""
+        self._worker.submit(call)
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has called it."""
+        if self.size > 1:
+            self.control(what, lambda: dist.barrier(self._control))
+
+    def broadcast(self, value: T, source: int, what: str) -> T:
+        """The source rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value if self.rank == source else None]
+        peers = None if self.rank == source else [source]
+        self.control(what, lambda: dist.broadcast_object_list(box, src=source, group=self._control), peers)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.control(what, lambda: dist.all_gather_object(values, value, group=self._control))
+        return values
+
+    def agree(self, what: str, call: Callable[[], T]) -> T:
+        """Rank 0's result of `call`, on every rank; the others do not call it.
+
+        Raises:
+            whatever `call` raises, on rank 0; SharedError with its message on the others.
+        """
+        error: Exception | None = None
+        result: Any = None
+        if self.rank == 0:
+            try:
+                with self.busy():
+                    result = call()
+            except Exception as caught:
+                error = caught
+        result, message = self.broadcast((result, None if error is None else _first_line(error)), 0, what)
+        if error is not None:
+            raise error
+        if message is not None:
+            raise SharedError(message)
+        return result  # type: ignore[no-any-return]
+
+    def together(self, what: str, call: Callable[[], T]) -> T:
+        """This rank's result of `call`, once it succeeded on every rank.
+
+        Raises:
+            whatever `call` raises, on the lowest rank where it fails; SharedError on the others.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            with self.busy():
+                result = call()
+        except Exception as caught:
+            error = caught
+        messages = self.gather(None if error is None else _first_line(error), what)
+        first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+        if first is None:
+            return result  # type: ignore[no-any-return]
+        if error is not None and first == self.rank:
+            raise error
+        raise SharedError(f"rank {first}: {messages[first]}") from error
+
+    def clock_offset_s(self, rounds: int = 7) -> float:
+        """Seconds to add to this rank's `time.perf_counter` to get rank 0's, by Cristian's algorithm.
+
+        Every rank calls it. Each exchange bounds the offset by its round trip; the shortest one counts.
+        """
+        offset = 0.0
+        for peer in range(1, self.size):
+            if self.rank not in (0, peer):
+                continue
+            best = float("inf")
+            for _ in range(rounds):
+                stamp = torch.zeros(1, dtype=torch.float64)
+                if self.rank == 0:
+                    self.control("a clock", lambda s=stamp, p=peer: dist.recv(s, p, self._control, 1), [peer])
+                    stamp[0] = time.perf_counter()
+                    self.control("a clock", lambda s=stamp, p=peer: dist.send(s, p, self._control, 2), [peer])
+                    continue
+                sent = time.perf_counter()
+                self.control("a clock", lambda s=stamp: dist.send(s, 0, self._control, 1), [0])
+                self.control("a clock", lambda s=stamp: dist.recv(s, 0, self._control, 2), [0])
+                received = time.perf_counter()
+                if received - sent < best:
+                    best, offset = received - sent, float(stamp[0]) - (sent + received) / 2
+        return offset
+
+    # Links for K,V.
+
+    @property
+    def kv_group(self) -> dist.ProcessGroup:
+        """The Gloo group that carries K,V between CPUs (or staged through host memory)."""
+        return self._kv_group
+
+    def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """One NCCL group per directed link, made on first use by all ranks in the same order, and warmed up.
+
+        Point-to-point work of one NCCL group shares one stream and is matched in the order of issue, so links that
+        must not wait for each other need groups of their own.
+        """
+        for link in links:
+            if link not in self._links:
+                group = dist.new_group(list(link), backend="nccl", timeout=NEVER, device_id=self.device)
+                self._links[link] = group
+                if self.rank in link:
+                    token = torch.zeros(1, device=self.device)
+                    work = dist.isend if self.rank == link[0] else dist.irecv
+                    work(token, link[1] if self.rank == link[0] else link[0], group=group).wait()
+                    torch.cuda.synchronize(self.device)
+        return self._links
+
+    def close(self) -> None:
+        """Leave the job: every rank calls it once all went well."""
+        if self.size == 1 or not dist.is_initialized():
+            return
+        self.barrier("the end")
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._worker.close()
+        dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def choose_device(wanted: Device, local_rank: int, local_size: int) -> torch.device:
+    """One GPU per local rank, or the CPU.
+
+    Raises:
+        ValueError: CUDA is asked for and not there, or there are fewer GPUs than local ranks.
+    """
+    if wanted is Device.cpu or (wanted is Device.auto and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("ranks.device=cuda, but PyTorch sees no CUDA device; use ranks.device=cpu or check the driver")
+    if local_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{local_size} ranks on this host but {torch.cuda.device_count()} GPUs; use --nproc-per-node "
+            f"{torch.cuda.device_count()} or ranks.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(wanted: Backend, device: torch.device) -> str:
+    """NCCL between GPUs, Gloo otherwise or where it is asked for.
+
+    Raises:
+        ValueError: NCCL is asked for on CPUs, or this PyTorch has none.
+    """
+    if wanted is Backend.nccl and device.type != "cuda":
+        raise ValueError("ranks.backend=nccl moves K,V between GPUs only; use ranks.backend=gloo on CPUs")
+    if wanted is Backend.gloo or device.type == "cpu":
+        return "gloo"
+    if not dist.is_nccl_available():
+        raise ValueError("ranks.backend=nccl, but this PyTorch was built without NCCL; use ranks.backend=gloo")
+    return "nccl"
+
+
+def default_threads(local_size: int) -> int:
+    """An even share of the processors that this process may use."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors // local_size)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+class _Job:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.done = call, threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except Exception as error:
+            self.error = error
+        self.done.set()
+
+
+class _Worker:
+    """A daemon thread that runs blocking calls in order; one that never returns does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Any]) -> _Job:
+        job = _Job(call)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()

@@ -1,0 +1,124 @@
+"""What a run found out: tokens, times and bytes, and the JSON that is made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+from runahead.config import RunOptions
+from runahead.timeline import Span
+from runahead.whole_file import ensure_writable, write_whole
+
+__all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "report_json", "write_whole"]
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """One rank's part of one call: `prefill_s` until its last layer was done, `wait_s` of it waiting for K,V; bytes of K,V."""
+
+    rank: int
+    chunk_tokens: int
+    prefill_s: float
+    wait_s: float
+    kv_sent_bytes: int
+    kv_received_bytes: int
+    kv_peak_bytes: int
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What one prompt led to. `finish_reason` is eos, stop or length; the logits are the raw ones behind the first new token."""
+
+    prompt_tokens: int
+    new_token_ids: list[int]
+    text: str
+    finish_reason: str
+    first_token_logits_top5: list[tuple[int, float]]
+
+
+@dataclass(kw_only=True)
+class GenerationBatch:
+    """One call of the engine: its prompts ran together, so times, boundaries and bytes are the call's, not one prompt's.
+
+    `boundaries` are the context partition, `tpot_s` is None if only one token was generated, and `warm` is
+    False for an engine's first call. `spans` holds one list per rank, or nothing if no timeline was asked
+    for.
+    """
+
+    generations: list[Generation]
+    boundaries: list[int]
+    ttft_s: float
+    tpot_s: float | None
+    warm: bool
+    ranks: list[RankReport]
+    spans: list[list[Span]] = field(default_factory=list)
+
+
+def report_json(
+    run: RunOptions,
+    batches: Sequence[GenerationBatch],
+    *,
+    model: str,
+    dtype: str,
+    device: str,
+    world_size: int,
+) -> str:
+    """The report of a run as JSON text.
+
+    One prompt: its fields are on the top level. Several prompts: the list `prompts` has the same fields for
+    each, in order, and `batch` tells which of them ran together and share their times and bytes.
+    """
+    about_the_run: dict[str, Any] = {
+        "world_size": world_size,
+        "model": model,
+        "dtype": dtype,
+        "device": device,
+        "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name},
+        "warmup": run.warmup,
+        "versions": _versions(),
+    }
+    prompts = [
+        _prompt_fields(run, generation, batch) | {"batch": number}
+        for number, batch in enumerate(batches)
+        for generation in batch.generations
+    ]
+    report = about_the_run | {"prompts": prompts}
+    if len(prompts) == 1:
+        report = prompts[0] | report
+        del report["batch"]
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _prompt_fields(run: RunOptions, generation: Generation, batch: GenerationBatch) -> dict[str, Any]:
+    # JSON has no NaN and no infinity, and a broken model should still get its report.
+    top5 = [
+        [token, logit if math.isfinite(logit) else None]
+        for token, logit in generation.first_token_logits_top5
+    ]
+    return {
+        "prompt_tokens": generation.prompt_tokens,
+        "new_token_ids": generation.new_token_ids,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "ttft_s": batch.ttft_s,
+        "tpot_s": batch.tpot_s,
+        "warm": batch.warm,
+        "partition": {"name": run.partition.name.name, "boundaries": batch.boundaries},
+        "ranks": [asdict(rank) for rank in batch.ranks],
+        "first_token_logits_top5": top5,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "runahead"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+            versions[package] = None
+    return versions

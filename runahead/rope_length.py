@@ -1,0 +1,64 @@
+"""Rotary tables that depend on the prompt's length (LongRoPE, dynamic NTK) see the whole prompt on every rank.
+
+transformers derives the length from the largest position of a forward, so a chunk that ends before the threshold
+would silently get the tables of a short prompt. It also keeps the largest length it ever saw, which would leak from
+one prompt to the next.
+"""
+
+# Legend: B batch, C tokens of this forward.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def length_dependent_rotaries(module: nn.Module) -> list[nn.Module]:
+    """Rotary embeddings whose frequencies change with the length of the sequence."""
+    found = []
+    for child in module.modules():
+        kinds = getattr(child, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            found.append(child)
+    return found
+
+
+@contextmanager
+def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[None]:
+    """While it is open, the rotary embeddings compute row r's tables for a sequence of lengths_B[r] tokens."""
+    with ExitStack() as stack:
+        for rotary in rotaries:
+            stack.enter_context(_lengths(rotary, lengths_B))
+        yield
+
+
+@contextmanager
+def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
+    forward, replaced = rotary.forward, vars(rotary).get("forward")
+
+    def forward_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        rows = position_ids.expand(len(lengths_B), -1)
+        shared = len(set(lengths_B)) == 1
+        tables = []
+        for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
+            for name in vars(rotary):
+                if name.endswith("max_seq_len_cached"):
+                    setattr(rotary, name, 0)  # recompute for this length, whatever was seen before
+            last = torch.full_like(row[:, :1], length - 1)  # one more position, which only carries the length
+            cos, sin = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
+            tables.append((cos[:, :-1], sin[:, :-1]))
+        return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+
+    rotary.forward = forward_rows  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del rotary.forward
+        else:
+            rotary.forward = replaced  # type: ignore[method-assign]

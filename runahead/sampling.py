@@ -1,0 +1,55 @@
+"""From logits to the next token, row by row, on transformers' own logits processors."""
+
+# Legend: V vocabulary.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from runahead.config import GenerationOptions
+
+
+class Sampler:
+    """Next tokens of one row; rows have generators of their own, so that a batch draws what its rows draw alone.
+
+    Args:
+        options: greedy or sampling, and the processors' settings.
+        seed: of this row.
+    """
+
+    def __init__(self, options: GenerationOptions, seed: int, device: torch.device) -> None:
+        self._processors = processors(options)
+        self._generator = torch.Generator(device).manual_seed(seed) if options.do_sample else None
+
+    def next_token(self, token_ids: list[int], logits_V: Tensor) -> int:
+        """The token behind `token_ids`: the likeliest, or one drawn."""
+        scores_1V = logits_V[None]
+        if self._processors:
+            ids_1S = torch.tensor([token_ids], device=logits_V.device)
+            scores_1V = self._processors(ids_1S, scores_1V)
+        if self._generator is None:
+            return int(scores_1V.argmax(dim=-1))
+        return int(torch.multinomial(scores_1V.softmax(dim=-1)[0], 1, generator=self._generator))
+
+
+def processors(options: GenerationOptions) -> LogitsProcessorList:
+    """In the order of `transformers.generate`; temperature, top-k and top-p only where tokens are drawn."""
+    chosen = LogitsProcessorList()
+    if options.repetition_penalty != 1.0:
+        chosen.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if options.do_sample:
+        if options.temperature != 1.0:
+            chosen.append(TemperatureLogitsWarper(options.temperature))
+        if options.top_k:
+            chosen.append(TopKLogitsWarper(options.top_k))
+        if options.top_p < 1.0:
+            chosen.append(TopPLogitsWarper(options.top_p))
+    return chosen

@@ -1,0 +1,151 @@
+"""The picture of the layer skew: what every rank did during the prefill, as an image."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+if TYPE_CHECKING:
+    from runahead.timeline import Span
+
+INK = "#1f2933"
+MUTED = "#7b8794"
+WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
+SEND = "#d9480f"
+NO_LAYER = "#9aa5b1"
+
+# Heights within a rank's band, which is 1 high and whose middle is the rank's number; the y axis points down.
+BAND_TOP, BAND_HEIGHT = -0.38, 0.60
+SEND_TOP, SEND_HEIGHT = 0.26, 0.07
+
+
+def skew_png(
+    spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = ""
+) -> bytes:
+    """The prefill: a band per rank, compute coloured by layer, waits hatched, sends as thin bars below.
+
+    Lines join the end of the same layer on neighbouring ranks: their slant is the layer skew. What begins
+    after the first token (`ttft_s`) is left out, for decoding would squeeze the prefill into a corner.
+    `subject` says in a few words what ran.
+    """
+    shown = [[s for s in spans if ttft_s is None or s.start_s < ttft_s] for spans in spans_by_rank]
+    num_layers = 1 + max((s.layer for spans in shown for s in spans if s.layer is not None), default=0)
+    end_s = max([ttft_s or 0.0, *(s.end_s for spans in shown for s in spans)]) or 1.0
+
+    # Figure rather than pyplot: no display, no globals.
+    figure = Figure(
+        figsize=(11, 1.7 + 0.85 * max(len(shown), 1)), dpi=160, layout="constrained", facecolor="white"
+    )
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colours = ScalarMappable(norm=Normalize(0, max(num_layers - 1, 1)), cmap="viridis")
+
+    for rank, spans in enumerate(shown):
+        _draw_rank(axes, rank, spans, colours)
+    _draw_skew(axes, shown, num_layers)
+    if ttft_s is not None:
+        axes.axvline(ttft_s, color=INK, linewidth=1.2)
+        label = axes.annotate("first token", (ttft_s, -0.5), ha="right", va="bottom", fontsize=9, color=INK)
+        label.set_annotation_clip(False)
+
+    _dress(axes, len(shown), end_s)
+    _add_legend(figure)
+    title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
+    axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
+    axes.annotate(
+        subject,
+        (0, 1),
+        (0, 6),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=9.5,
+        color=MUTED,
+    )
+    if num_layers > 1:
+        bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=12, ticks=_ticks(num_layers))
+        bar.set_label("layer", color=INK, fontsize=9)
+        bar.ax.tick_params(labelsize=8, colors=INK, length=0)
+        bar.ax.invert_yaxis()
+        bar.outline.set_visible(False)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: ScalarMappable) -> None:
+    def bars(kind: str, top: float, height: float, **style: Any) -> None:
+        chosen = [s for s in spans if s.kind == kind]
+        if chosen:
+            extents = [(s.start_s, max(s.end_s - s.start_s, 0.0)) for s in chosen]
+            axes.broken_barh(extents, (rank + top, height), **style)
+
+    bars("wait", BAND_TOP, BAND_HEIGHT, facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0)
+    computed = [s for s in spans if s.kind == "compute"]
+    faces = [NO_LAYER if s.layer is None else colours.to_rgba(s.layer) for s in computed]
+    bars("compute", BAND_TOP, BAND_HEIGHT, facecolors=faces, edgecolor="white", linewidth=0.25)
+    bars("send", SEND_TOP, SEND_HEIGHT, facecolor=SEND, linewidth=0)
+
+
+def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int) -> None:
+    """Lines through the ends of a few layers, rank by rank; a rank without compute is passed over."""
+    ends = []
+    for rank, spans in enumerate(spans_by_rank):
+        end_of_layer: dict[int, float] = {}
+        for span in spans:
+            if span.kind == "compute" and span.layer is not None:
+                end_of_layer[span.layer] = max(end_of_layer.get(span.layer, 0.0), span.end_s)
+        if end_of_layer:
+            ends.append((rank, end_of_layer))
+    halo = withStroke(linewidth=1.8, foreground="white", alpha=0.6)  # so that the lines show on dark layers
+    for (upper, upper_ends), (lower, lower_ends) in pairwise(ends):
+        for layer in _ticks(num_layers):
+            if layer in upper_ends and layer in lower_ends:
+                xs = [upper_ends[layer]] * 2 + [lower_ends[layer]] * 2
+                ys = [
+                    upper + BAND_TOP,
+                    upper + BAND_TOP + BAND_HEIGHT,
+                    lower + BAND_TOP,
+                    lower + BAND_TOP + BAND_HEIGHT,
+                ]
+                axes.plot(xs, ys, color=INK, linewidth=0.8, path_effects=[halo], zorder=3)
+
+
+def _ticks(num_layers: int) -> list[int]:
+    """About five layers from the first to the last."""
+    steps = min(num_layers - 1, 4)
+    return sorted({round(step * (num_layers - 1) / steps) for step in range(steps + 1)}) if steps else [0]
+
+
+def _dress(axes: Any, num_ranks: int, end_s: float) -> None:
+    axes.set_xlim(0, end_s * 1.005)
+    axes.set_ylim(max(num_ranks, 1) - 0.5, -0.5)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.set_xlabel("seconds since the prompt's start", color=INK, fontsize=9)
+    axes.tick_params(axis="y", length=0, labelsize=10, colors=INK)
+    axes.tick_params(axis="x", labelsize=8.5, colors=MUTED)
+    axes.grid(axis="x", color="#e4e7eb", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#cbd2d9")
+
+
+def _add_legend(figure: Figure) -> None:
+    handles = [
+        Patch(facecolor="#2a788e", label="compute, coloured by layer"),
+        Patch(facecolor=NO_LAYER, label="compute outside the layers"),
+        Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for K,V"),
+        Patch(facecolor=SEND, label="send K,V"),
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK
+    )

@@ -1,0 +1,152 @@
+"""The text of one row while it is generated: where a stop string ends it, and how much of it may be printed already.
+
+The last rank uses it to know when to stop, the edge to know what to print: the same token ids lead both to
+the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) UTF-8
+
+# A character has at most 4 bytes and a token at least one. Text that is still broken after more tokens than
+# that stays broken, but for a character that may just have begun: up to three bytes, each shown as one
+# replacement character.
+MAX_TOKENS_OF_A_CHARACTER = 4
+# Bounds the work on endless bytes that are no UTF-8 (of an untrained model, say); such text may lose a
+# character here.
+MAX_PENDING_TOKENS = 32
+
+
+class Detokenizer:
+    """Turns token ids, one by one, into pieces of text that are never taken back.
+
+    Tokenizers treat the start of a text apart (SentencePiece drops its first blank), so a token is decoded
+    together with the tokens of the piece before it, and only what they add is handed out.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the tokens of the last complete piece, then the pending ones
+        self._num_context = 0  # how many of the window's tokens belong to the last complete piece
+        self._num_chars = 0  # how many characters of the window's text were handed out
+
+    def add(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character still lacks bytes."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_pending = len(self._window) - self._num_context
+        num_complete = len(text.rstrip(REPLACEMENT))
+        if num_pending > MAX_TOKENS_OF_A_CHARACTER:
+            num_complete = max(num_complete, len(text) - (MAX_TOKENS_OF_A_CHARACTER - 1))
+        if num_pending > MAX_PENDING_TOKENS:
+            num_complete = len(text)
+        return self._hand_out(text[:num_complete], is_whole_window=num_complete == len(text))
+
+    def finish(self) -> str:
+        """The rest, as the tokenizer decodes it when nothing follows: lone bytes become replacement characters."""
+        return self._hand_out(self._decode(self._window), is_whole_window=True)
+
+    def _hand_out(self, complete: str, *, is_whole_window: bool) -> str:
+        piece = complete[self._num_chars :]
+        self._num_chars = max(self._num_chars, len(complete))
+        if piece and is_whole_window:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_chars = len(self._decode(self._window))
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        # Cleaning up would take back blanks that were handed out already ("do n" + "'t" -> "don't").
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class StopStrings:
+    """One row's text so far, cut before the stop string that was complete first.
+
+    "Complete first" makes the outcome independent of how the text falls into tokens; of two that end on the same character, the
+    longer one counts. A stop string that is the name of a special token ("<|im_end|>"), which text does not
+    show, stops at that token. Without a tokenizer the text is empty.
+
+        row = StopStrings(tokenizer, ["\\n\\n"])
+        while not row.add(next_token()):
+            print(row.take(), end="")   # never a part of a stop string, never half a character
+        row.finish()
+        print(row.take())               # now row.text is everything that was taken
+    """
+
+    def __init__(self, tokenizer: Any | None, stop: Sequence[str] = ()):
+        """Raises: ValueError if there are stop strings but no tokenizer to find them with."""
+        if stop and tokenizer is None:
+            raise ValueError(
+                f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out"
+            )
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._stop = list(stop)
+        self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else set()
+        self._text = ""
+        self._num_taken = 0
+        self.stopped = False
+        self.finished = False
+
+    @property
+    def text(self) -> str:
+        """The text so far; after a stop string was found, the text before it."""
+        return self._text
+
+    def add(self, token_id: int) -> bool:
+        """Take the next token; True once a stop string is complete. Tokens after that, or after `finish`, are ignored."""
+        if self._detokenizer is None or self.stopped or self.finished:
+            return self.stopped
+        if token_id in self._stop_ids:
+            self._append(self._detokenizer.finish())
+            self.stopped = True
+        else:
+            self._append(self._detokenizer.add(token_id))
+        return self.stopped
+
+    def finish(self) -> None:
+        """Nothing follows: what was held back becomes text."""
+        if self._detokenizer is not None and not self.stopped and not self.finished:
+            self._append(self._detokenizer.finish())
+        self.finished = True
+
+    def take(self) -> str:
+        """The text that no later token can take back and that was not taken yet."""
+        end = len(self._text)
+        if not (self.stopped or self.finished):
+            end -= self._num_chars_of_a_begun_stop_string()
+        piece = self._text[self._num_taken : end]
+        self._num_taken += len(piece)
+        return piece
+
+    def _append(self, piece: str) -> None:
+        old_length = len(self._text)
+        self._text += piece
+        ends_and_starts = []
+        for stop in self._stop:
+            # A stop string may begin in text that is here already, but it ends in the new piece.
+            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
+            if start >= 0:
+                ends_and_starts.append((start + len(stop), start))
+        if ends_and_starts:
+            self.stopped = True
+            self._text = self._text[: min(ends_and_starts)[1]]
+
+    def _num_chars_of_a_begun_stop_string(self) -> int:
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._text)), 0, -1):
+            end_of_text = self._text[-length:]
+            if any(len(stop) > length and stop.startswith(end_of_text) for stop in self._stop):
+                return length
+        return 0
+
+
+def _special_token_ids(tokenizer: Any, names: list[str]) -> set[int]:
+    id_of_name = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {id_of_name[name] for name in names if name in id_of_name}

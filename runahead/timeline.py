@@ -1,0 +1,120 @@
+"""Who did what when: the spans of every rank, and the trace made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runahead.whole_file import write_whole
+
+KINDS = ("compute", "wait", "send")
+
+
+@dataclass(kw_only=True)
+class Span:
+    """One thing that a rank did: `kind` is compute, wait or send; times are seconds since the prompt's start.
+
+    All ranks' spans are on one clock. `layer` is None for what belongs to no layer, such as the embedding.
+    """
+
+    kind: str
+    layer: int | None
+    start_s: float
+    end_s: float
+    detail: str = ""
+
+    def shifted(self, seconds: float) -> Span:
+        """The same span on a clock that is `seconds` ahead."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
+
+def picture_path(path: str | os.PathLike[str]) -> Path:
+    """Where the picture beside the trace goes.
+
+    Raises: ValueError if that is the trace's own path.
+    """
+    picture = Path(path).with_suffix(".png")
+    if picture == Path(path):
+        raise ValueError(
+            f"timeline={path} is the trace's name, and the picture beside it ends in .png; use .json"
+        )
+    return picture
+
+
+def write_timeline(
+    path: str | os.PathLike[str],
+    spans_by_rank: Sequence[Sequence[Span]],
+    *,
+    ttft_s: float | None = None,
+    subject: str = "",
+) -> None:
+    """Write the trace to `path` and the picture beside it (same name, .png).
+
+    `subject` says in a few words what ran, for the picture's title.
+
+    Raises: ValueError if `path` itself ends in .png; OSError.
+    """
+    # Imported late: a run without a timeline should not pay for matplotlib.
+    from runahead.skew_picture import skew_png
+
+    picture = picture_path(path)
+    write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))
+    write_whole(picture, skew_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
+
+
+def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:
+    """The spans in the Trace Event Format, which Perfetto and chrome://tracing open: a process per rank, a lane per kind."""
+    events: list[dict[str, Any]] = []
+    # Viewers drop what lies before time 0, where the alignment of clocks may put the first microseconds.
+    origin_s = min([0.0, *(span.start_s for spans in spans_by_rank for span in spans)])
+    for rank, spans in enumerate(spans_by_rank):
+        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+        for tid, (lane, spans_of_lane) in enumerate(_lanes(spans)):
+            events.append(_metadata("thread_name", rank, tid, name=lane))
+            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
+            for span in spans_of_lane:
+                layer = "" if span.layer is None else f"layer {span.layer}"
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": " ".join(filter(None, [layer, span.detail])) or span.kind,
+                        "cat": span.kind,
+                        "pid": rank,
+                        "tid": tid,
+                        "ts": round((span.start_s - origin_s) * 1e6, 3),
+                        "dur": round(max(0.0, span.end_s - span.start_s) * 1e6, 3),
+                        "args": {"layer": span.layer, "detail": span.detail},
+                    }
+                )
+    if ttft_s is not None:
+        last = max(len(spans_by_rank) - 1, 0)
+        time_us = round((ttft_s - origin_s) * 1e6, 3)
+        events.append({"ph": "i", "s": "g", "name": "first token", "pid": last, "tid": 0, "ts": time_us})
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Spans by kind. Those that overlap others of their kind, as sends do, get further lanes: a viewer would hide them."""
+    lanes: list[tuple[str, list[Span]]] = []
+    for kind in KINDS:
+        lanes_of_kind: list[list[Span]] = [[]]
+        for span in sorted((s for s in spans if s.kind == kind), key=lambda s: (s.start_s, s.end_s)):
+            free = (lane for lane in lanes_of_kind if not lane or lane[-1].end_s <= span.start_s)
+            lane = next(free, None)
+            if lane is None:
+                lane = []
+                lanes_of_kind.append(lane)
+            lane.append(span)
+        lanes += [(kind if n == 0 else f"{kind} {n + 1}", lane) for n, lane in enumerate(lanes_of_kind)]
+    return lanes

@@ -1,0 +1,65 @@
+"""Writing a file whole or not at all: a file beside it is filled first, then takes its name."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> None:
+    """Find out before any work whether `write_whole(path, ...)` can succeed; leaves nothing behind.
+
+    Raises: ValueError, naming the command line's `option`, if the file could not be written.
+    """
+    name = f"{option}={os.fspath(path)}"
+    if not os.fspath(path):
+        raise ValueError(f"{option}= is empty; name a file")
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_dir():
+            raise ValueError(f"{name} is a folder; name a file in it")
+        if not target.parent.is_dir():
+            raise ValueError(f"{name}: there is no folder {target.parent}; create it first")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise ValueError(f"{name} is read-only; name another file")
+        if target.exists() and not target.is_file():
+            return  # a device or a pipe: there is no folder to try
+        # Permission bits do not tell: root passes them, a read-only file system is not in them.
+        trial, handle = _create_beside(target)
+        os.close(handle)
+        trial.unlink()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written: {error.strerror}; name another file") from error
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write `content` (text as UTF-8) to `path`; whatever fails, a file that was there before keeps its content.
+
+    Raises: OSError.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    # A link keeps pointing where it did. Devices and pipes (report=/dev/stderr) must not be replaced by a
+    # file.
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        Path(path).write_bytes(data)
+        return
+    part, handle = _create_beside(target)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            part.chmod(target.stat().st_mode & 0o777)
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _create_beside(target: Path) -> tuple[Path, int]:
+    """A new empty file in the folder of `target`, and its open descriptor; unlike tempfile's it has the usual permissions."""
+    part = target.parent / f".{secrets.token_hex(6)}.part"
+    return part, os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
