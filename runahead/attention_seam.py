@@ -21,9 +21,26 @@ from runahead.masks import MaskRule, keep_mask_rule
 ATTENTION_NAME = "runahead"
 
 HARMLESS_KEYWORDS = frozenset(
-    "dropout is_causal sliding_window position_ids output_attentions output_hidden_states use_cache training "
-    "cache_position layer_idx return_dict num_items_in_batch output_router_logits position_embeddings "
-    "max_length_q max_length_k cu_seq_lens_q cu_seq_lens_k".split()
+    {
+        "dropout",
+        "is_causal",
+        "sliding_window",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "layer_idx",
+        "use_cache",
+        "training",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "max_length_q",
+        "max_length_k",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+    }
 )
 """Keywords that do not change attention here: no dropout in inference; window and causality are in the mask rule."""
 

@@ -32,7 +32,7 @@ class CausalAttention:
     """Attention of the tokens [start, start + C) of a left-padded batch, for one forward of the model.
 
     The model's attention layers call `attend` once each, in order. Prefill in one piece, in chunks, on several ranks
-    and decoding differ only in where the K,V of earlier tokens comes from: subclasses override `prefix_arrived`.
+    and decoding differ only in where the K,V of earlier tokens come from.
 
     Args:
         cache: receives the new K,V; holds the earlier ones.

@@ -65,7 +65,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def _choice(option: str, kind: type[E], value: object) -> E:
-    """The member of `kind` that `value` names; library users may pass the bare name, and YAML turns `true` into a bool."""
+    """The member of `kind` that `value` names: a bare name, or the bool that YAML makes of `true`."""
     if isinstance(value, kind):
         return value
     name = str(value).lower() if isinstance(value, bool) else value
@@ -81,7 +81,7 @@ def _require(rule_holds: bool, option: str, value: object, rule: str) -> None:
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model, and in which dtype. `seed` draws the weights of `random`; dtype `auto` is the checkpoint's own on a GPU."""
+    """Which model, and in which dtype. `seed` draws the weights of `random`."""
 
     name: ModelName = ModelName.smollm2
     path: str | None = None
@@ -99,18 +99,14 @@ class ModelOptions:
         if self.name is ModelName.random and not self.config:
             raise ValueError("model=random needs model.config=<model folder or config.json>")
         if self.name is not ModelName.hf and self.path is not None:
-            raise ValueError(
-                f"model.path={self.path} has no effect with model={self.name.name}; add model=hf"
-            )
+            raise ValueError(f"model.path={self.path} has no effect with model={self.name.name}; add model=hf")
         if self.name is not ModelName.random and self.config is not None:
-            raise ValueError(
-                f"model.config={self.config} has no effect with model={self.name.name}; add model=random"
-            )
+            raise ValueError(f"model.config={self.config} has no effect with model={self.name.name}; add model=random")
 
 
 @dataclass(kw_only=True)
 class PromptOptions:
-    """Where the prompt comes from: one of text, file, ids_file and random_tokens. `batch` prompts run at once."""
+    """Where the prompt comes from: text, file, ids_file or random_tokens. `batch` prompts run at once."""
 
     text: str | None = None
     question: str | None = None
@@ -124,14 +120,15 @@ class PromptOptions:
         self.chat = _choice("prompt.chat", Chat, self.chat)
         _require(self.batch >= 1, "prompt.batch", self.batch, "must be at least 1")
         if self.random_tokens is not None:
-            _require(
-                self.random_tokens >= 1, "prompt.random_tokens", self.random_tokens, "must be at least 1"
-            )
+            _require(self.random_tokens >= 1, "prompt.random_tokens", self.random_tokens, "must be at least 1")
 
 
 @dataclass(kw_only=True)
 class RanksOptions:
-    """How the processes work together. `timeout_s` bounds the silence of a peer; `threads` are the intra-op threads of one rank."""
+    """How the processes work together.
+
+    `timeout_s` bounds the silence of a peer; `threads` are the intra-op threads of one rank.
+    """
 
     backend: Backend = Backend.auto
     device: Device = Device.auto
@@ -142,20 +139,16 @@ class RanksOptions:
         self.backend = _choice("ranks.backend", Backend, self.backend)
         self.device = _choice("ranks.device", Device, self.device)
         finite_and_positive = 0 < self.timeout_s < math.inf
-        _require(
-            finite_and_positive, "ranks.timeout_s", self.timeout_s, "must be a number of seconds above 0"
-        )
+        _require(finite_and_positive, "ranks.timeout_s", self.timeout_s, "must be a number of seconds above 0")
         if self.threads is not None:
             _require(self.threads >= 1, "ranks.threads", self.threads, "must be at least 1")
         if self.backend is Backend.nccl and self.device is Device.cpu:
-            raise ValueError(
-                "ranks.backend=nccl cannot move CPU tensors; use ranks.backend=gloo or ranks.device=cuda"
-            )
+            raise ValueError("ranks.backend=nccl cannot move CPU tensors; use ranks.backend=gloo or ranks.device=cuda")
 
 
 @dataclass(kw_only=True)
 class PrefillOptions:
-    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V a rank has sent and not yet got rid of."""
+    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V are under way at a time."""
 
     name: PrefillName = PrefillName.kv_runahead
     transfer: Transfer = Transfer.relay
@@ -188,9 +181,7 @@ class PartitionOptions:
     def __post_init__(self) -> None:
         self.name = _choice("partition", PartitionName, self.name)
         if self.name is PartitionName.ratios and not self.ratios:
-            raise ValueError(
-                "partition=ratios needs partition.ratios=[...], one share per rank, such as [0.6,0.4]"
-            )
+            raise ValueError("partition=ratios needs partition.ratios=[...], one share per rank, such as [0.6,0.4]")
         if self.name is PartitionName.table and not self.table:
             raise ValueError("partition=table needs partition.table=<json file>")
         if self.name is not PartitionName.ratios and self.ratios is not None:
@@ -203,9 +194,7 @@ class PartitionOptions:
             )
         if self.ratios is not None:
             shares_are_right = all(0 <= ratio < math.inf for ratio in self.ratios)
-            _require(
-                shares_are_right, "partition.ratios", self.ratios, "must not hold negative or infinite shares"
-            )
+            _require(shares_are_right, "partition.ratios", self.ratios, "must not hold negative or infinite shares")
             total = math.fsum(self.ratios)
             close_to_one = abs(total - 1) <= RATIO_SUM_TOLERANCE
             _require(close_to_one, "partition.ratios", self.ratios, f"must add up to 1, not {total:g}")
@@ -213,7 +202,7 @@ class PartitionOptions:
 
 @dataclass(kw_only=True)
 class GenerationOptions:
-    """What is generated from the prompt. `top_k` 0 is off; `stop` strings end a row and are not part of its text."""
+    """What is generated. `top_k` 0 is off; `stop` strings end a row and are not part of its text."""
 
     max_new_tokens: int = 64
     do_sample: bool = False
@@ -226,9 +215,7 @@ class GenerationOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1"
-        )
+        _require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1")
         hint = "must be above 0; generation.do_sample=false is greedy"
         _require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)
         _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
@@ -247,7 +234,7 @@ class GenerationOptions:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """One run of launch/infer.py: all groups, the files it writes, and the `warmup` runs before the measured one."""
+    """One run of launch/infer.py: groups, files to write, and the `warmup` runs before the measured one."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt: PromptOptions = field(default_factory=PromptOptions)
@@ -273,14 +260,8 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         for name in _changed(run.prefill, ["transfer", "layers_in_flight"]):
             sentences.append(f"prefill.{name} has no effect with prefill=single")
         for name in _changed(run.partition, ["name"]):
-            sentences.append(
-                f"partition={getattr(run.partition, name).name} has no effect with prefill=single"
-            )
-    if (
-        run.model.name is not ModelName.random
-        and _changed(run.model, ["seed"])
-        and run.prompt.random_tokens is None
-    ):
+            sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill=single")
+    if run.model.name is not ModelName.random and _changed(run.model, ["seed"]) and run.prompt.random_tokens is None:
         sentences.append("model.seed has no effect without model=random")
     return sentences
 

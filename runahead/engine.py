@@ -14,7 +14,6 @@ from runahead.model import Model
 from runahead.prefill import OWN_PARTITIONS, PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
-from runahead.timeline import Span
 from runahead.token_stream import TokenStream
 
 OnTokens = Callable[[list[int | None]], None]
@@ -31,7 +30,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, ranks: Ranks, *, prefill: PrefillOptions | None = None, partition: Partitioner = even
+        self,
+        model: Model,
+        ranks: Ranks,
+        *,
+        prefill: PrefillOptions | None = None,
+        partition: Partitioner = even,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.prefill = prefill or PrefillOptions()
@@ -84,11 +88,12 @@ class Engine:
             options=self.prefill,
             record=record_timeline,
         )
-        prefilled = PREFILLS[self.prefill.name](job)
-        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
-        stream.relay()
-        prefilled.cache = None
-        result = self._result(prefilled, decoded, partition.boundaries, began_s, last)
+        with self.ranks.failing_together():
+            prefilled = PREFILLS[self.prefill.name](job)
+            decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
+            stream.relay()
+            prefilled.cache = None
+            result = self._result(prefilled, decoded, partition.boundaries, began_s, last)
         self._num_calls += 1
         return result
 
@@ -141,7 +146,12 @@ class Engine:
         )
 
     def _result(
-        self, prefilled: Prefilled, decoded: Decoded | None, boundaries: tuple[int, ...], began_s: float, last: int
+        self,
+        prefilled: Prefilled,
+        decoded: Decoded | None,
+        boundaries: tuple[int, ...],
+        began_s: float,
+        last: int,
     ) -> GenerationBatch:
         """What every rank found out, put together on all of them."""
         report = RankReport(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -64,10 +64,8 @@ class Heartbeat:
 
     def announce_failure(self, message: str) -> None:
         """Tell every rank, so that none waits for one that will not come."""
-        try:
+        with suppress(RuntimeError):  # the store is gone, and the ranks with it
             self._store.set("runahead/failure", message)
-        except RuntimeError:
-            pass  # the store is gone, and the ranks with it
 
     def close(self) -> None:
         self._closed.set()

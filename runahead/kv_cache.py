@@ -87,9 +87,7 @@ class KVCache:
         rings = [range(slot, self.num_layers, self.num_slots) for slot in range(self.num_slots)]
         sizes = [max(self._layer_bytes(layer) for layer in ring) for ring in rings]
         try:
-            self._slots = [
-                torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes
-            ]
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
         except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
             raise ValueError(
                 f"{sum(sizes):,} bytes of K,V do not fit on {device}; use a shorter prompt, a smaller prompt.batch "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
 
 class MaskRule:
@@ -24,6 +25,7 @@ class MaskRule:
     def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
         self._mask_function = mask_function
         self._device = device  # some index functions hold tensors
+        self._is_causal = mask_function is causal_mask_function  # no need to look, nor to wait for a GPU's answer
         self._plain: dict[tuple[int, int, int], bool] = {}
         self._first_key: dict[int, int] = {}
 
@@ -39,6 +41,8 @@ class MaskRule:
 
     def first_key(self, query: int) -> int:
         """Position of the earliest key that a query sees (rules only ever move forward with the query)."""
+        if self._is_causal:
+            return 0
         if query not in self._first_key:
             keys = torch.arange(query + 1, device=self._device)
             row = self.allowed(keys[-1:], keys)[0]
@@ -50,6 +54,8 @@ class MaskRule:
 
         Answered from a few rows: index functions are uniform or move forward monotonically.
         """
+        if self._is_causal:
+            return True
         key = (start, end, first)
         if key not in self._plain:
             queries = torch.tensor(sorted({start, (start + end) // 2, end - 1}), device=self._device)

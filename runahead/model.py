@@ -68,14 +68,26 @@ class Model:
             raise ValueError(f"model family {self.config.model_type} is not supported: {reason}") from error
 
     @classmethod
-    def load(cls, options: ModelOptions, device: torch.device, *, progress: bool = False) -> Model:
-        """Load as the options say. `progress` shows progress bars on standard error.
+    def load(
+        cls, options: ModelOptions, device: torch.device, *, progress: bool = False, ranks_on_host: int = 1
+    ) -> Model:
+        """Load as the options say.
+
+        Args:
+            progress: show progress bars on standard error.
+            ranks_on_host: processes of this host that load the same model.
 
         Raises:
             ValueError, OSError: one line that names the path and the remedy.
         """
         register()
-        loaded = loading.load(options, device=device, attn_implementation=ATTENTION_NAME, progress=progress)
+        loaded = loading.load(
+            options,
+            device=device,
+            attn_implementation=ATTENTION_NAME,
+            progress=progress,
+            ranks_on_host=ranks_on_host,
+        )
         return cls(loaded.module, loaded.tokenizer, name=loaded.name)
 
     @property
@@ -122,7 +134,13 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, ids_BC: Tensor, attention: LayerAttention, *, start: int, pads: list[int], length: int | None = None
+        self,
+        ids_BC: Tensor,
+        attention: LayerAttention,
+        *,
+        start: int,
+        pads: list[int],
+        length: int | None = None,
     ) -> Tensor:
         """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
 
@@ -190,16 +208,17 @@ class Model:
             )
 
     def _transformers_logits(self, ids: Tensor) -> Tensor:
-        """Logits (B, V) of the last token by transformers' own eager attention."""
+        """Logits (B, V) of the last token by transformers' own attention."""
         modules = [] if self._passes_keywords else self.module.modules()
         adapted = {module: vars(module).pop("forward") for module in modules if "forward" in vars(module)}
-        set_attention(self.module, "eager")
+        # Where there is a choice: Falcon's eager attention counts its ALiBi twice (transformers 5.23).
+        set_attention(self.module, "sdpa" if self.module._supports_sdpa else "eager")
         try:
             return self.module(input_ids=ids, use_cache=False).logits[:, -1]
         finally:
             set_attention(self.module, ATTENTION_NAME)
             for module, forward in adapted.items():
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward
 
 
 def max_positions(config: Any) -> int | None:
@@ -207,8 +226,15 @@ def max_positions(config: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return int(value * _dynamic_factor(config))
     return None
+
+
+def _dynamic_factor(config: Any) -> float:
+    """What dynamic NTK scaling makes of a model's length; its config keeps the length before that."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by layer type
+    return max(float(kind.get("factor") or 1.0) if kind.get("rope_type") == "dynamic" else 1.0 for kind in kinds)
 
 
 def set_attention(module: PreTrainedModel, name: str) -> None:
@@ -227,7 +253,10 @@ class _Trace:
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         shape = KVShape(
-            num_kv_heads=k_BKCH.shape[1], key_dim=k_BKCH.shape[-1], value_dim=v_BKCV.shape[-1], dtype=k_BKCH.dtype
+            num_kv_heads=k_BKCH.shape[1],
+            key_dim=k_BKCH.shape[-1],
+            value_dim=v_BKCV.shape[-1],
+            dtype=k_BKCH.dtype,
         )
         self.calls.append((layer, shape, terms.rule))
         return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

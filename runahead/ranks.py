@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ class Ranks:
 
     Attributes:
         rank, size: place among the ranks.
+        local_size: ranks of this host.
         device: where this rank computes.
         backend: "gloo" or "nccl", what carries K,V between ranks.
         timeout_s: silence after which a peer is given up.
@@ -56,9 +58,12 @@ class Ranks:
         device: torch.device,
         backend: str,
         timeout_s: float,
+        local_size: int | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.size, self.device, self.backend, self.timeout_s = rank, size, device, backend, timeout_s
+        self.rank, self.size, self.device, self.backend = rank, size, device, backend
+        self.timeout_s = timeout_s
+        self.local_size = size if local_size is None else local_size
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._heartbeat: Heartbeat | None = None
         if size == 1:
@@ -70,8 +75,9 @@ class Ranks:
         self._control = dist.group.WORLD
         self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
         self._worker = _Worker("control")
-        own_store = dist.distributed_c10d._get_default_store().clone()  # a blocking call on one connection blocks it
-        self._heartbeat = Heartbeat(own_store, rank, size)
+        default_store: Any = dist.distributed_c10d._get_default_store()
+        # A connection of its own: a call that blocks on one connection to the store blocks that connection.
+        self._heartbeat = Heartbeat(default_store.clone(), rank, size)
         dist.barrier()
         self._heartbeat.start()
 
@@ -88,7 +94,15 @@ class Ranks:
         device = choose_device(options.device, local_rank, local_size)
         backend = choose_backend(options.backend, device)
         torch.set_num_threads(options.threads or default_threads(local_size))
-        return cls(rank, size, device=device, backend=backend, timeout_s=options.timeout_s, store=store)
+        return cls(
+            rank,
+            size,
+            device=device,
+            backend=backend,
+            timeout_s=options.timeout_s,
+            local_size=local_size,
+            store=store,
+        )
 
     @property
     def label(self) -> str:
@@ -134,9 +148,18 @@ class Ranks:
                         )
 
     def fail(self, message: str) -> None:
-        """Announce that this rank fails, before it ends."""
+        """Announce that this rank fails, so that no other waits for it. The ranks are lost then."""
         if self._heartbeat is not None:
             self._heartbeat.announce_failure(f"rank {self.rank} failed: {message}")
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What is raised inside is announced: see `fail`."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(_first_line(error))
+            raise
 
     # Control messages.
 
@@ -150,7 +173,7 @@ class Ranks:
         self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
         if job.error is not None:
             raise PeerFailure(f"lost the connection while waiting for {what}: {_first_line(job.error)}") from job.error
-        return job.result  # type: ignore[no-any-return]
+        return job.result
 
     def post(self, call: Callable[[], object]) -> None:
         """Run a blocking call on the control group behind those before it, without waiting for it."""
@@ -197,7 +220,7 @@ class Ranks:
             raise error
         if message is not None:
             raise SharedError(message)
-        return result  # type: ignore[no-any-return]
+        return result
 
     def together(self, what: str, call: Callable[[], T]) -> T:
         """This rank's result of `call`, once it succeeded on every rank.
@@ -215,7 +238,7 @@ class Ranks:
         messages = self.gather(None if error is None else _first_line(error), what)
         first = next((rank for rank, message in enumerate(messages) if message is not None), None)
         if first is None:
-            return result  # type: ignore[no-any-return]
+            return result
         if error is not None and first == self.rank:
             raise error
         raise SharedError(f"rank {first}: {messages[first]}") from error
@@ -225,24 +248,18 @@ class Ranks:
 
         Every rank calls it. Each exchange bounds the offset by its round trip; the shortest one counts.
         """
-        offset = 0.0
+        best, offset = float("inf"), 0.0
         for peer in range(1, self.size):
-            if self.rank not in (0, peer):
-                continue
-            best = float("inf")
-            for _ in range(rounds):
+            for _ in range(rounds if self.rank in (0, peer) else 0):
                 stamp = torch.zeros(1, dtype=torch.float64)
-                if self.rank == 0:
-                    self.control("a clock", lambda s=stamp, p=peer: dist.recv(s, p, self._control, 1), [peer])
-                    stamp[0] = time.perf_counter()
-                    self.control("a clock", lambda s=stamp, p=peer: dist.send(s, p, self._control, 2), [peer])
-                    continue
                 sent = time.perf_counter()
-                self.control("a clock", lambda s=stamp: dist.send(s, 0, self._control, 1), [0])
-                self.control("a clock", lambda s=stamp: dist.recv(s, 0, self._control, 2), [0])
-                received = time.perf_counter()
-                if received - sent < best:
-                    best, offset = received - sent, float(stamp[0]) - (sent + received) / 2
+                if self.rank == 0:
+                    self.control("a clock", partial(_answer_with_time, stamp, peer), [peer])
+                else:
+                    self.control("a clock", partial(_ask_for_time, stamp, 0), [0])
+                    received = time.perf_counter()
+                    if received - sent < best:
+                        best, offset = received - sent, float(stamp) - (sent + received) / 2
         return offset
 
     # Links for K,V.
@@ -264,8 +281,10 @@ class Ranks:
                 self._links[link] = group
                 if self.rank in link:
                     token = torch.zeros(1, device=self.device)
-                    work = dist.isend if self.rank == link[0] else dist.irecv
-                    work(token, link[1] if self.rank == link[0] else link[0], group=group).wait()
+                    if self.rank == link[0]:
+                        dist.send(token, link[1], group=group)
+                    else:
+                        dist.recv(token, link[0], group=group)
                     torch.cuda.synchronize(self.device)
         return self._links
 
@@ -326,6 +345,17 @@ def default_threads(local_size: int) -> int:
     """An even share of the processors that this process may use."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_size)
+
+
+def _ask_for_time(stamp: torch.Tensor, peer: int) -> None:
+    dist.send(stamp, peer, tag=1)
+    dist.recv(stamp, peer, tag=2)
+
+
+def _answer_with_time(stamp: torch.Tensor, peer: int) -> None:
+    dist.recv(stamp, peer, tag=1)
+    stamp[0] = time.perf_counter()
+    dist.send(stamp, peer, tag=2)
 
 
 def _first_line(error: BaseException) -> str:

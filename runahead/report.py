@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -19,7 +20,7 @@ __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "re
 
 @dataclass(kw_only=True)
 class RankReport:
-    """One rank's part of one call: `prefill_s` until its last layer was done, `wait_s` of it waiting for K,V; bytes of K,V."""
+    """One rank's part of one call; of `prefill_s`, until its last layer ended, it waited for K,V for `wait_s`."""
 
     rank: int
     chunk_tokens: int
@@ -32,7 +33,10 @@ class RankReport:
 
 @dataclass(kw_only=True)
 class Generation:
-    """What one prompt led to. `finish_reason` is eos, stop or length; the logits are the raw ones behind the first new token."""
+    """What one prompt led to.
+
+    `finish_reason` is eos, stop or length; the logits are the raw ones behind the first new token.
+    """
 
     prompt_tokens: int
     new_token_ids: list[int]
@@ -43,7 +47,7 @@ class Generation:
 
 @dataclass(kw_only=True)
 class GenerationBatch:
-    """One call of the engine: its prompts ran together, so times, boundaries and bytes are the call's, not one prompt's.
+    """One call of the engine. Its prompts ran together: times, boundaries and bytes are the call's.
 
     `boundaries` are the context partition, `tpot_s` is None if only one token was generated, and `warm` is
     False for an engine's first call. `spans` holds one list per rank, or nothing if no timeline was asked
@@ -91,15 +95,14 @@ def report_json(
     if len(prompts) == 1:
         report = prompts[0] | report
         del report["batch"]
-    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
+    # Lists of numbers on one line. A newline in JSON is never inside a string.
+    return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def _prompt_fields(run: RunOptions, generation: Generation, batch: GenerationBatch) -> dict[str, Any]:
     # JSON has no NaN and no infinity, and a broken model should still get its report.
-    top5 = [
-        [token, logit if math.isfinite(logit) else None]
-        for token, logit in generation.first_token_logits_top5
-    ]
+    top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in generation.first_token_logits_top5]
     return {
         "prompt_tokens": generation.prompt_tokens,
         "new_token_ids": generation.new_token_ids,

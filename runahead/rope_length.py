@@ -54,11 +54,11 @@ def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
             tables.append((cos[:, :-1], sin[:, :-1]))
         return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
 
-    rotary.forward = forward_rows  # type: ignore[method-assign]
+    rotary.forward = forward_rows
     try:
         yield
     finally:
         if replaced is None:
             del rotary.forward
         else:
-            rotary.forward = replaced  # type: ignore[method-assign]
+            rotary.forward = replaced

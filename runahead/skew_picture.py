@@ -28,9 +28,7 @@ BAND_TOP, BAND_HEIGHT = -0.38, 0.60
 SEND_TOP, SEND_HEIGHT = 0.26, 0.07
 
 
-def skew_png(
-    spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = ""
-) -> bytes:
+def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
     """The prefill: a band per rank, compute coloured by layer, waits hatched, sends as thin bars below.
 
     Lines join the end of the same layer on neighbouring ranks: their slant is the layer skew. What begins
@@ -42,9 +40,7 @@ def skew_png(
     end_s = max([ttft_s or 0.0, *(s.end_s for spans in shown for s in spans)]) or 1.0
 
     # Figure rather than pyplot: no display, no globals.
-    figure = Figure(
-        figsize=(11, 1.7 + 0.85 * max(len(shown), 1)), dpi=160, layout="constrained", facecolor="white"
-    )
+    figure = Figure(figsize=(11, 1.7 + 0.85 * max(len(shown), 1)), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     colours = ScalarMappable(norm=Normalize(0, max(num_layers - 1, 1)), cmap="viridis")
@@ -58,7 +54,7 @@ def skew_png(
         label.set_annotation_clip(False)
 
     _dress(axes, len(shown), end_s)
-    _add_legend(figure)
+    _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
     axes.annotate(
@@ -81,7 +77,7 @@ def skew_png(
     return image.getvalue()
 
 
-def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: ScalarMappable) -> None:
+def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> None:
     def bars(kind: str, top: float, height: float, **style: Any) -> None:
         chosen = [s for s in spans if s.kind == kind]
         if chosen:
@@ -139,13 +135,13 @@ def _dress(axes: Any, num_ranks: int, end_s: float) -> None:
     axes.spines["bottom"].set_color("#cbd2d9")
 
 
-def _add_legend(figure: Figure) -> None:
-    handles = [
-        Patch(facecolor="#2a788e", label="compute, coloured by layer"),
-        Patch(facecolor=NO_LAYER, label="compute outside the layers"),
-        Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for K,V"),
-        Patch(facecolor=SEND, label="send K,V"),
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK
-    )
+def _add_legend(figure: Figure, present: set[str]) -> None:
+    """Explain the kinds of spans that are present; "" stands for compute outside the layers."""
+    handles = {
+        "compute": Patch(facecolor="#2a788e", label="compute, coloured by layer"),
+        "": Patch(facecolor=NO_LAYER, label="compute outside the layers"),
+        "wait": Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for K,V"),
+        "send": Patch(facecolor=SEND, label="send K,V"),
+    }
+    shown = [handle for kind, handle in handles.items() if kind in present]
+    figure.legend(handles=shown, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)

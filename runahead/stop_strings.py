@@ -1,4 +1,4 @@
-"""The text of one row while it is generated: where a stop string ends it, and how much of it may be printed already.
+"""The text of one row while it is generated: where a stop string ends it, and what may be printed already.
 
 The last rank uses it to know when to stop, the edge to know what to print: the same token ids lead both to
 the same text.
@@ -46,7 +46,7 @@ class Detokenizer:
         return self._hand_out(text[:num_complete], is_whole_window=num_complete == len(text))
 
     def finish(self) -> str:
-        """The rest, as the tokenizer decodes it when nothing follows: lone bytes become replacement characters."""
+        """The rest, as it is when nothing follows: lone bytes become replacement characters."""
         return self._hand_out(self._decode(self._window), is_whole_window=True)
 
     def _hand_out(self, complete: str, *, is_whole_window: bool) -> str:
@@ -60,18 +60,16 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         # Cleaning up would take back blanks that were handed out already ("do n" + "'t" -> "don't").
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 
 class StopStrings:
     """One row's text so far, cut before the stop string that was complete first.
 
-    "Complete first" makes the outcome independent of how the text falls into tokens; of two that end on the same character, the
-    longer one counts. A stop string that is the name of a special token ("<|im_end|>"), which text does not
-    show, stops at that token. Without a tokenizer the text is empty.
+    "Complete first" makes the outcome independent of how the text falls into tokens; of two that end on the
+    same character, the longer one counts. A stop string that is the name of a special token ("<|im_end|>"),
+    which text does not show, stops at that token. Without a tokenizer the text is empty.
 
         row = StopStrings(tokenizer, ["\\n\\n"])
         while not row.add(next_token()):
@@ -83,9 +81,7 @@ class StopStrings:
     def __init__(self, tokenizer: Any | None, stop: Sequence[str] = ()):
         """Raises: ValueError if there are stop strings but no tokenizer to find them with."""
         if stop and tokenizer is None:
-            raise ValueError(
-                f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out"
-            )
+            raise ValueError(f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out")
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stop = list(stop)
         self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else set()
@@ -100,7 +96,7 @@ class StopStrings:
         return self._text
 
     def add(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete. Tokens after that, or after `finish`, are ignored."""
+        """Take the next token; True once a stop string is complete. What follows that is ignored."""
         if self._detokenizer is None or self.stopped or self.finished:
             return self.stopped
         if token_id in self._stop_ids:

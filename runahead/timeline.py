@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +39,7 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
     """
     picture = Path(path).with_suffix(".png")
     if picture == Path(path):
-        raise ValueError(
-            f"timeline={path} is the trace's name, and the picture beside it ends in .png; use .json"
-        )
+        raise ValueError(f"timeline={path} is the trace's name, and the picture beside it ends in .png; use .json")
     return picture
 
 
@@ -69,7 +65,7 @@ def write_timeline(
 
 
 def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:
-    """The spans in the Trace Event Format, which Perfetto and chrome://tracing open: a process per rank, a lane per kind."""
+    """The spans in the Trace Event Format, for Perfetto: a process per rank, a lane per kind."""
     events: list[dict[str, Any]] = []
     # Viewers drop what lies before time 0, where the alignment of clocks may put the first microseconds.
     origin_s = min([0.0, *(span.start_s for spans in spans_by_rank for span in spans)])
@@ -105,7 +101,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Spans by kind. Those that overlap others of their kind, as sends do, get further lanes: a viewer would hide them."""
+    """Spans by kind; those that overlap others of their kind, as sends do, get lanes of their own."""
     lanes: list[tuple[str, list[Span]]] = []
     for kind in KINDS:
         lanes_of_kind: list[list[Span]] = [[]]

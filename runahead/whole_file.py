@@ -34,7 +34,7 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path`; whatever fails, a file that was there before keeps its content.
+    """Write `content` (text as UTF-8) to `path`; if that fails, a file that was there keeps its content.
 
     Raises: OSError.
     """
@@ -60,6 +60,6 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def _create_beside(target: Path) -> tuple[Path, int]:
-    """A new empty file in the folder of `target`, and its open descriptor; unlike tempfile's it has the usual permissions."""
+    """A new file beside `target`, and its open descriptor; unlike tempfile's it has the usual permissions."""
     part = target.parent / f".{secrets.token_hex(6)}.part"
     return part, os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -21,7 +21,7 @@ def adapt(model: PreTrainedModel) -> None:
     """Let every attention module of a BLOOM model call our attention."""
     for module in model.modules():
         if isinstance(module, BloomAttention):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(

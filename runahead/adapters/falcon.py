@@ -22,7 +22,7 @@ def adapt(model: PreTrainedModel) -> None:
     """Let every attention module of a Falcon model call our attention."""
     for module in model.modules():
         if isinstance(module, FalconAttention):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(

@@ -26,7 +26,7 @@ def adapt(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if isinstance(module, MptAttention):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(

@@ -35,13 +35,20 @@ class GlooTransfer(KVTransfer):
         self._arrived = [threading.Event() for _ in layers]
         self._closed = [threading.Event() for _ in layers]
         self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
-        self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, dist.Work]]]] = queue.SimpleQueue()
-        self._sending: queue.SimpleQueue[tuple[Message, dist.Work, float]] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any]]]] = queue.SimpleQueue()
+        self._sending: queue.SimpleQueue[tuple[Message, Any, float]] = queue.SimpleQueue()
         self._unsent = [len(self._all_sends(layer)) for layer in layers]
+        links = [link for link in schedule.links() if ranks.rank in link]
+        self._peers = sorted({rank for link in links for rank in link} - {ranks.rank})
         for layer in layers:
             if self._unsent[layer] == 0:
                 self._left[layer].set()
         self._error: tuple[str, BaseException] | None = None
+        self._threads: list[threading.Thread] = []
+        if len(schedule.chain) == 1:  # nothing moves: no threads, hence no waiting for them
+            for event in (*self._free, *self._arrived):
+                event.set()
+            return
         self._threads = [
             threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
             for body in (self._post_receives, self._take_arrivals, self._see_sends_out)
@@ -52,7 +59,8 @@ class GlooTransfer(KVTransfer):
     # The main thread.
 
     def open(self, layer: int) -> None:
-        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer}", self._targets())
+        before = max(0, layer - self.depth)
+        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer} from", self._targets(before))
 
     def send(self, layer: int) -> None:
         for message in self.schedule.sends(layer):
@@ -61,7 +69,7 @@ class GlooTransfer(KVTransfer):
             self._isend(message)
 
     def await_prefix(self, layer: int) -> None:
-        self._wait(self._arrived[layer], layer, f"the K,V of layer {layer}", self._sources())
+        self._wait(self._arrived[layer], layer, f"the K,V of layer {layer} from", self._sources(layer))
         if self._staging is not None:
             self._staging.await_upload(layer)
 
@@ -72,25 +80,26 @@ class GlooTransfer(KVTransfer):
 
     def finish(self) -> None:
         for layer, left in enumerate(self._left):
-            self._wait(left, layer, f"rank {self._targets()} to take the K,V of layer {layer}", self._targets())
+            self._wait(left, layer, f"the K,V of layer {layer} to leave for", self._targets(layer))
         for thread in self._threads:
             thread.join()
 
     def _wait(self, event: threading.Event, layer: int, what: str, peers: list[int]) -> None:
+        """`peers` are named; all with whom this rank exchanges K,V are watched: any of them can hold it up."""
         if not event.is_set():
             begin = self.clock.mark()
-            named = " and ".join(f"rank {peer}" for peer in peers)
-            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} from {named}", peers)
+            named = " and ".join(f"rank {peer}" for peer in peers or self._peers)
+            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers)
             self.log.waits.append((layer, begin, self.clock.mark()))
         if self._error is not None:
             what, error = self._error
             raise PeerFailure(f"{what}: {str(error).splitlines()[0]}") from error
 
-    def _sources(self) -> list[int]:
-        return sorted({message.peer for message in self.schedule.receives(0)})
+    def _sources(self, layer: int) -> list[int]:
+        return sorted({message.peer for message in self.schedule.receives(layer)})
 
-    def _targets(self) -> list[int]:
-        return sorted({message.peer for message in self.schedule.sends(0)})
+    def _targets(self, layer: int) -> list[int]:
+        return sorted({message.peer for message in self._all_sends(layer)})
 
     # The threads.
 
@@ -98,7 +107,10 @@ class GlooTransfer(KVTransfer):
         try:
             body()
         except Exception as error:
-            self._error = self._error or (f"lost the connection in the thread '{body.__name__.strip('_')}'", error)
+            self._error = self._error or (
+                f"lost the connection in the thread '{body.__name__.strip('_')}'",
+                error,
+            )
             for events in (self._free, self._arrived, self._closed, self._left):
                 for event in events:
                     event.set()
@@ -115,7 +127,10 @@ class GlooTransfer(KVTransfer):
             if self._error is not None:
                 return
             works = [
-                (message, dist.irecv(self._host_part(message), message.peer, self.ranks.kv_group, message.tag))
+                (
+                    message,
+                    dist.irecv(self._host_part(message), message.peer, self.ranks.kv_group, message.tag),
+                )
                 for message in self.schedule.receives(layer)
             ]
             self._free[layer].set()
@@ -147,7 +162,7 @@ class GlooTransfer(KVTransfer):
 
     def _isend(self, message: Message) -> None:
         begin_s = time.perf_counter()
-        work: Any = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
+        work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
         self._sending.put((message, work, begin_s))
 
     def _all_sends(self, layer: int) -> list[Message]:

@@ -66,7 +66,7 @@ class NcclTransfer(KVTransfer):
             for work in works:
                 work.wait()
         done = torch.cuda.current_stream(self.cache.device).record_event()
-        peers = {message.peer for message in self.schedule.sends(0) + self.schedule.receives(0)}
+        peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
         self.ranks.wait_until(lambda block_s: _queried(done, block_s), "the K,V in flight", peers)
 
     def _post_receives(self, layer: int) -> None:

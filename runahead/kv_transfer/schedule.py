@@ -36,7 +36,11 @@ class TransferSchedule:
     """
 
     def __init__(
-        self, partition: ContextPartition, rank: int, transfer: Transfer, first_needed: Callable[[int, int], int]
+        self,
+        partition: ContextPartition,
+        rank: int,
+        transfer: Transfer,
+        first_needed: Callable[[int, int], int],
     ) -> None:
         self.chain = partition.chain
         self.position = self.chain.index(rank)
@@ -67,9 +71,7 @@ class TransferSchedule:
         """Directed links (from rank, to rank) of the whole chain, in the same order on every rank."""
         last = len(self.chain)
         reach = 1 if self.transfer is Transfer.relay else last
-        return [
-            (self.chain[i], self.chain[j]) for i in range(last) for j in range(i + 1, min(last, i + 1 + reach))
-        ]
+        return [(self.chain[i], self.chain[j]) for i in range(last) for j in range(i + 1, min(last, i + 1 + reach))]
 
     def skew(self) -> int:
         """Layers by which the earliest sender to this rank runs ahead of it."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -70,13 +69,3 @@ class Prefilled:
     kv_peak_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
     """In seconds of this host's `time.perf_counter`."""
-
-
-class Stopwatch:
-    """Seconds since it was made, of the host."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began

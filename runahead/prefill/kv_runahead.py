@@ -9,7 +9,9 @@ the others keep a ring of a few layers. A chain of one rank is plain prefill.
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -19,16 +21,14 @@ from runahead.clock import Clock, clock_for
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule
 from runahead.model import PrefillEndsHere
-from runahead.prefill.base import Prefilled, PrefillJob, Stopwatch
+from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.timeline import Span
 
 
 class RunaheadAttention(CausalAttention):
     """Attention of one rank's chunk: the loop body of the paper's figure, once per layer."""
 
-    def __init__(
-        self, cache: KVCache, transfer: KVTransfer, clock: Clock, *, start: int, pads: list[int]
-    ) -> None:
+    def __init__(self, cache: KVCache, transfer: KVTransfer, clock: Clock, *, start: int, pads: list[int]) -> None:
         super().__init__(cache, start=start, pads=pads)
         self.transfer, self._clock = transfer, clock
         self.layer_ends = [clock.mark()]
@@ -66,7 +66,7 @@ def prefill(job: PrefillJob) -> Prefilled:
         num_slots=model.num_layers if schedule.is_last else depth,
         device=job.ranks.device,
     )
-    watch, clock = Stopwatch(), clock_for(job.ranks.device)
+    began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
     attention = RunaheadAttention(cache, transfer, clock, start=chunk.start, pads=pads)
     logits_BV = None
@@ -77,26 +77,27 @@ def prefill(job: PrefillJob) -> Prefilled:
         pass
     computed = clock.mark()
     transfer.finish()
+    computed_s = clock.seconds(computed)
     log = transfer.log
     result = Prefilled(
         logits_BV=logits_BV,
         cache=cache if schedule.is_last else None,
         chunk_tokens=len(chunk),
-        prefill_s=watch.seconds(),
+        prefill_s=time.perf_counter() - began_s,
         wait_s=sum(clock.seconds(end) - clock.seconds(begin) for _, begin, end in log.waits),
         kv_sent_bytes=log.sent_bytes,
         kv_received_bytes=log.received_bytes,
         kv_peak_bytes=cache.num_bytes,
     )
     if job.record:
-        result.spans = _spans(attention, transfer, clock, computed)
+        result.spans = _spans(attention, transfer, clock, computed_s)
     return result
 
 
-def _spans(attention: RunaheadAttention, transfer: KVTransfer, clock: Clock, computed: object) -> list[Span]:
+def _spans(attention: RunaheadAttention, transfer: KVTransfer, clock: Clock, computed_s: float) -> list[Span]:
     """A layer's compute runs from the end of the attention before it to the end of its own, less the waiting."""
     ends = [clock.seconds(mark) for mark in attention.layer_ends]
-    layers = list(zip(ends, ends[1:], strict=False)) + [(ends[-1], clock.seconds(computed))]
+    layers = list(pairwise([*ends, computed_s]))
     names = {len(layers) - 1: "last MLP and logits"} if transfer.schedule.is_last else {}
     spans = []
     for layer, (start, end) in enumerate(layers):
@@ -104,15 +105,24 @@ def _spans(attention: RunaheadAttention, transfer: KVTransfer, clock: Clock, com
         waits = [(b, e) for b, e in waits if e <= end]  # what comes after is the wait for the last sends
         edges = [start, *(moment for wait in waits for moment in wait), end]
         spans += [
-            Span(kind="compute", layer=None if layer in names else layer, start_s=b, end_s=e,
-                 detail=names.get(layer, ""))
+            Span(
+                kind="compute",
+                layer=None if layer in names else layer,
+                start_s=b,
+                end_s=e,
+                detail=names.get(layer, ""),
+            )
             for b, e in zip(edges[::2], edges[1::2], strict=True)
         ]
         spans += [Span(kind="wait", layer=layer, start_s=b, end_s=e, detail="prefix") for b, e in waits]
     for layer, begin, done, detail in transfer.log.sends:
         spans.append(
-            Span(kind="send", layer=layer, start_s=clock.seconds(begin), end_s=clock.seconds(done), detail=detail)
+            Span(
+                kind="send",
+                layer=layer,
+                start_s=clock.seconds(begin),
+                end_s=clock.seconds(done),
+                detail=detail,
+            )
         )
     return spans
-
-

@@ -1,0 +1,74 @@
+# make demo    a long text through two ranks, on the real model
+# make test    make check, then all tests
+# make check   lint, format and types
+# make setup   only what the others need first: an environment in .venv with the pinned dependencies
+# make clean   remove caches; the environment and the downloaded model stay
+#
+# Each sets up what it needs, once. Variables:
+#   PYTHON=python3.12   the interpreter to start from (3.11 or newer)
+#   VENV=path           where the environment is
+#   SYSTEM_TORCH=1      take the torch that PYTHON already has, such as a CUDA build
+#   PYTEST_ARGS=...     more arguments for pytest, such as "-m 'not slow'"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test check setup clean
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+SYSTEM_TORCH ?=
+PYTEST_ARGS ?=
+# Tried rather than looked up: a version manager's shim may be there for a Python that is not.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+IN_VENV := $(VENV)/bin/python
+PIP_INSTALL := $(IN_VENV) -m pip install --disable-pip-version-check --no-input
+STAMP := $(VENV)/.runahead-is-installed
+PACKAGES := $(wildcard runahead partitioner policies launch)
+
+TEXT := examples/frankenstein_letters.txt
+QUESTION := Summarize this story in one sentence.
+
+# A rank has one thread and the tests start several ranks; a number given from outside is kept.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# Standalone: a free port of this machine, so that it does not matter what else is running.
+demo: $(STAMP)
+	$(IN_VENV) -m torch.distributed.run --standalone --nproc-per-node=2 launch/infer.py model=smollm2 \
+		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64 \
+		partition=ratios partition.ratios=[0.6,0.4]
+
+test: check
+	$(IN_VENV) -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m mypy $(PACKAGES)
+
+setup: $(STAMP)
+
+# torch goes first and by its version alone: where pip is offered a CPU build of that version it takes it, and the second
+# install leaves it in place. setuptools is pinned too, and builds what comes without a wheel (--no-build-isolation).
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv and pip; name one with make PYTHON=..." >&2; exit 1; }
+	$(IN_VENV) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV)
+ifdef SYSTEM_TORCH
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP_INSTALL) -c $(VENV)/constraints.txt setuptools
+else
+	cp constraints.txt $(VENV)/constraints.txt
+	$(PIP_INSTALL) -c $(VENV)/constraints.txt torch setuptools
+endif
+	$(PIP_INSTALL) -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runahead.egg-info
+	find $(wildcard runahead partitioner policies launch conf tests) -name __pycache__ -prune -exec rm -rf {} +

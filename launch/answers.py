@@ -1,0 +1,66 @@
+"""Standard output of a run: the answer and nothing else, so that it can be piped."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from runahead.report import Generation
+from runahead.stop_strings import StopStrings
+
+
+class Answers:
+    """Writes answers to a file descriptor as soon as they are there.
+
+    A reader who leaves (`| head -1`) is no error.
+    """
+
+    def __init__(self, descriptor: int = 1):
+        self._descriptor = descriptor
+        self._is_read = True
+
+    def write(self, text: str) -> None:
+        data = text.encode()
+        while data and self._is_read:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BrokenPipeError:
+                # The other ranks are in the middle of a token, so the run goes on, and its report is still
+                # written.
+                self._is_read = False
+
+    def write_line(self, index: int, generation: Generation) -> None:
+        """One of several prompts: a line of JSON."""
+        entry = {
+            "index": index,
+            "text": generation.text,
+            "new_token_ids": generation.new_token_ids,
+            "finish_reason": generation.finish_reason,
+            "prompt_tokens": generation.prompt_tokens,
+        }
+        self.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+class AnswerStream:
+    """The text of a single prompt's answer, while it is generated.
+
+    What could begin a stop string or is half a character is held back until it is known what it is. `eos_ids`
+    end the text and are not part of it.
+    """
+
+    def __init__(self, answers: Answers, tokenizer: Any | None, *, stop: list[str], eos_ids: set[int]):
+        self._answers = answers
+        self._row = StopStrings(tokenizer, stop)
+        self._eos_ids = eos_ids
+
+    def on_tokens(self, token_ids: list[int | None]) -> None:
+        """Take one decoding step of the only row."""
+        [token_id] = token_ids
+        if token_id is not None and token_id not in self._eos_ids:
+            self._row.add(token_id)
+            self._answers.write(self._row.take())
+
+    def finish(self) -> None:
+        self._row.finish()
+        self._answers.write(self._row.take() + "\n")

@@ -1,0 +1,283 @@
+"""From command-line arguments to one typed RunOptions. Every rank does it, from the same arguments."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runahead.config import RunOptions
+
+# Beside the package that this file is in, in a checkout as in site-packages.
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+# What follows the first "=" of these is free text: neither Hydra's grammar nor OmegaConf's ${...} gets to see
+# it.
+VERBATIM = ("prompt.text", "prompt.question", "generation.stop")
+
+# File names may hold commas, brackets and equals signs too; they are quoted for Hydra, and ${...} works in
+# them.
+FILE_NAMES = (
+    "prompt.file",
+    "prompt.ids_file",
+    "model.path",
+    "model.config",
+    "partition.table",
+    "report",
+    "timeline",
+)
+
+HELP = """\
+usage: torchrun --nproc-per-node=N launch/infer.py [name=value ...]     (or: python launch/infer.py ..., one
+rank)
+
+Reads a long prompt on several ranks with KV-Runahead and streams the answer to standard output.
+
+  model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
+                               model.dtype=auto|float32|bfloat16|float16
+                               model.seed=0   model.trust_remote_code=false
+  one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
+                               prompt.random_tokens=<n>
+  and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
+  prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
+  partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
+  ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
+                               ranks.timeout_s=60   ranks.threads=<n>
+  generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
+                               generation.temperature=1   generation.top_p=1   generation.top_k=0
+                               generation.repetition_penalty=1   generation.seed=0
+                               generation.stop=<text or JSON list>   generation.ignore_eos=false
+  experiment=<name>            report=<json>   timeline=<json>   warmup=0
+
+prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
+--cfg job prints the composed options; --help prints this.
+
+  torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
+  torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
+      partition=ratios partition.ratios=[0.6,0.4] report=run.json timeline=trace.json
+  cat notes.txt | python launch/infer.py prompt.file=- prompt.question="What is to be done?"
+  generation.stop=END
+"""
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    """What the arguments ask for: to print something (`to_print`), or to run with the options `run`."""
+
+    to_print: str | None = None
+    run: RunOptions | None = None
+
+
+def read_command_line(args: Sequence[str]) -> CommandLine:
+    """Read the arguments after the program's name.
+
+    Raises: ValueError, in one line, for unknown flags, unknown options and bad values.
+    """
+    flags, overrides = _split_flags(args)
+    if "--help" in flags:
+        return CommandLine(to_print=HELP)
+    run = compose_run(overrides)
+    if "--cfg" in flags:
+        return CommandLine(to_print=yaml.safe_dump(_plain(asdict(run)), sort_keys=False, allow_unicode=True))
+    return CommandLine(run=run)
+
+
+def compose_run(overrides: Sequence[str]) -> RunOptions:
+    """The options that `overrides` (name=value) and the files in conf/ lead to.
+
+    Raises: ValueError, in one line.
+    """
+    for_hydra, verbatim = _split_verbatim(overrides)
+    for_hydra = [_checked_override(text) for text in for_hydra]
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="infer"):
+            composed = compose("infer", for_hydra)
+    except HydraException as error:
+        raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
+    return _with_verbatim(_typed(composed), verbatim)
+
+
+def _split_flags(args: Sequence[str]) -> tuple[set[str], list[str]]:
+    flags: set[str] = set()
+    overrides: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg in ("-h", "--help"):
+            flags.add("--help")
+        elif arg in ("-c", "--cfg") or arg.startswith("--cfg="):
+            what = arg.partition("=")[2] if "=" in arg else next(rest, "")
+            if what != "job":
+                raise ValueError(f"--cfg {what} is unknown; use --cfg job".replace("  ", " "))
+            flags.add("--cfg")
+        elif arg.startswith("-"):
+            raise ValueError(f"unknown flag {arg}; options are written name=value, see --help")
+        else:
+            overrides.append(arg)
+    return flags, overrides
+
+
+def _split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """What Hydra may parse, and the texts it must not: all values of each verbatim option, in order."""
+    for_hydra = []
+    verbatim: dict[str, list[str]] = {}
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        name = name.lstrip("+")
+        if not (equals and name in VERBATIM):
+            for_hydra.append(override)
+            continue
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} is not valid UTF-8; check the terminal's encoding") from error
+        verbatim.setdefault(name, []).append(value)
+    return for_hydra, verbatim
+
+
+def _with_verbatim(run: RunOptions, verbatim: dict[str, list[str]]) -> RunOptions:
+    # After OmegaConf's to_object, so that ${x} stays what it is; replace() runs the checks again.
+    texts: dict[str, Any] = {
+        name.partition(".")[2]: values[-1] for name, values in verbatim.items() if name != "generation.stop"
+    }
+    stop = [text for value in verbatim.get("generation.stop", []) for text in _stop_strings(value)]
+    if "generation.stop" not in verbatim:
+        stop = run.generation.stop
+    return replace(run, prompt=replace(run.prompt, **texts), generation=replace(run.generation, stop=stop))
+
+
+def _stop_strings(value: str) -> list[str]:
+    """A JSON list of strings is that list, anything else is one stop string as it is."""
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return [value]
+    is_list_of_strings = isinstance(parsed, list) and all(isinstance(item, str) for item in parsed)
+    return parsed if is_list_of_strings else [value]
+
+
+def _checked_override(text: str) -> str:
+    """The override as Hydra is to get it: an existing option or group, set to one value.
+
+    Hydra's own messages have several lines and speak of configs and structs, so the mistakes are found before
+    it sees them.
+    """
+    shown = _shown(text)
+    if "=" not in text:
+        raise ValueError(f"cannot read {shown}; options are written name=value, see --help")
+    name = text.partition("=")[0].lstrip("+")
+    sections, leaves = _option_names()
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    if name not in leaves and name not in groups:
+        if name in sections:
+            members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
+            raise ValueError(f"{name} is not one option but several: {members}")
+        raise ValueError(f"unknown option {_shown(name)}; {_suggestion(name, [*leaves, *groups])}")
+    value = text.partition("=")[2]
+    if name in FILE_NAMES and value != "null" and value[:1] not in ("'", '"'):
+        value = QuotedString(text=value, quote=Quote.double).with_quotes()
+    text = f"{name}={value}"
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ValueError(
+            f"cannot read {shown}: not a value that {name} can take; text in quotes is always read"
+        ) from error
+    if override.is_sweep_override():
+        raise ValueError(f"{shown} has several values; give one, or a list in brackets")
+    if name in groups:
+        known = sorted(path.stem for path in (CONF / name).glob("*.yaml"))
+        choice = override.value()
+        if choice not in known and not (name == "experiment" and choice is None):
+            raise ValueError(f"{shown} is not one of {', '.join(known)}")
+    return text
+
+
+def _option_names() -> tuple[list[str], list[str]]:
+    """The sections of RunOptions (prompt, ...) and the full names of its options (prompt.file, report)."""
+    sections, leaves = [], []
+    kinds = get_type_hints(RunOptions)
+    for field in fields(RunOptions):
+        kind = kinds[field.name]
+        if is_dataclass(kind):
+            sections.append(field.name)
+            leaves += [f"{field.name}.{inner.name}" for inner in fields(kind)]
+        else:
+            leaves.append(field.name)
+    return sections, leaves
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    last_part = name.rpartition(".")[2]
+    same_last_part = [option for option in known if option.rpartition(".")[2] == last_part]
+    close = same_last_part or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else "see --help"
+
+
+def _typed(composed: DictConfig) -> RunOptions:
+    # YAML and Hydra read chat=true as a bool, and the schema's enum wants the name.
+    if isinstance(composed.prompt.chat, bool):
+        composed.prompt.chat = str(composed.prompt.chat).lower()
+    try:
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunOptions), composed))
+    except OmegaConfBaseException as error:
+        raise ValueError(_in_our_words(error, composed)) from error
+    assert isinstance(run, RunOptions), type(run)
+    return run
+
+
+# How the type of an option is told to a user.
+WORDS_FOR_TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[float]: "a list of numbers such as [0.6,0.4]",
+}
+
+
+def _in_our_words(error: OmegaConfBaseException, composed: DictConfig) -> str:
+    name = (error.full_key or "").partition("[")[0]
+    section, _, option = name.rpartition(".")
+    kinds = get_type_hints(get_type_hints(RunOptions)[section] if section else RunOptions)
+    value = OmegaConf.to_container(composed, resolve=False)
+    for part in name.split("."):
+        value = value[part] if isinstance(value, dict) and part in value else value
+    if option not in kinds or (isinstance(value, str) and "${" in value):
+        return f"{name}={_shown(str(value))} cannot be used: {_one_line(error)}"
+    [kind] = [part for part in getattr(kinds[option], "__args__", [kinds[option]]) if part is not type(None)] or [str]
+    expected = f"one of {', '.join(kind.__members__)}" if isinstance(kind, type) and issubclass(kind, Enum) else ""
+    return f"{name}={_shown('null' if value is None else str(value))} is not {expected or WORDS_FOR_TYPES[kind]}"
+
+
+def _one_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _shown(text: str) -> str:
+    """A user's text as a message can show it: on one line, and not a whole book."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= 80 else line[:77] + "..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.name if isinstance(value, Enum) else value
+
+
+def this_rank() -> int:
+    """This process's rank as its launcher tells it, before any process group is there."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

@@ -1,0 +1,185 @@
+"""Answers prompts on the ranks that torchrun started, or on one: `python launch/infer.py --help`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch.compose import read_command_line, this_rank
+from runahead.config import PrefillName, RunOptions, ineffective_settings
+
+if TYPE_CHECKING:
+    from launch.prompts import Prompts
+    from runahead.context import Partitioner
+    from runahead.model import Model
+    from runahead.ranks import Ranks
+    from runahead.report import GenerationBatch
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The whole program. Its exit status: 0 done, 1 failed, 2 the command line is wrong, 130 interrupted."""
+    try:
+        command = read_command_line(sys.argv[1:] if args is None else args)
+    except ValueError as error:
+        _say(str(error))
+        return 2
+    if command.to_print is not None:
+        if this_rank() == 0:
+            print(command.to_print, end="")
+        return 0
+    assert command.run is not None
+    for sentence in ineffective_settings(command.run):
+        _say(f"warning: {sentence}")
+    ranks: Ranks | None = None
+    try:
+        # Imported late: they bring torch and transformers, for which --help and a typing error should not
+        # wait.
+        from launch.partitions import partitioner
+        from runahead.ranks import Ranks
+
+        partition = partitioner(command.run.partition)
+        ranks = Ranks.start(command.run.ranks)
+        infer(command.run, ranks, partition)
+        ranks.close()
+    except BaseException as error:
+        _end(error, ranks)
+    return 0
+
+
+def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[GenerationBatch]:
+    """Answer the prompts of `run` on standard output and write its files; every rank makes the same call.
+
+    Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
+    """
+    from launch.answers import Answers, AnswerStream
+    from launch.summary import summary
+    from runahead.engine import Engine
+    from runahead.model import Model
+
+    prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, ranks.size))
+    model = ranks.together("the model", lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0))
+    engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
+
+    answers = Answers()
+    eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
+    batches: list[GenerationBatch] = []
+    starts = range(0, len(prompts.ids), run.prompt.batch)
+    for _ in range(run.warmup):
+        few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
+        engine.generate(prompts.ids[: run.prompt.batch], few_tokens)
+    for start in starts:
+        stream = None
+        if prompts.one_text and ranks.rank == 0:
+            stream = AnswerStream(answers, model.tokenizer, stop=run.generation.stop, eos_ids=eos_ids)
+        batch = engine.generate(
+            prompts.ids[start : start + run.prompt.batch],
+            run.generation,
+            on_tokens=stream.on_tokens if stream else None,
+            # Of several calls the last one is drawn: it is warm.
+            record_timeline=run.timeline is not None and start == starts[-1],
+            first_index=start,
+        )
+        batches.append(batch)
+        if stream:
+            stream.finish()
+        elif ranks.rank == 0:
+            for index, generation in enumerate(batch.generations, start):
+                answers.write_line(index, generation)
+    ranks.agree("the report", lambda: _write_files(run, batches, model, ranks))
+    if ranks.rank == 0:
+        sys.stderr.write(summary(batches))
+    return batches
+
+
+def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts:
+    """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
+    from launch.prompts import check_lengths, read_prompts
+    from runahead import loading
+    from runahead.model import max_positions
+    from runahead.timeline import picture_path
+    from runahead.whole_file import ensure_writable
+
+    if run.report is not None:
+        ensure_writable(run.report, option="report")
+    if run.timeline is not None:
+        ensure_writable(run.timeline, option="timeline")
+        ensure_writable(picture_path(run.timeline), option="timeline")
+        written = [Path(path).resolve() for path in (run.timeline, picture_path(run.timeline))]
+        if run.report is not None and Path(run.report).resolve() in written:
+            raise ValueError(f"report={run.report} and timeline={run.timeline} would overwrite each other; rename one")
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    prompts = read_prompts(
+        run.prompt,
+        tokenizer=loading.load_tokenizer(run.model),
+        vocab_size=config.vocab_size,
+        seed=run.model.seed,
+    )
+    check_lengths(prompts.ids, max_new_tokens=run.generation.max_new_tokens, max_positions=max_positions(config))
+    if run.prefill.name is not PrefillName.single:
+        partition(len(prompts.ids[0]), num_ranks)
+    return prompts
+
+
+def _write_files(run: RunOptions, batches: list[GenerationBatch], model: Model, ranks: Ranks) -> None:
+    from runahead.report import report_json
+    from runahead.timeline import write_timeline
+    from runahead.whole_file import write_whole
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    if run.report is not None:
+        text = report_json(run, batches, model=model.name, dtype=dtype, device=str(ranks.device), world_size=ranks.size)
+        write_whole(run.report, text)
+    if run.timeline is not None:
+        batch = batches[-1]
+        tokens = " + ".join(f"{rank.chunk_tokens:,}" for rank in batch.ranks)
+        method = run.prefill.name.name
+        if run.prefill.name is not PrefillName.single:
+            method += f", {run.prefill.transfer.name}"
+        subject = f"{model.name}, {dtype} on {ranks.device.type}: {tokens} tokens, {method}"
+        write_timeline(run.timeline, batch.spans, ttft_s=batch.ttft_s, subject=subject)
+
+
+def _say(message: str) -> None:
+    """A line on standard error, once per job."""
+    if this_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _end(error: BaseException, ranks: Ranks | None) -> NoReturn:
+    """Say in one line why this rank ends, tell the others, and leave at once.
+
+    At once: the threads of a broken process group may hang for ever, and Python would wait for them.
+    """
+    from runahead.ranks import PeerFailure, SharedError
+
+    label = f"{ranks.label} " if ranks is not None and ranks.size > 1 else ""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    status = 1
+    if isinstance(error, KeyboardInterrupt):
+        _say("interrupted")
+        status = 130
+    elif isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else 1
+    elif not isinstance(error, SharedError):
+        if not isinstance(error, ValueError | OSError | PeerFailure):
+            reason = f"{type(error).__name__}: {reason}"
+        print(f"{label}{reason}", file=sys.stderr, flush=True)
+        if ranks is not None and not isinstance(error, PeerFailure):
+            ranks.fail(reason)
+    if os.environ.get("RUNAHEAD_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The prompts of a run as token ids, read and checked on rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runahead.config import Chat, PromptOptions
+
+SOURCES = ("text", "file", "ids_file", "random_tokens")
+
+
+@dataclass(kw_only=True)
+class Prompts:
+    """Token ids of every prompt. `one_text`: it is a single prompt, whose answer is printed as text."""
+
+    ids: list[list[int]]
+    one_text: bool
+
+
+def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: int, seed: int = 0) -> Prompts:
+    """Read what `options` name and turn it into token ids.
+
+    Raises: ValueError, in one line, for what cannot be read, is no text, is empty or has ids outside the
+    vocabulary.
+    """
+    given = [name for name in SOURCES if getattr(options, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(f"prompt.{name}" for name in given) or "no prompt"
+        raise ValueError(f"{found} given; give one of {', '.join(f'prompt.{name}=' for name in SOURCES)}")
+    if options.question is not None and given[0] not in ("text", "file"):
+        raise ValueError(f"prompt.question cannot be appended to prompt.{given[0]}; use prompt.text or prompt.file")
+    if options.random_tokens is not None:
+        draw = random.Random(seed)
+        rows = [[draw.randrange(vocab_size) for _ in range(options.random_tokens)] for _ in range(options.batch)]
+        return Prompts(ids=rows, one_text=len(rows) == 1)
+    if options.ids_file is not None:
+        return _prompts_of_ids(options.ids_file, vocab_size)
+    if tokenizer is None:
+        raise ValueError(
+            f"prompt.{given[0]} needs a tokenizer, and this model has none; "
+            "use prompt.ids_file=<json list of token ids>"
+        )
+    if options.text is not None:
+        texts, names = [_joined(options.text, options.question, name="prompt.text")], ["prompt.text"]
+    else:
+        assert options.file is not None
+        texts, names = _texts_of_file(options.file, options.question)
+    ids = [tokenize(text, tokenizer, options.chat, name=name) for text, name in zip(texts, names, strict=True)]
+    return Prompts(ids=ids, one_text=not _is_jsonl(options.file))
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, max_positions: int | None) -> None:
+    """Raises: ValueError if a prompt and its new tokens do not fit the model's positions."""
+    for number, ids in enumerate(prompts, start=1):
+        if max_positions is not None and len(ids) + max_new_tokens > max_positions:
+            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+            fitting = max_positions - len(ids)
+            remedy = (
+                f"generation.max_new_tokens={fitting} or less, or a shorter prompt"
+                if fitting > 0
+                else "a shorter prompt"
+            )
+            raise ValueError(
+                f"{which} has {len(ids)} tokens, and with generation.max_new_tokens={max_new_tokens} "
+                f"it is longer than the model's {max_positions} positions; use {remedy}"
+            )
+
+
+def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
+    """Token ids of a prompt; with a chat template the text is the user's message.
+
+    Raises: ValueError if there is no token, or `chat` demands a template that is not there or fails.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if chat is Chat.true and not template:
+        raise ValueError("prompt.chat=true, but the model's tokenizer has no chat template; use prompt.chat=false")
+    if chat is Chat.false or not template:
+        # verbose=False: that a text is longer than the model is told by check_lengths, with the remedy.
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": text}]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # whatever a model's own template raises
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"the model's chat template fails ({reason}); use prompt.chat=false") from error
+        ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise ValueError(f"{name} has no tokens; give a text")
+    return [int(token) for token in ids]
+
+
+def _joined(document: str, question: str | None, *, name: str) -> str:
+    """The question after the document, with a blank line between."""
+    if not document.strip():
+        raise ValueError(f"{name} is empty; give a text")
+    if question is None:
+        return document
+    if not question.strip():
+        raise ValueError("prompt.question is empty; leave it out")
+    return document.rstrip("\r\n") + "\n\n" + question
+
+
+def _is_jsonl(path: str | None) -> bool:
+    return path is not None and path.lower().endswith(".jsonl")
+
+
+def _texts_of_file(path: str, question: str | None) -> tuple[list[str], list[str]]:
+    """The texts in a file, and what messages are to call each."""
+    name = f"prompt.file={path}"
+    text = _read_text(path, name)
+    if not _is_jsonl(path):
+        return [_joined(text, question, name=name)], [name]
+    texts, names = [], []
+    # Only "\n" ends a line: JSON strings may hold the other characters that splitlines() takes for one.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            names.append(f"{name} line {number}")
+            texts.append(_text_of_line(line, question, names[-1]))
+    if not texts:
+        raise ValueError(f"{name} is empty; give a prompt per line")
+    return texts, names
+
+
+def _text_of_line(line: str, question: str | None, name: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON ({error}); give a string or an object with 'prompt'") from error
+    if isinstance(entry, str):
+        entry = {"prompt": entry}
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+        raise ValueError(f"{name} must be a string or an object with a string 'prompt'")
+    own_question = entry.get("question", question)
+    if own_question is not None and not isinstance(own_question, str):
+        raise ValueError(f"{name}: 'question' must be a string")
+    try:
+        entry["prompt"].encode()
+        (own_question or "").encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{name} holds a character that is not valid Unicode") from error
+    return _joined(entry["prompt"], own_question, name=name)
+
+
+def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
+    name = f"prompt.ids_file={path}"
+    try:
+        entries = json.loads(_read_text(path, name))
+    except ValueError as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name} is not JSON ({error}); give a list of token ids") from error
+    if not isinstance(entries, list):
+        raise ValueError(f"{name} must be a list of token ids, or a list of such lists")
+    is_list_of_lists = bool(entries) and all(isinstance(entry, list) for entry in entries)
+    rows = entries if is_list_of_lists else [entries]
+    for row in rows:
+        if not row:
+            raise ValueError(f"{name} holds an empty prompt; a prompt has at least one token")
+        for token in row:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValueError(
+                    f"{name} must be a list of token ids, and {json.dumps(token)[:40]} is not a whole number"
+                )
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} has token id {token}, but the model's ids are 0 to {vocab_size - 1}")
+    return Prompts(ids=rows, one_text=not is_list_of_lists)
+
+
+def _read_text(path: str, name: str) -> str:
+    """A whole file, or standard input for "-", as text."""
+    if not path:
+        raise ValueError(f"{name} is empty; name a file")
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{name} is a folder; name a file in it") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if b"\0" in data:
+        raise ValueError(f"{name} is a binary file; give a text in UTF-8")
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); convert it to UTF-8 text") from error

@@ -1,0 +1,63 @@
+"""The short table on standard error after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runahead.report import GenerationBatch
+
+
+def summary(batches: Sequence[GenerationBatch]) -> str:
+    """The run's figures, one per line; of several batches, medians of times and maxima of peaks."""
+    first = batches[0]
+    generations = [generation for batch in batches for generation in batch.generations]
+    prompt_tokens = [generation.prompt_tokens for generation in generations]
+    new_tokens = sum(len(generation.new_token_ids) for generation in generations)
+    rows: list[tuple[str, str]] = []
+    if len(generations) == 1:
+        rows.append(("prompt tokens", f"{prompt_tokens[0]:,}"))
+    else:
+        span = f"{min(prompt_tokens):,} to {max(prompt_tokens):,}"
+        rows.append(("prompts", f"{len(generations):,} in {len(batches):,} calls, {span} tokens each"))
+    rows.append(
+        (
+            "new tokens",
+            f"{new_tokens:,}" + (f" ({generations[0].finish_reason})" if len(generations) == 1 else ""),
+        )
+    )
+    rows.append(("ranks", f"{len(first.ranks)}"))
+    widest = max(batches, key=lambda batch: batch.boundaries[-1])
+    chunks = " + ".join(f"{rank.chunk_tokens:,}" for rank in widest.ranks)
+    rows.append(("chunks", f"{chunks} tokens" + (" (longest prompt)" if len(batches) > 1 else "")))
+    rows.append(("TTFT", _times([(batch.ttft_s, batch.warm) for batch in batches])))
+    tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
+    rows.append(("TPOT", f"{_median(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"))
+    moved = sum(rank.kv_sent_bytes for batch in batches for rank in batch.ranks)
+    rows.append(("K,V moved", _bytes(moved)))
+    peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
+    rows.append(("K,V peak per rank", ", ".join(_bytes(peak) for peak in peaks)))
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def _times(ttfts: Sequence[tuple[float, bool]]) -> str:
+    parts = []
+    for word, wanted in (("cold", False), ("warm", True)):
+        chosen = [ttft for ttft, warm in ttfts if warm is wanted]
+        if chosen:
+            kind = word if len(chosen) == 1 else f"{word}, median of {len(chosen)}"
+            parts.append(f"{_median(chosen):.3f} s ({kind})")
+    return ", ".join(parts)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

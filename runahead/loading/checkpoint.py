@@ -1,0 +1,244 @@
+"""Finding a checkpoint on disk (a hub id is brought there first) and what its files hold.
+
+Everything a user can get wrong about a checkpoint is told here, from the small files and the headers of the
+big ones, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from runahead.loading.gguf_header import GGUFHeader, read_header
+from runahead.loading.quiet import one_line, quiet
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+# A folder with none of these has no tokenizer. tokenizer_config.json alone does not count: from it transformers
+# makes up a tokenizer of three tokens.
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_GGUF = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(.+\.gguf)")
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """A folder with config, tokenizer and safetensors weights, or a GGUF file in it, which holds all of these.
+
+    `label` is what the user wrote, `cure` what to do if the files turn out broken; both end up in error
+    messages. `from_hub` says that missing pieces (code that lives in another repository) may be fetched.
+    """
+
+    folder: Path
+    gguf: str | None = None
+    label: str
+    cure: str
+    from_hub: bool = False
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Arguments that lead transformers' from_pretrained to this checkpoint and nowhere else."""
+        place: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder)}
+        place["local_files_only"] = not self.from_hub
+        return place if self.gguf is None else place | {"gguf_file": self.gguf}
+
+
+@dataclass(kw_only=True)
+class StoredTensor:
+    """A tensor in a safetensors file; `dtype` is None where it is none of the usual floating-point ones."""
+
+    dtype: torch.dtype | None
+    num_elements: int
+
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -> Checkpoint:
+    """The checkpoint that a user calls `path`: a local folder, a .gguf file, or a hub id.
+
+    Args:
+        option: the option that holds the path, for messages.
+        weights: from the hub, also bring the weights.
+        code: from the hub, also bring the repository's Python files.
+
+    Raises: ValueError, OSError.
+    """
+    label, local = f"{option}={path}", Path(path).expanduser()
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise ValueError(f"{label} is a file but not a .gguf; name the model's folder, a .gguf file or a hub id")
+        return Checkpoint(folder=local.parent, gguf=local.name, label=label, cure="download it again")
+    if local.is_dir():
+        return Checkpoint(folder=local, label=label, cure="copy or download the folder again")
+    if match := HUB_GGUF.fullmatch(path):
+        file = Path(_from_hub(label, progress, hf_hub_download, match[1], match[2]))
+        return Checkpoint(folder=file.parent, gguf=file.name, label=label, cure="download it again")
+    if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
+        raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
+    # The small files first: they say which big ones are the model's, where a repository holds several formats.
+    patterns = SMALL_FILES + (["*.py"] if code else [])
+    folder = Path(_from_hub(label, progress, snapshot_download, path, allow_patterns=patterns))
+    checkpoint = Checkpoint(folder=folder, label=label, cure=f"delete {folder} and run again", from_hub=True)
+    if weights:
+        names = weight_names(checkpoint)
+        _from_hub(label, progress, snapshot_download, path, allow_patterns=names)
+    return checkpoint
+
+
+def _from_hub(label: str, progress: bool, download: Any, *arguments: Any, **keywords: Any) -> str:
+    try:
+        with quiet(bars=progress):
+            return str(download(*arguments, **keywords))
+    except Exception as error:  # the hub's library raises its own, its HTTP library's, and OSError
+        raise OSError(
+            f"{label} is no folder here, and the hub does not give it ({one_line(error)}); "
+            "check the name and the network, or give the path of a local folder"
+        ) from error
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's config.json, which names the architecture.
+
+    Raises: ValueError.
+    """
+    return read_config_file(checkpoint.folder / "config.json", checkpoint.label)
+
+
+def read_config_file(path: Path, label: str) -> dict[str, Any]:
+    """A transformers config as a dictionary, checked to be one.
+
+    Raises: ValueError.
+    """
+    if not path.is_file():
+        raise ValueError(f"{label} has no {path.name}; name the folder of a transformers model")
+    config = _read_json(path, label)
+    # Repositories with their own code may name a class instead.
+    if "model_type" not in config and "auto_map" not in config:
+        raise ValueError(f'{label}: {path.name} has no "model_type"; transformers needs it to know the architecture')
+    return config
+
+
+def _read_json(path: Path, label: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{label}: {path.name} cannot be read as JSON ({one_line(error)}); restore the file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{label}: {path.name} does not hold a JSON object; restore the file")
+    return content
+
+
+def weight_names(checkpoint: Checkpoint) -> list[str]:
+    """The names of the safetensors files that hold the weights; they need not be there yet.
+
+    Raises: ValueError.
+    """
+    # Some repositories name the file themselves; transformers follows that too.
+    name = read_config(checkpoint).get("transformers_weights")
+    if name is None:
+        has_index = (checkpoint.folder / INDEX).is_file() and not (checkpoint.folder / WEIGHTS).is_file()
+        name = INDEX if has_index else WEIGHTS
+    if not str(name).endswith(".index.json"):
+        return [str(name)]
+    shards = _read_json(checkpoint.folder / name, checkpoint.label).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f'{checkpoint.label}: {name} has no "weight_map"; {checkpoint.cure}')
+    return sorted(set(shards.values()))
+
+
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """The safetensors files that hold the weights. Pickled weights are refused: reading them can run any code.
+
+    Raises: ValueError.
+    """
+    files = [checkpoint.folder / name for name in weight_names(checkpoint)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing == [WEIGHTS]:
+        if any(next(checkpoint.folder.glob(pattern), None) for pattern in PICKLES):
+            raise ValueError(
+                f"{checkpoint.label} holds pickled weights (.bin, .pt) only, which can run any code when they are "
+                "read; convert them to safetensors, or take a checkpoint that has them"
+            )
+        if ggufs := sorted(checkpoint.folder.glob("*.gguf")):
+            raise ValueError(
+                f"{checkpoint.label} holds no {WEIGHTS}; name the GGUF file, such as model.path={ggufs[0]}"
+            )
+    if missing:
+        raise ValueError(f"{checkpoint.label} lacks the weights file {missing[0]}; {checkpoint.cure}")
+    return files
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """What the headers of the safetensors files say, by tensor name. Also finds files that are cut short.
+
+    Raises: ValueError.
+    """
+    tensors = {}
+    for path in weight_files(checkpoint):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    header = file.get_slice(name)
+                    num_elements = torch.Size(header.get_shape()).numel()
+                    tensors[name] = StoredTensor(dtype=FLOATS.get(header.get_dtype()), num_elements=num_elements)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{checkpoint.label}: {path.name} is not a complete safetensors file ({one_line(error)}); "
+                f"{checkpoint.cure}"
+            ) from error
+    return tensors
+
+
+def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
+    """The header of the checkpoint's GGUF file, checked to be one that transformers reads right.
+
+    Raises: ValueError.
+    """
+    assert checkpoint.gguf is not None
+    try:
+        header = read_header(checkpoint.folder / checkpoint.gguf)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{checkpoint.label} is not a complete GGUF file ({one_line(error)}); {checkpoint.cure}"
+        ) from error
+    # transformers reads RoPE scalings from GGUF metadata for one family only and ignores them else: the positions
+    # of a long prompt would come out silently wrong.
+    family = header.metadata.get("general.architecture")
+    scaling = header.metadata.get(f"{family}.rope.scaling.type", "none")
+    factors = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
+    if family != "gpt-oss" and (factors or scaling != "none"):
+        raise ValueError(
+            f"{checkpoint.label} uses a RoPE scaling ({factors[0] if factors else scaling}), which transformers does "
+            "not read from GGUF files; use the model's safetensors folder"
+        )
+    return header
+
+
+def has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint comes with a vocabulary."""
+    if checkpoint.gguf is not None:
+        return "tokenizer.ggml.tokens" in read_gguf(checkpoint).metadata
+    return any(next(checkpoint.folder.glob(name), None) for name in VOCABULARIES)

@@ -1,0 +1,111 @@
+"""Whether weights fit into the memory that is there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+
+@dataclass(kw_only=True)
+class Footprint:
+    """Bytes of a model's weights: `copied` ones are this process's own, `mapped` ones stay in the file's page cache,
+    which all processes of a host share."""
+
+    copied: int
+    mapped: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.copied + self.mapped
+
+
+def require_room(footprint: Footprint, device: torch.device, *, label: str, ranks_on_host: int = 1) -> None:
+    """Find out before loading whether the weights fit.
+
+    Mapped weights may be dropped and read again, so on a CPU they have to fit beside the copied ones into the memory
+    that the host has, not into what is free. Copies of several processes are held against the host as a whole too:
+    what is free changes while the others load.
+
+    Raises: ValueError, with the bytes needed and there.
+    """
+    cure = "use a smaller model, model.dtype=bfloat16, or a device with more memory"
+    if device.type == "cuda":
+        free = free_device_bytes(device)
+        if footprint.total > free:
+            need = f"{label} needs {_readable(footprint.total)} for its weights"
+            raise ValueError(f"{need}, but {device} has {_readable(free)} free; {cure}")
+        return
+    available, there = available_bytes(), host_bytes()
+    if footprint.copied > available:
+        need = f"{label} needs {_readable(footprint.copied)} of memory for its weights"
+        raise ValueError(f"{need}, but {_readable(available)} are free; {cure}")
+    needed = footprint.copied * ranks_on_host + footprint.mapped
+    if needed > there:
+        need = f"{label} needs {_readable(needed)} of memory for its weights"
+        need += f" in {ranks_on_host} processes" if ranks_on_host > 1 and footprint.copied else ""
+        raise ValueError(f"{need}, but this host has {_readable(there)}; {cure}")
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Free memory of a CUDA device, and what torch's allocator holds of it without using it."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+def available_bytes() -> int:
+    """Memory this process can still take: the host's, or less where a batch system or container set a limit."""
+    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in cgroup_limits())])
+
+
+def host_bytes() -> int:
+    """Memory of this host, or of the share that a batch system or container gave to this process."""
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
+
+
+def give_back() -> None:
+    """Return freed memory to the host: glibc keeps it, which after unpacking GGUF blocks is as much as the model."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of this process's control group (version 2) and its parents, where there is a limit.
+
+    SLURM and container engines set them; a process beyond one is killed without a word. Page cache that can be
+    dropped does not count as used.
+    """
+    try:
+        own = next(line[3:].strip("/\n") for line in process.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []  # not Linux, or version 1
+    folder = root / own
+    limits = []
+    for group in [folder, *folder.parents]:
+        if not group.is_relative_to(root):
+            break
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit == "max":
+                continue
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            droppable = int(statistics["active_file"]) + int(statistics["inactive_file"])
+            limits.append((int(limit), int((group / "memory.current").read_text()) - droppable))
+        except OSError:
+            continue  # the root group has no limit, and a container does not see its parents
+    return limits
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,42 @@
+"""transformers as the runtime wants it: silent, and with errors of one line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import huggingface_hub.utils.logging as hub_logging
+import transformers.utils.logging as transformers_logging
+
+LONGEST_REASON = 240
+
+
+@contextmanager
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """No warnings of transformers and the hub while this is open, and progress bars only if `bars`."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    verbosity, hub_verbosity = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers_logging.set_verbosity_error()
+        hub_logging.set_verbosity_error()
+        if not bars:
+            transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            hub_logging.set_verbosity(hub_verbosity)
+            if had_bars:
+                transformers_logging.enable_progress_bar()
+
+
+def one_line(error: BaseException | str) -> str:
+    """The first sentence of an error; transformers' messages are often a page, with tables and escape sequences."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = " ".join(text.split()) or type(error).__name__
+    # A sentence ends in a full stop before a capital letter; "e.g. x" and "v5.1" do not.
+    text = re.split(r"(?<=[a-z\)\]`'\"])[.!] (?=[A-Z])", text, maxsplit=1)[0].rstrip(".! ")
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

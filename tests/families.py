@@ -1,0 +1,287 @@
+"""Tiny random models of many families, and transformers' own answers for them.
+
+Weights are wide (standard deviation 0.3), so that attention is far from uniform and a key too many, a key too few or a
+wrong position shows in the logits. Windows and chunks are 16 tokens: far shorter than the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 97
+WINDOW = 16
+EOS = 2
+ROPE_THRESHOLD = 40
+"""Length at which the LongRoPE and the dynamic NTK model change their rotary tables."""
+
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How to build one, and which of transformers' attention implementations is its oracle."""
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    oracle: str = "sdpa"
+    """"eager" where transformers has no other; it then runs under `Float64`."""
+
+
+FAMILIES: dict[str, Family] = {
+    # the attention interface, rotary positions
+    "llama": Family(model_type="llama"),
+    "llama_dynamic_ntk": Family(
+        model_type="llama",
+        config={
+            "max_position_embeddings": ROPE_THRESHOLD,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0},
+        },
+    ),
+    "qwen2": Family(model_type="qwen2"),
+    "qwen3": Family(model_type="qwen3", config={"head_dim": 8}),
+    "phi": Family(model_type="phi"),
+    "phi3": Family(model_type="phi3"),
+    "phi3_longrope": Family(
+        model_type="phi3",
+        config={
+            "original_max_position_embeddings": ROPE_THRESHOLD,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": ROPE_THRESHOLD,
+            },
+        },
+    ),
+    "gemma": Family(model_type="gemma", config={"head_dim": 8}),
+    "olmo2": Family(model_type="olmo2"),
+    "granite": Family(model_type="granite", config={"attention_multiplier": 0.5, "residual_multiplier": 0.7}),
+    "stablelm": Family(model_type="stablelm"),
+    "nemotron": Family(model_type="nemotron"),
+    "gpt_neox": Family(model_type="gpt_neox"),
+    "exaone4": Family(
+        model_type="exaone4",
+        config={"sliding_window": WINDOW, "sliding_window_pattern": 2, "layer_types": MIXED_LAYERS},
+    ),
+    # windows, soft caps, chunks, sinks
+    "mistral": Family(model_type="mistral", config={"sliding_window": WINDOW}),
+    "starcoder2": Family(model_type="starcoder2", config={"sliding_window": WINDOW}),
+    "gemma2": Family(
+        model_type="gemma2",
+        config={
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 8,
+            "layer_types": MIXED_LAYERS,
+        },
+        oracle="eager",
+    ),
+    "gemma3_text": Family(
+        model_type="gemma3_text", config={"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS}
+    ),
+    "cohere2": Family(
+        model_type="cohere2",
+        config={"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "logit_scale": 1.0},
+    ),
+    "llama4_text": Family(
+        model_type="llama4_text",
+        config={
+            "head_dim": 8,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "attn_temperature_tuning": False,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "llama4_text_tempered": Family(
+        model_type="llama4_text",
+        config={
+            "head_dim": 8,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "attn_temperature_tuning": True,
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "gpt_oss": Family(
+        model_type="gpt_oss",
+        config={
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": MIXED_LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        oracle="eager",
+    ),
+    # experts, latent attention (keys and values of different width)
+    "mixtral": Family(model_type="mixtral", config={"num_local_experts": 4}),
+    "qwen3_moe": Family(
+        model_type="qwen3_moe",
+        config={"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "deepseek_v3": Family(
+        model_type="deepseek_v3",
+        config={
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    # learned positions, one kv head for all query heads
+    "opt": Family(model_type="opt", config={"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt2": Family(model_type="gpt2"),
+    "gpt_bigcode": Family(model_type="gpt_bigcode", config={"multi_query": True}),
+    # outside the attention interface: an adapter each
+    "falcon": Family(model_type="falcon", config={"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_multi_query": Family(model_type="falcon", config={"multi_query": True}),
+    "falcon_alibi": Family(
+        model_type="falcon",
+        config={"alibi": True, "multi_query": False, "new_decoder_architecture": False, "bias": True},
+    ),
+    "bloom": Family(model_type="bloom", oracle="eager"),
+    "bloom_6_heads": Family(model_type="bloom", config={"hidden_size": 48, "num_attention_heads": 6}, oracle="eager"),
+    "mpt": Family(model_type="mpt", config={"max_seq_len": 512}, oracle="eager"),
+    "mpt_6_heads": Family(
+        model_type="mpt",
+        config={"hidden_size": 48, "num_attention_heads": 6, "max_seq_len": 512, "attn_config": {"clip_qkv": 3.0}},
+        oracle="eager",
+    ),
+}
+
+REFUSED: dict[str, Family] = {
+    "mamba": Family(model_type="mamba"),  # no attention
+    "jamba": Family(model_type="jamba"),  # some layers without attention
+    "gptj": Family(
+        model_type="gptj", config={"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 8}
+    ),  # own attention
+    "diffllama": Family(model_type="diffllama"),  # attends twice per layer
+}
+"""Families that the runtime must refuse, since it would not compute them right."""
+
+
+class Float64(TorchFunctionMode):
+    """While it is open, code that asks for float32 gets float64.
+
+    transformers takes norms, rotary tables and eager softmaxes in float32 whatever the model's dtype. Rounding to
+    float32 in between makes 1e-6 of a difference of 1e-16, so that tests in float64 could not tell much. Both sides
+    of a comparison run like this: the oracle, and our model in `tests.ranks.tasks`.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif func in CASTS:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+CASTS = {torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+
+
+def throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Keeps a float64 model in float64; leaves others alone."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def build(
+    name: str, *, dtype: torch.dtype = torch.float64, attention: str | None = None, **config: Any
+) -> PreTrainedModel:
+    """A new model of a family, with the same weights in every process; `config` overrides the family's.
+
+    float64 makes transformers run its experts one by one, since its grouped kernels know no float64.
+    """
+    family = {**FAMILIES, **REFUSED}[name]
+    settings = {**SHARED, **family.config, **config}
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family.model_type, **settings),
+            attn_implementation=attention or family.oracle,
+            **experts,
+        )
+        with torch.no_grad():
+            for parameter_name, parameter in module.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.3)
+                elif "sinks" in parameter_name:
+                    parameter.normal_()
+                else:  # biases and the weights of norms
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids without special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+@cache
+def oracle_logits(name: str, ids: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Logits (V) behind the last token, by transformers alone. The model is new: nothing earlier leaks into it."""
+    module = build(name, dtype=dtype)
+    with torch.inference_mode(), throughout(dtype):
+        return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+@cache
+def oracle_tokens(name: str, ids: tuple[int, ...], num_new: int, **options: Any) -> list[int]:
+    """New token ids of `transformers.generate`; greedy, and not ended by any token, unless the options say so."""
+    module = build(name)
+    settings = {"do_sample": False, "eos_token_id": None, **options}
+    module.generation_config.eos_token_id = settings.pop("eos_token_id")
+    ids_1S = torch.tensor([ids])
+    with throughout(module.dtype):
+        out_1S = module.generate(
+            ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=num_new, pad_token_id=0, **settings
+        )
+    return out_1S[0, len(ids) :].tolist()
+
+
+def largest_difference(ours: Sequence[float] | Tensor, theirs: Tensor) -> float:
+    return (torch.as_tensor(ours, dtype=torch.float64) - theirs.double()).abs().max().item()

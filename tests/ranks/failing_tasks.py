@@ -1,0 +1,118 @@
+"""What ranks do in test_failures.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from runahead import Engine, GenerationOptions, Model, Ranks
+from runahead.kv_transfer import gloo
+from runahead.prefill.kv_runahead import RunaheadAttention
+
+NUM_LAYERS = 12
+
+
+def _engine(ranks: Ranks) -> Engine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+    )
+    return Engine(Model(LlamaForCausalLM(config).eval()), ranks)
+
+
+def _in_layer(layer: int, action: Any) -> None:
+    """Let this process's attention run `action` when it comes to a layer of a prefill."""
+    attend = RunaheadAttention.attend
+
+    def attend_with_action(self: RunaheadAttention, at: int, *args: Any) -> torch.Tensor:
+        if at == layer:
+            action()
+        return attend(self, at, *args)
+
+    RunaheadAttention.attend = attend_with_action  # type: ignore[method-assign]
+
+
+def generate(ranks: Ranks, num_tokens: int = 30, max_new_tokens: int = 4) -> tuple[str, float]:
+    """("ok" or the error, seconds until then)."""
+    engine = _engine(ranks)
+    began = time.monotonic()
+    try:
+        engine.generate([list(range(num_tokens))], GenerationOptions(max_new_tokens=max_new_tokens, ignore_eos=True))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "ok", time.monotonic() - began
+
+
+def hang_in_layer(ranks: Ranks, failing: int, layer: int, seconds: float) -> tuple[str, float]:
+    """The failing rank stands still inside a layer, alive and silent."""
+    if ranks.rank == failing:
+        _in_layer(layer, lambda: time.sleep(seconds))
+    return generate(ranks)
+
+
+def raise_in_layer(ranks: Ranks, failing: int, layer: int) -> tuple[str, float]:
+    """The failing rank raises inside a layer."""
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    if ranks.rank == failing:
+        _in_layer(layer, fail)
+    return generate(ranks)
+
+
+def signal_in_layer(ranks: Ranks, failing: int, layer: int, number: int) -> tuple[str, float]:
+    """The failing rank is killed or stopped inside a layer."""
+    if ranks.rank == failing:
+        _in_layer(layer, lambda: os.kill(os.getpid(), number))
+    return generate(ranks)
+
+
+def slow_decode(ranks: Ranks, seconds_per_token: float, num_tokens: int) -> tuple[str, float]:
+    """A long decode that is never silent for long."""
+    engine = _engine(ranks)
+    forward = engine.model.forward
+
+    def slow_forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if ids.shape[1] == 1:
+            time.sleep(seconds_per_token)
+        return forward(ids, *args, **kwargs)
+
+    engine.model.forward = slow_forward  # type: ignore[method-assign]
+    began = time.monotonic()
+    result = engine.generate([list(range(9))], GenerationOptions(max_new_tokens=num_tokens, ignore_eos=True))
+    return result.generations[0].finish_reason, time.monotonic() - began
+
+
+def stop_receiving(ranks: Ranks, num_tokens: int) -> tuple[str, float]:
+    """The last rank is slow to take K,V: how far ahead did rank 0 get? Returns the layers that it opened by then."""
+    opened: list[int] = []
+    if ranks.rank == 0:
+        open_layer = gloo.GlooTransfer.open
+
+        def counted(self: gloo.GlooTransfer, layer: int) -> None:
+            open_layer(self, layer)
+            opened.append(layer)
+
+        gloo.GlooTransfer.open = counted  # type: ignore[method-assign]
+    seen: list[int] = []
+    if ranks.rank == 1:
+        _in_layer(0, lambda: time.sleep(0.7))
+    else:
+        threading.Timer(0.5, lambda: seen.append(len(opened))).start()
+    outcome, _ = generate(ranks, num_tokens)
+    return outcome, float(seen[0]) if seen else -1.0
+
+
+SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)

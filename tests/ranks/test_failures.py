@@ -1,0 +1,81 @@
+"""A fault of one rank ends the others: soon, with the culprit's name and what they waited for. And nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.ranks import failing_tasks
+
+TIMEOUT_S = 1.5
+MARGIN_S = 5.0
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Two ranks, or as many as the test asks for, that give a silent peer up soon. They do not outlive the test."""
+    pool = RankPool(getattr(request, "param", 2), timeout_s=TIMEOUT_S)
+    yield pool
+    for process in pool.processes:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+    pool.close()
+
+
+def test_waiting_rank_names_silent_peer_and_layer(pool: RankPool) -> None:
+    _, (message, seconds) = pool.run(failing_tasks.hang_in_layer, 0, 2, TIMEOUT_S + 3.0)
+    assert message.startswith("PeerFailure: rank 0 has been silent")
+    assert "the K,V of layer 2 from rank 0" in message
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + MARGIN_S
+
+
+def test_sender_is_not_hung_by_receiver_that_stands_still(pool: RankPool) -> None:
+    (message, seconds), _ = pool.run(failing_tasks.hang_in_layer, 1, 0, TIMEOUT_S + 3.0)
+    assert message.startswith("PeerFailure: rank 1 has been silent")
+    assert seconds < TIMEOUT_S + MARGIN_S
+
+
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_only_true_cause_is_named_in_chain_of_waiting_ranks(pool: RankPool) -> None:
+    _, (middle, _), (last, _) = pool.run(failing_tasks.hang_in_layer, 0, 1, TIMEOUT_S + 3.0)
+    assert "rank 0 has been silent" in middle
+    assert "rank 0 has been silent" in last  # though it waits for rank 1, which waits and is alive
+    assert "rank 1 has been silent" not in last
+
+
+def test_announced_failure_reaches_other_ranks_at_once(pool: RankPool) -> None:
+    (own, _), (message, seconds) = pool.run(failing_tasks.raise_in_layer, 0, 3)
+    assert own == "RuntimeError: out of luck"
+    assert "rank 0 failed: out of luck" in message
+    assert seconds < TIMEOUT_S + MARGIN_S
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_killed_rank_is_noticed(pool: RankPool, failing: int) -> None:
+    with pytest.raises(RuntimeError, match="the process has ended") as caught:
+        pool.run(failing_tasks.signal_in_layer, failing, 2, failing_tasks.SIGKILL)
+    assert f"rank {1 - failing}:" not in str(caught.value)  # that one returned a message of its own
+
+
+def test_stopped_rank_is_noticed(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", TIMEOUT_S + MARGIN_S)
+    with pytest.raises(RuntimeError, match="rank 0:\nno answer"):
+        pool.run(failing_tasks.signal_in_layer, 0, 2, failing_tasks.SIGSTOP)
+
+
+def test_long_decode_is_not_silence(pool: RankPool) -> None:
+    outcomes = pool.run(failing_tasks.slow_decode, TIMEOUT_S / 3, 9)
+    assert [reason for reason, _ in outcomes] == ["length", "length"]
+    assert outcomes[0][1] > 2 * TIMEOUT_S
+
+
+def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool) -> None:
+    (outcome, opened), _ = pool.run(failing_tasks.stop_receiving, 30)
+    assert outcome == "ok"
+    # Three layers' receives are posted ahead there, and three more layers wait in the slots here.
+    assert 3 <= opened <= 6 < failing_tasks.NUM_LAYERS

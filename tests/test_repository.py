@@ -1,0 +1,105 @@
+"""The repository as its readers find it: every module explained, no machine's paths, no package index."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("runahead", "partitioner", "policies", "launch")
+ARCHITECTURE = "docs/architecture.md"
+MODULE_PATH = re.compile(rf"\b(?:{'|'.join(PACKAGES)})/[\w/]*\w\.py\b")
+
+# Spelled so that this file does not match itself.
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.~$}-])/(?:root|work|home/\w+|tmp/\w+)(?:/|\b)"),
+    "a package index": re.compile(
+        r"index[-_]url|find[-_]links|pypi\.(?:org|python)|pythonhosted\.|download\.pytorch\.", re.IGNORECASE
+    ),
+}
+
+
+def test_the_architecture_page_names_every_module() -> None:
+    text = read(ROOT / ARCHITECTURE)
+    missing = [path for path in modules() if path not in MODULE_PATH.findall(text)]
+    assert not missing, f"{ARCHITECTURE} has no sentence for {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", ["README.md", ARCHITECTURE])
+def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
+    gone = [path for path in MODULE_PATH.findall(read(ROOT / page)) if not (ROOT / path).is_file()]
+    assert not gone, f"{page} names {', '.join(gone)}"
+
+
+def test_no_file_names_a_machine_or_an_index() -> None:
+    files = repository_files()
+    assert len(files) > 20, files
+    found = [
+        f"{path.relative_to(ROOT)}:{number} has {what}: {line.strip()[:80]}"
+        for path in files
+        if (data := path.read_bytes()) and b"\0" not in data
+        for number, line in enumerate(data.decode("utf-8", errors="replace").splitlines(), start=1)
+        for what in forbidden_in(line)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ("cd /", "root/runahead"),
+        ("report=/", "tmp/run.json"),
+        ("open('/", "work/main')"),
+        ("file:///", "home/ann/model"),
+        ("pip install --extra-index", "-url x"),
+        ("https://pypi", ".org/simple"),
+        ("https://files.pythonhosted", ".org/x"),
+        ("https://download", ".pytorch.org/whl/cpu"),
+    ],
+)
+def test_a_forbidden_text_is_found(pieces: tuple[str, str]) -> None:
+    assert len(forbidden_in("".join(pieces))) == 1
+
+
+@pytest.mark.parametrize("line", ["paper/work/notes", "~/tmp/x", "/tmp", "$HOME/root/x", "a/b: work/root"])
+def test_a_harmless_text_is_accepted(line: str) -> None:
+    assert forbidden_in(line) == []
+
+
+def forbidden_in(line: str) -> list[str]:
+    return [what for what, pattern in FORBIDDEN.items() if pattern.search(line)]
+
+
+def modules() -> list[str]:
+    """Every module of the library but an __init__.py without code."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    told = [path for path in paths if path.name != "__init__.py" or has_code(read(path))]
+    return [path.relative_to(ROOT).as_posix() for path in told]
+
+
+def has_code(source: str) -> bool:
+    body = ast.parse(source).body
+    return len(body) > (1 if ast.get_docstring(ast.parse(source)) is not None else 0)
+
+
+def repository_files() -> list[Path]:
+    """What the repository holds, or would with the next commit; without git, what no tool left behind."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    paths = [ROOT / name for name in listing.stdout.decode().split("\0") if name]
+    if listing.returncode != 0 or not paths:
+        left = re.compile(r"\.(?!ci$|gitignore$).*|__pycache__|build|dist|outputs|.*\.egg-info")
+        paths = [path for path in ROOT.rglob("*") if not any(map(left.fullmatch, path.relative_to(ROOT).parts))]
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

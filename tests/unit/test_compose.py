@@ -1,0 +1,223 @@
+"""The command line becomes one typed RunOptions, free text untouched, mistakes told in one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from launch.compose import CONF, HELP, compose_run, read_command_line
+from runahead.config import Chat, ModelName, PartitionName, PrefillName, RunOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Composing takes a tenth of a second, which is Hydra's; hypothesis would call it slow.
+few = settings(max_examples=25, deadline=None)
+
+# What an operating system lets through as an argument: any text without NUL.
+ARGUMENTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+
+
+def run_of(*args: str) -> RunOptions:
+    run = read_command_line(args).run
+    assert run is not None
+    return run
+
+
+def test_files_in_conf_hold_the_defaults_of_the_dataclasses():
+    assert compose_run([]) == RunOptions()
+
+
+def test_every_file_in_conf_composes():
+    needed = {
+        "model/hf": ["model.path=x"],
+        "model/random": ["model.config=x"],
+        "partition/ratios": ["partition.ratios=[0.5,0.5]"],
+        "partition/table": ["partition.table=x"],
+    }
+    files = sorted(CONF.glob("*/*.yaml"))
+    assert files
+    for path in files:
+        choice = f"{path.parent.name}/{path.stem}"
+        compose_run([choice.replace("/", "="), *needed.get(choice, [])])
+
+
+def test_every_choice_has_a_file():
+    for group, kind in (("model", ModelName), ("prefill", PrefillName), ("partition", PartitionName)):
+        assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(kind.__members__)
+
+
+def test_options_and_groups_are_set():
+    run = run_of(
+        "model=hf",
+        "model.path=org/model",
+        "partition=ratios",
+        "partition.ratios=[0.6,0.4]",
+        "warmup=1",
+        "prefill=single",
+    )
+    assert (run.model.name, run.model.path) == (ModelName.hf, "org/model")
+    assert run.partition.ratios == [0.6, 0.4]
+    assert (run.warmup, run.prefill.name) == (1, PrefillName.single)
+
+
+def test_an_experiment_wins_over_groups_and_the_command_line_over_it():
+    run = run_of("experiment=two_laptop_ranks", "ranks.threads=2")
+    assert run.partition.name is PartitionName.ratios
+    assert (run.ranks.backend.name, run.ranks.threads) == ("gloo", 2)
+
+
+@pytest.mark.parametrize(("text", "chat"), [("true", Chat.true), ("false", Chat.false), ("auto", Chat.auto)])
+def test_chat_is_read_though_yaml_takes_it_for_a_bool(text, chat):
+    assert run_of(f"prompt.chat={text}").prompt.chat is chat
+
+
+@few
+@given(text=ARGUMENTS, question=ARGUMENTS)
+@example(text="a=b, [c] {d}: \"e\" 'f'\n", question=" ${x} \\ ${oc.env:HOME} ")
+@example(text="null", question="---")
+@example(text="${", question="???")
+def test_text_and_question_are_verbatim(text, question):
+    run = run_of(f"prompt.text={text}", "warmup=1", f"prompt.question={question}")
+    assert (run.prompt.text, run.prompt.question, run.warmup) == (text, question, 1)
+
+
+@few
+@given(stop=ARGUMENTS.filter(bool))
+@example(stop="[a, b")
+@example(stop="${x},")
+@example(stop='["a", 1]')
+def test_a_stop_that_is_no_json_list_is_one_verbatim_string(stop):
+    try:
+        parsed = json.loads(stop)
+    except ValueError:
+        parsed = None
+    if not (isinstance(parsed, list) and all(isinstance(item, str) for item in parsed)):
+        assert run_of(f"generation.stop={stop}").generation.stop == [stop]
+
+
+@few
+@given(stops=st.lists(ARGUMENTS.filter(bool)))
+def test_a_stop_that_is_a_json_list_of_strings_is_that_list(stops):
+    assert run_of(f"generation.stop={json.dumps(stops)}").generation.stop == stops
+
+
+def test_stops_add_up():
+    args = ["generation.stop=x, y", 'generation.stop=["a","b"]', "generation.stop= \n"]
+    assert run_of(*args).generation.stop == ["x, y", "a", "b", " \n"]
+
+
+@pytest.mark.parametrize("name", ["a(1),[b]=c.txt", 'it\'s "quoted".txt', "back\\slash\\", " blank ", "x y"])
+def test_file_names_need_no_quotes(name):
+    run = run_of(f"prompt.file={name}", f"report={name}")
+    assert (run.prompt.file, run.report) == (name, name)
+
+
+def test_file_names_may_refer_to_other_options():
+    assert run_of("warmup=3", "report=run-${warmup}.json").report == "run-3.json"
+
+
+MISTAKES = [
+    (["prompt.fil=x"], "unknown option prompt.fil; did you mean prompt.file?"),
+    (["max_new_tokens=4"], "unknown option max_new_tokens; did you mean generation.max_new_tokens?"),
+    (["+x=1"], "unknown option x"),
+    (["~model=hf"], "unknown option ~model"),
+    (["hydra.run.dir=x"], "unknown option hydra.run.dir"),
+    (["prompt=x"], "prompt is not one option but several: prompt.text"),
+    (["prompt.file"], "options are written name=value"),
+    (["--fast"], "unknown flag --fast"),
+    (["--cfg"], "use --cfg job"),
+    (["--cfg", "hydra"], "use --cfg job"),
+    (["model=gpt5"], "model=gpt5 is not one of hf, random, smollm2"),
+    (["model=[hf]"], "is not one of hf, random, smollm2"),
+    (["experiment=none"], "is not one of two_laptop_ranks"),
+    (["model.dtype=float99"], "model.dtype=float99 is not one of auto, float32, bfloat16, float16"),
+    (["model.name=gpt5"], "is not one of smollm2, hf, random"),
+    (["prompt.batch=x"], "prompt.batch=x is not a whole number"),
+    (["prompt.batch=1.5"], "prompt.batch=1.5 is not a whole number"),
+    (["prompt.batch=null"], "prompt.batch=null is not a whole number"),
+    (["prompt.batch=1,2"], "prompt.batch=1,2 has several values"),
+    (["generation.temperature=warm"], "generation.temperature=warm is not a number"),
+    (["generation.do_sample=maybe"], "is not true or false"),
+    (["generation.seed=a(b"], "cannot read generation.seed=a(b"),
+    (["partition=ratios", "partition.ratios=0.4"], "is not a list of numbers"),
+    (["partition=ratios", "partition.ratios=[a,b]"], "is not a list of numbers"),
+    (["partition=ratios", "partition.ratios=[0.6,0.6]"], "must add up to 1, not 1.2"),
+    (["prompt.chat=maybe"], "is not one of auto, true, false"),
+    (["generation.max_new_tokens=0"], "generation.max_new_tokens=0 must be at least 1"),
+    (["generation.stop="], "empty string"),
+    (["report=${nothing}"], "report=${nothing} cannot be used"),
+    (["prompt.fi\nle=x"], "did you mean prompt.file?"),
+    (["prompt.text=\udc80"], "not valid UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(args, message):
+    with pytest.raises(ValueError) as error:
+        read_command_line(args)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@few
+@given(name=ARGUMENTS | st.sampled_from(["prompt.batch", "report", "partition.ratios", "model"]), value=ARGUMENTS)
+@example(name="report", value="${")
+@example(name="partition.ratios", value="[")
+@example(name="model", value="a/../b")
+def test_any_argument_is_read_or_refused_in_one_line(name, value):
+    try:
+        read_command_line([f"{name}={value}"])
+    except ValueError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+def test_help_names_every_option():
+    to_print = read_command_line(["--help", "no=such.option"]).to_print
+    assert to_print == HELP
+    for field in fields(RunOptions):
+        value = getattr(RunOptions(), field.name)
+        names = [f"{field.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [field.name]
+        for name in names:
+            group = name.removesuffix(".name")
+            assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
+
+
+def test_cfg_job_prints_what_would_run():
+    to_print = read_command_line(["--cfg", "job", "prompt.text=${x}: 'y'", "prefill.transfer=direct"]).to_print
+    assert to_print is not None
+    printed = yaml.safe_load(to_print)
+    assert printed["prompt"]["text"] == "${x}: 'y'"
+    assert printed["prefill"] == {"name": "kv_runahead", "transfer": "direct", "layers_in_flight": 3}
+
+
+def infer(*args: str, rank: int = 0, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch" / "infer.py"), *args]
+    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_program_refuses_an_unknown_option_from_any_folder(tmp_path):
+    done = infer("prompt.fil=x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "unknown option prompt.fil; did you mean prompt.file?\n"
+
+
+def test_other_ranks_refuse_silently(tmp_path):
+    done = infer("prompt.fil=x", rank=1, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_program_prints_help_on_rank_0_before_any_process_group(tmp_path):
+    # Two ranks are announced and only one is there: with a process group this would hang.
+    assert infer("--help", cwd=tmp_path).stdout == HELP
+    assert infer("--help", rank=1, cwd=tmp_path).stdout == ""
+    assert list(tmp_path.iterdir()) == []

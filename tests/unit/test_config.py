@@ -1,0 +1,106 @@
+"""Options check themselves, in one line, and work as OmegaConf schemas."""
+
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from runahead.config import (
+    Chat,
+    DType,
+    GenerationOptions,
+    ModelName,
+    ModelOptions,
+    PartitionOptions,
+    PrefillOptions,
+    PromptOptions,
+    RanksOptions,
+    RunOptions,
+    Transfer,
+    ineffective_settings,
+)
+
+
+def test_defaults_are_a_valid_run():
+    run = RunOptions()
+    assert run.model.name is ModelName.smollm2
+    assert ineffective_settings(run) == []
+
+
+def test_schema_accepts_names_of_choices():
+    schema = OmegaConf.structured(RunOptions)
+    run = OmegaConf.to_object(OmegaConf.merge(schema, {"prefill": {"transfer": "direct"}, "warmup": 2}))
+    assert isinstance(run, RunOptions)
+    assert run.prefill.transfer is Transfer.direct
+    assert run.warmup == 2
+
+
+@pytest.mark.parametrize("value", [True, "true", Chat.true])
+def test_chat_may_be_a_bool_a_name_or_a_member(value):
+    assert PromptOptions(chat=value).chat is Chat.true
+
+
+def test_library_users_may_pass_bare_names():
+    assert ModelOptions(name="hf", path="x", dtype="bfloat16").dtype is DType.bfloat16
+
+
+MISTAKES = [
+    (ModelOptions, {"name": "gpt5"}, "model=gpt5 is not one of smollm2, hf, random"),
+    (ModelOptions, {"name": "hf"}, "model.path"),
+    (ModelOptions, {"name": "random"}, "model.config"),
+    (ModelOptions, {"path": "somewhere"}, "add model=hf"),
+    (ModelOptions, {"name": "hf", "path": "x", "config": "y"}, "add model=random"),
+    (ModelOptions, {"dtype": "int4"}, "model.dtype=int4"),
+    (ModelOptions, {"seed": -1}, "model.seed=-1"),
+    (PromptOptions, {"batch": 0}, "prompt.batch=0"),
+    (PromptOptions, {"random_tokens": 0}, "prompt.random_tokens=0"),
+    (PromptOptions, {"chat": "maybe"}, "auto, true, false"),
+    (RanksOptions, {"timeout_s": 0.0}, "ranks.timeout_s=0"),
+    (RanksOptions, {"timeout_s": math.nan}, "ranks.timeout_s=nan"),
+    (RanksOptions, {"threads": 0}, "ranks.threads=0"),
+    (RanksOptions, {"backend": "nccl", "device": "cpu"}, "ranks.backend=gloo"),
+    (PrefillOptions, {"layers_in_flight": 1}, "at least 2"),
+    (PrefillOptions, {"transfer": "post"}, "relay, direct"),
+    (PartitionOptions, {"name": "ratios"}, "partition.ratios="),
+    (PartitionOptions, {"name": "ratios", "ratios": []}, "partition.ratios="),
+    (PartitionOptions, {"name": "ratios", "ratios": [0.6, 0.3]}, "add up to 1, not 0.9"),
+    (PartitionOptions, {"name": "ratios", "ratios": [1.5, -0.5]}, "negative"),
+    (PartitionOptions, {"name": "ratios", "ratios": [math.nan, 1.0]}, "partition.ratios=[nan"),
+    (PartitionOptions, {"ratios": [0.5, 0.5]}, "add partition=ratios"),
+    (PartitionOptions, {"name": "table"}, "partition.table="),
+    (GenerationOptions, {"max_new_tokens": 0}, "at least 1"),
+    (GenerationOptions, {"temperature": 0.0}, "do_sample=false is greedy"),
+    (GenerationOptions, {"temperature": math.nan}, "temperature=nan"),
+    (GenerationOptions, {"top_p": 0.0}, "top_p=0"),
+    (GenerationOptions, {"top_p": 1.01}, "at most 1"),
+    (GenerationOptions, {"top_k": -1}, "top_k=-1"),
+    (GenerationOptions, {"repetition_penalty": 0.0}, "repetition_penalty=0"),
+    (GenerationOptions, {"stop": ["a", ""]}, "empty string"),
+    (RunOptions, {"warmup": -1}, "warmup=-1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_value(kind, options, message):
+    with pytest.raises(ValueError) as error:
+        kind(**options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_ratios_may_be_rounded_and_zero():
+    assert PartitionOptions(name="ratios", ratios=[0.333, 0.333, 0.333]).ratios
+    assert PartitionOptions(name="ratios", ratios=[1.0, 0.0]).ratios
+
+
+def test_settings_without_effect_are_told():
+    run = RunOptions(
+        generation=GenerationOptions(temperature=0.5),
+        prefill=PrefillOptions(name="single", transfer="direct"),
+        partition=PartitionOptions(name="ratios", ratios=[0.5, 0.5]),
+        model=ModelOptions(seed=3),
+    )
+    sentences = " ".join(ineffective_settings(run))
+    for option in ("generation.temperature", "prefill.transfer", "partition=ratios", "model.seed"):
+        assert option in sentences
+    assert not ineffective_settings(RunOptions(generation=GenerationOptions(do_sample=True, temperature=0.5, top_k=3)))

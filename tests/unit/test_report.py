@@ -1,0 +1,201 @@
+"""A report is complete, valid JSON, and written whole or not at all."""
+
+import json
+import os
+import stat
+from dataclasses import fields
+
+import pytest
+
+from launch.summary import summary
+from runahead import whole_file
+from runahead.config import PartitionOptions, RunOptions
+from runahead.report import Generation, GenerationBatch, RankReport, report_json
+from runahead.whole_file import ensure_writable, write_whole
+
+
+def rank_report(rank: int, chunk_tokens: int) -> RankReport:
+    return RankReport(
+        rank=rank,
+        chunk_tokens=chunk_tokens,
+        prefill_s=0.5,
+        wait_s=0.1,
+        kv_sent_bytes=2048 if rank == 0 else 0,
+        kv_received_bytes=2048 if rank == 1 else 0,
+        kv_peak_bytes=3 << 20,
+    )
+
+
+def generation(text: str = "yes", prompt_tokens: int = 10) -> Generation:
+    return Generation(
+        prompt_tokens=prompt_tokens,
+        new_token_ids=[5, 6],
+        text=text,
+        finish_reason="length",
+        first_token_logits_top5=[(5, 1.5), (7, 1.0), (1, float("-inf"))],
+    )
+
+
+def batch(*generations: Generation, warm: bool = False) -> GenerationBatch:
+    return GenerationBatch(
+        generations=list(generations),
+        boundaries=[0, 6, 10],
+        ttft_s=0.5,
+        tpot_s=0.02,
+        warm=warm,
+        ranks=[rank_report(0, 6), rank_report(1, 4)],
+    )
+
+
+def report(*batches: GenerationBatch) -> dict:
+    run = RunOptions(partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4]))
+    return json.loads(report_json(run, batches, model="smollm2", dtype="float32", device="cpu", world_size=2))
+
+
+OF_A_PROMPT = {
+    "prompt_tokens",
+    "new_token_ids",
+    "text",
+    "finish_reason",
+    "ttft_s",
+    "tpot_s",
+    "warm",
+    "partition",
+    "ranks",
+    "first_token_logits_top5",
+}
+OF_THE_RUN = {"prefill", "world_size", "model", "dtype", "device", "versions", "warmup", "prompts"}
+
+
+def test_report_of_one_prompt_has_every_field_on_top():
+    fields_of_one = report(batch(generation()))
+    assert set(fields_of_one) == OF_A_PROMPT | OF_THE_RUN
+    assert fields_of_one["text"] == "yes"
+    assert fields_of_one["prefill"] == {"strategy": "kv_runahead", "transfer": "relay"}
+    assert fields_of_one["partition"] == {"name": "ratios", "boundaries": [0, 6, 10]}
+    assert set(fields_of_one["versions"]) == {"python", "torch", "transformers", "runahead"}
+    assert [rank["chunk_tokens"] for rank in fields_of_one["ranks"]] == [6, 4]
+    assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)}
+
+
+def test_logits_that_json_cannot_hold_become_null():
+    assert report(batch(generation()))["first_token_logits_top5"] == [[5, 1.5], [7, 1.0], [1, None]]
+
+
+def test_text_that_looks_like_a_list_stays_as_it_is():
+    text = '[\n   1,\n   2\n ] "[ 3 ]"'
+    assert report(batch(generation(text)))["text"] == text
+
+
+def test_report_of_several_prompts_lists_them_in_order():
+    several = report(batch(generation("a"), generation("b")), batch(generation("c"), warm=True))
+    assert set(several) == OF_THE_RUN
+    assert [(entry["text"], entry["batch"], entry["warm"]) for entry in several["prompts"]] == [
+        ("a", 0, False),
+        ("b", 0, False),
+        ("c", 1, True),
+    ]
+    assert all(set(entry) == OF_A_PROMPT | {"batch"} for entry in several["prompts"])
+
+
+def test_summary_tells_the_figures_of_one_prompt():
+    text = summary([batch(generation(prompt_tokens=4096))])
+    for figure in ("4,096", "6 + 4 tokens", "0.500 s (cold)", "20.0 ms", "2.0 KiB", "3.0 MiB, 3.0 MiB"):
+        assert figure in text
+    assert len(text.splitlines()) <= 10
+
+
+def test_summary_of_several_calls_tells_cold_from_warm():
+    text = summary([batch(generation()), batch(generation(), warm=True), batch(generation(), warm=True)])
+    assert "0.500 s (cold), 0.500 s (warm, median of 2)" in text
+    assert "3 in 3 calls" in text
+
+
+def test_writing_replaces_a_file_and_keeps_its_permissions(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    write_whole(path, "new ü")
+    assert path.read_text(encoding="utf-8") == "new ü"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path):
+    write_whole(tmp_path / "a", b"1")
+    (tmp_path / "b").write_bytes(b"1")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+
+    def disk_is_full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(whole_file.os, "fsync", disk_is_full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_writing_through_a_link_keeps_the_link(tmp_path):
+    (tmp_path / "there").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_text() == "new"
+
+
+def test_a_device_is_written_to_and_not_replaced():
+    ensure_writable("/dev/null")
+    write_whole("/dev/null", "text")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_ensuring_leaves_nothing_and_keeps_what_is_there(tmp_path):
+    ensure_writable(tmp_path / "new.json")
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "old.json").write_text("old")
+    ensure_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["old.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is a folder"),
+        ("missing/run.json", "there is no folder"),
+        ("file/run.json", "there is no folder"),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_told_before_work(tmp_path, name, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=message) as error:
+        ensure_writable(f"{tmp_path}/{name}" if name else str(tmp_path), option="timeline")
+    assert str(error.value).startswith("timeline=")
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="report= is empty"):
+        ensure_writable("")
+
+
+def test_a_folder_that_takes_no_files_is_refused(tmp_path):
+    # Not by permission bits, which root passes: /proc takes no files from anybody.
+    with pytest.raises(ValueError, match="cannot be written"):
+        ensure_writable("/proc/run.json")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root passes permission bits")
+def test_a_read_only_file_is_refused(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    path.chmod(0o444)
+    with pytest.raises(ValueError, match="read-only"):
+        ensure_writable(path)
