@@ -1,4 +1,4 @@
-"""From command-line arguments to one typed RunOptions. Every rank does it, from the same arguments."""
+"""From command-line arguments to one typed options object. Every rank does it, from the same arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -36,6 +36,7 @@ FILE_NAMES = (
     "model.path",
     "model.config",
     "partition.table",
+    "table",
     "report",
     "timeline",
 )
@@ -48,7 +49,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
 
   model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
                                model.dtype=auto|float32|bfloat16|float16
-                               model.seed=0   model.trust_remote_code=false
+                               model.seed=0   model.layers=<n>   model.trust_remote_code=false
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
@@ -73,41 +74,65 @@ prompt.text=, prompt.question= and generation.stop= take everything after the fi
 """
 
 
+T = TypeVar("T")
+
+
 @dataclass(kw_only=True)
-class CommandLine:
+class CommandLine(Generic[T]):
     """What the arguments ask for: to print something (`to_print`), or to run with the options `run`."""
 
     to_print: str | None = None
-    run: RunOptions | None = None
+    run: T | None = None
 
 
-def read_command_line(args: Sequence[str]) -> CommandLine:
-    """Read the arguments after the program's name.
+@dataclass(frozen=True, kw_only=True)
+class Program(Generic[T]):
+    """A program with a command line: conf/<name>.yaml holds the defaults, `options` is their schema."""
 
-    Raises: ValueError, in one line, for unknown flags, unknown options and bad values.
-    """
-    flags, overrides = _split_flags(args)
-    if "--help" in flags:
-        return CommandLine(to_print=HELP)
-    run = compose_run(overrides)
-    if "--cfg" in flags:
-        return CommandLine(to_print=yaml.safe_dump(_plain(asdict(run)), sort_keys=False, allow_unicode=True))
-    return CommandLine(run=run)
+    name: str
+    options: type[T]
+    help: str
+
+    def read(self, args: Sequence[str]) -> CommandLine[T]:
+        """Read the arguments after the program's name.
+
+        Raises: ValueError, in one line, for unknown flags, unknown options and bad values.
+        """
+        flags, overrides = _split_flags(args)
+        if "--help" in flags:
+            return CommandLine(to_print=self.help)
+        run = self.compose(overrides)
+        if "--cfg" in flags:
+            plain = _plain(asdict(run))  # type: ignore[call-overload]
+            return CommandLine(to_print=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        return CommandLine(run=run)
+
+    def compose(self, overrides: Sequence[str]) -> T:
+        """The options that `overrides` (name=value) and the files in conf/ lead to.
+
+        Raises: ValueError, in one line.
+        """
+        for_hydra, verbatim = _split_verbatim(overrides, self.options)
+        for_hydra = [_checked_override(text, self.options) for text in for_hydra]
+        try:
+            with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):
+                composed = compose(self.name, for_hydra)
+        except HydraException as error:
+            raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
+        return _with_verbatim(_typed(composed, self.options), verbatim)
+
+
+INFER = Program(name="infer", options=RunOptions, help=HELP)
+
+
+def read_command_line(args: Sequence[str]) -> CommandLine[RunOptions]:
+    """The command line of launch/infer.py."""
+    return INFER.read(args)
 
 
 def compose_run(overrides: Sequence[str]) -> RunOptions:
-    """The options that `overrides` (name=value) and the files in conf/ lead to.
-
-    Raises: ValueError, in one line.
-    """
-    for_hydra, verbatim = _split_verbatim(overrides)
-    for_hydra = [_checked_override(text) for text in for_hydra]
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="infer"):
-            composed = compose("infer", for_hydra)
-    except HydraException as error:
-        raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
-    return _with_verbatim(_typed(composed), verbatim)
+    """The options of launch/infer.py."""
+    return INFER.compose(overrides)
 
 
 def _split_flags(args: Sequence[str]) -> tuple[set[str], list[str]]:
@@ -129,14 +154,15 @@ def _split_flags(args: Sequence[str]) -> tuple[set[str], list[str]]:
     return flags, overrides
 
 
-def _split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+def _split_verbatim(overrides: Sequence[str], options: type) -> tuple[list[str], dict[str, list[str]]]:
     """What Hydra may parse, and the texts it must not: all values of each verbatim option, in order."""
     for_hydra = []
     verbatim: dict[str, list[str]] = {}
+    _, known = _option_names(options)
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.lstrip("+")
-        if not (equals and name in VERBATIM):
+        if not (equals and name in VERBATIM and name in known):
             for_hydra.append(override)
             continue
         try:
@@ -147,15 +173,16 @@ def _split_verbatim(overrides: Sequence[str]) -> tuple[list[str], dict[str, list
     return for_hydra, verbatim
 
 
-def _with_verbatim(run: RunOptions, verbatim: dict[str, list[str]]) -> RunOptions:
+def _with_verbatim(run: T, verbatim: dict[str, list[str]]) -> T:
     # After OmegaConf's to_object, so that ${x} stays what it is; replace() runs the checks again.
-    texts: dict[str, Any] = {
-        name.partition(".")[2]: values[-1] for name, values in verbatim.items() if name != "generation.stop"
-    }
-    stop = [text for value in verbatim.get("generation.stop", []) for text in _stop_strings(value)]
-    if "generation.stop" not in verbatim:
-        stop = run.generation.stop
-    return replace(run, prompt=replace(run.prompt, **texts), generation=replace(run.generation, stop=stop))
+    for name, values in verbatim.items():
+        section, _, option = name.partition(".")
+        value: Any = values[-1]
+        if name == "generation.stop":
+            value = [text for each in values for text in _stop_strings(each)]
+        inner = replace(getattr(run, section), **{option: value})
+        run = replace(run, **{section: inner})  # type: ignore[type-var]
+    return run
 
 
 def _stop_strings(value: str) -> list[str]:
@@ -168,7 +195,7 @@ def _stop_strings(value: str) -> list[str]:
     return parsed if is_list_of_strings else [value]
 
 
-def _checked_override(text: str) -> str:
+def _checked_override(text: str, options: type) -> str:
     """The override as Hydra is to get it: an existing option or group, set to one value.
 
     Hydra's own messages have several lines and speak of configs and structs, so the mistakes are found before
@@ -178,8 +205,10 @@ def _checked_override(text: str) -> str:
     if "=" not in text:
         raise ValueError(f"cannot read {shown}; options are written name=value, see --help")
     name = text.partition("=")[0].lstrip("+")
-    sections, leaves = _option_names()
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    sections, leaves = _option_names(options)
+    groups = {
+        path.name for path in CONF.iterdir() if path.is_dir() and (path.name in sections or path.name == "experiment")
+    }
     if name not in leaves and name not in groups:
         if name in sections:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
@@ -205,11 +234,11 @@ def _checked_override(text: str) -> str:
     return text
 
 
-def _option_names() -> tuple[list[str], list[str]]:
-    """The sections of RunOptions (prompt, ...) and the full names of its options (prompt.file, report)."""
+def _option_names(options: type) -> tuple[list[str], list[str]]:
+    """The sections of the options (prompt, ...) and the full names of their members (prompt.file, report)."""
     sections, leaves = [], []
-    kinds = get_type_hints(RunOptions)
-    for field in fields(RunOptions):
+    kinds = get_type_hints(options)
+    for field in fields(options):
         kind = kinds[field.name]
         if is_dataclass(kind):
             sections.append(field.name)
@@ -226,15 +255,15 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else "see --help"
 
 
-def _typed(composed: DictConfig) -> RunOptions:
+def _typed(composed: DictConfig, options: type[T]) -> T:
     # YAML and Hydra read chat=true as a bool, and the schema's enum wants the name.
-    if isinstance(composed.prompt.chat, bool):
+    if "prompt" in composed and isinstance(composed.prompt.chat, bool):
         composed.prompt.chat = str(composed.prompt.chat).lower()
     try:
-        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunOptions), composed))
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), composed))
     except OmegaConfBaseException as error:
-        raise ValueError(_in_our_words(error, composed)) from error
-    assert isinstance(run, RunOptions), type(run)
+        raise ValueError(_in_our_words(error, composed, options)) from error
+    assert isinstance(run, options), type(run)
     return run
 
 
@@ -245,13 +274,14 @@ WORDS_FOR_TYPES = {
     bool: "true or false",
     str: "text",
     list[float]: "a list of numbers such as [0.6,0.4]",
+    list[int]: "a list of whole numbers such as [1024,2048]",
 }
 
 
-def _in_our_words(error: OmegaConfBaseException, composed: DictConfig) -> str:
+def _in_our_words(error: OmegaConfBaseException, composed: DictConfig, options: type) -> str:
     name = (error.full_key or "").partition("[")[0]
     section, _, option = name.rpartition(".")
-    kinds = get_type_hints(get_type_hints(RunOptions)[section] if section else RunOptions)
+    kinds = get_type_hints(get_type_hints(options)[section] if section else options)
     value = OmegaConf.to_container(composed, resolve=False)
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) and part in value else value
@@ -279,5 +309,5 @@ def _plain(value: Any) -> Any:
 
 
 def this_rank() -> int:
-    """This process's rank as its launcher tells it, before any process group is there."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    """This process's rank as torchrun tells it, before any process group is there."""
+    return int(os.environ.get("RANK", "0"))

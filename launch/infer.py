@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+# A lost connection is told in our one line; PyTorch's own warning about it brings a C++ stack trace.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 from launch.compose import read_command_line, this_rank
+from launch.ending import end_with, say
 from runahead.config import PrefillName, RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         command = read_command_line(sys.argv[1:] if args is None else args)
     except ValueError as error:
-        _say(str(error))
+        say(str(error))
         return 2
     if command.to_print is not None:
         if this_rank() == 0:
@@ -37,7 +40,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     assert command.run is not None
     for sentence in ineffective_settings(command.run):
-        _say(f"warning: {sentence}")
+        say(f"warning: {sentence}")
     ranks: Ranks | None = None
     try:
         # Imported late: they bring torch and transformers, for which --help and a typing error should not
@@ -50,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
         infer(command.run, ranks, partition)
         ranks.close()
     except BaseException as error:
-        _end(error, ranks)
+        end_with(error, ranks)
     return 0
 
 
@@ -145,40 +148,6 @@ def _write_files(run: RunOptions, batches: list[GenerationBatch], model: Model, 
             method += f", {run.prefill.transfer.name}"
         subject = f"{model.name}, {dtype} on {ranks.device.type}: {tokens} tokens, {method}"
         write_timeline(run.timeline, batch.spans, ttft_s=batch.ttft_s, subject=subject)
-
-
-def _say(message: str) -> None:
-    """A line on standard error, once per job."""
-    if this_rank() == 0:
-        print(message, file=sys.stderr, flush=True)
-
-
-def _end(error: BaseException, ranks: Ranks | None) -> NoReturn:
-    """Say in one line why this rank ends, tell the others, and leave at once.
-
-    At once: the threads of a broken process group may hang for ever, and Python would wait for them.
-    """
-    from runahead.ranks import PeerFailure, SharedError
-
-    label = f"{ranks.label} " if ranks is not None and ranks.size > 1 else ""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    status = 1
-    if isinstance(error, KeyboardInterrupt):
-        _say("interrupted")
-        status = 130
-    elif isinstance(error, SystemExit):
-        status = error.code if isinstance(error.code, int) else 1
-    elif not isinstance(error, SharedError):
-        if not isinstance(error, ValueError | OSError | PeerFailure):
-            reason = f"{type(error).__name__}: {reason}"
-        print(f"{label}{reason}", file=sys.stderr, flush=True)
-        if ranks is not None and not isinstance(error, PeerFailure):
-            ranks.fail(reason)
-    if os.environ.get("RUNAHEAD_TRACEBACK") == "1":
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

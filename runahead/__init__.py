@@ -1,15 +1,29 @@
 """Runahead: the first token of a long prompt, early, from several GPUs."""
 
-from runahead.config import (
-    GenerationOptions,
-    ModelOptions,
-    PrefillOptions,
-    RanksOptions,
-)
-from runahead.context import ContextPartition, even, from_ratios
-from runahead.engine import Engine
-from runahead.model import Model
-from runahead.ranks import Ranks
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runahead.config import GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
+    from runahead.context import ContextPartition, even, from_ratios
+    from runahead.engine import Engine
+    from runahead.model import Model
+    from runahead.ranks import Ranks
+
+_HOMES = {
+    "ContextPartition": "context",
+    "Engine": "engine",
+    "GenerationOptions": "config",
+    "Model": "model",
+    "ModelOptions": "config",
+    "PrefillOptions": "config",
+    "Ranks": "ranks",
+    "RanksOptions": "config",
+    "even": "context",
+    "from_ratios": "context",
+}
 
 __all__ = [
     "ContextPartition",
@@ -23,3 +37,10 @@ __all__ = [
     "even",
     "from_ratios",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used: a command line that only prints its help should not load torch and transformers."""
+    if name in _HOMES:
+        return getattr(import_module(f"runahead.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'runahead' has no attribute '{name}'")

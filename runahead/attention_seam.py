@@ -114,7 +114,8 @@ def attention_function(
         sinks_N=s_aux,
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return runahead.attend(layer, query, key, value, terms).transpose(1, 2), None
+    # contiguous, since some families view it
+    return runahead.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
 def register() -> None:

@@ -81,19 +81,23 @@ def _require(rule_holds: bool, option: str, value: object, rule: str) -> None:
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model, and in which dtype. `seed` draws the weights of `random`."""
+    """Which model, in which dtype. `seed` draws the weights of `random`, whose config may be given other `layers`."""
 
     name: ModelName = ModelName.smollm2
     path: str | None = None
     config: str | None = None
     dtype: DType = DType.auto
     seed: int = 0
+    layers: int | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         self.name = _choice("model", ModelName, self.name)
         self.dtype = _choice("model.dtype", DType, self.dtype)
         _require(self.seed >= 0, "model.seed", self.seed, "must not be negative")
+        if self.layers is not None:
+            _require(self.layers >= 1, "model.layers", self.layers, "must be at least 1")
+            _require(self.name is ModelName.random, "model.layers", self.layers, "is for model=random only")
         if self.name is ModelName.hf and not self.path:
             raise ValueError("model=hf needs model.path=<local folder, hub id or .gguf file>")
         if self.name is ModelName.random and not self.config:

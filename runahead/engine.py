@@ -100,6 +100,13 @@ class Engine:
     def _check(self, prompts: list[list[int]], options: GenerationOptions) -> None:
         if not prompts:
             raise ValueError("no prompt was given")
+        longest, uneven_limit = max(len(prompt) for prompt in prompts), self.model.uneven_limit
+        if any(len(prompt) < longest for prompt in prompts) and uneven_limit is not None:
+            if longest + options.max_new_tokens > uneven_limit:
+                raise ValueError(
+                    f"model {self.model.name} ({self.model.config.model_type}) counts positions from the start of the "
+                    "longest prompt, so prompts of different lengths cannot run at once; use prompt.batch=1"
+                )
         limit = self.model.max_positions
         for index, prompt in enumerate(prompts):
             if not prompt:

@@ -96,5 +96,5 @@ class Heartbeat:
             beat = int(self._store.get(self._key(rank)))
             if beat != self._last_seen[rank][0]:
                 self._last_seen[rank] = (beat, time.monotonic())
-        if self._watched and self.failure is None and self._store.check(["runahead/failure"]):
+        if self.failure is None and self._store.check(["runahead/failure"]):
             self.failure = self._store.get("runahead/failure").decode()

@@ -123,6 +123,18 @@ class Model:
                     return int(parameters["original_max_position_embeddings"])
         return None
 
+    @property
+    def uneven_limit(self) -> int | None:
+        """Tokens up to which prompts of different lengths may run together; None is any number.
+
+        Some families count positions from the start of the padded batch, whatever position ids they are given.
+        """
+        if "position_ids" not in self._optional and self.config.model_type not in ADAPTERS:
+            return 0
+        if getattr(self.config, "attn_temperature_tuning", False):  # Llama 4 scales queries by position // floor_scale
+            return int(self.config.floor_scale)
+        return None
+
     def kv_bytes(self, num_tokens: int, batch: int = 1) -> int:
         """Bytes of K,V of all layers."""
         return sum(num_tokens * shape.bytes_per_token(batch) for shape in self.kv_shapes)

@@ -112,9 +112,15 @@ class Ranks:
     # Waiting: everything that may block on a peer goes through these.
 
     def progress(self) -> None:
-        """This rank got somewhere: a layer, a token. Silence is the absence of these."""
+        """This rank got somewhere: a layer, a token. Silence is the absence of these.
+
+        Raises:
+            PeerFailure: another rank announced that it failed, so going on leads nowhere.
+        """
         if self._heartbeat is not None:
             self._heartbeat.progress()
+            if self._heartbeat.failure is not None:
+                raise PeerFailure(self._heartbeat.failure)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -37,6 +37,16 @@ def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[N
         yield
 
 
+def _forget(rotary: nn.Module) -> None:
+    """Back to the tables that it was made with, whatever lengths it has seen since."""
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, rotary.original_max_seq_len)
+    for name, inv_freq in list(rotary.named_buffers()):
+        prefix = name.removesuffix("inv_freq")  # none, or one per layer type
+        if name.endswith("inv_freq") and (original := getattr(rotary, f"{prefix}original_inv_freq", None)) is not None:
+            rotary.register_buffer(name, original.to(inv_freq.device, copy=True), persistent=False)
+
+
 @contextmanager
 def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
     forward, replaced = rotary.forward, vars(rotary).get("forward")
@@ -46,9 +56,7 @@ def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
         shared = len(set(lengths_B)) == 1
         tables = []
         for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
-            for name in vars(rotary):
-                if name.endswith("max_seq_len_cached"):
-                    setattr(rotary, name, 0)  # recompute for this length, whatever was seen before
+            _forget(rotary)
             last = torch.full_like(row[:, :1], length - 1)  # one more position, which only carries the length
             cos, sin = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
             tables.append((cos[:, :-1], sin[:, :-1]))

@@ -88,7 +88,8 @@ def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> Non
     computed = [s for s in spans if s.kind == "compute"]
     faces = [NO_LAYER if s.layer is None else colours.to_rgba(s.layer) for s in computed]
     bars("compute", BAND_TOP, BAND_HEIGHT, facecolors=faces, edgecolor="white", linewidth=0.25)
-    bars("send", SEND_TOP, SEND_HEIGHT, facecolor=SEND, linewidth=0)
+    # The edge keeps a send visible that is shorter than a pixel.
+    bars("send", SEND_TOP, SEND_HEIGHT, facecolor=SEND, edgecolor=SEND, linewidth=1)
 
 
 def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int) -> None:

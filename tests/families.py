@@ -51,6 +51,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     # the attention interface, rotary positions
     "llama": Family(model_type="llama"),
+    "llama_deep": Family(model_type="llama", config={"num_hidden_layers": 12}),
     "llama_dynamic_ntk": Family(
         model_type="llama",
         config={
@@ -101,6 +102,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         model_type="gemma3_text", config={"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS}
+    ),
+    "gemma3_text_deep": Family(
+        model_type="gemma3_text",
+        config={
+            "num_hidden_layers": 12,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        },
     ),
     "cohere2": Family(
         model_type="cohere2",
@@ -168,7 +178,18 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "jetmoe": Family(model_type="jetmoe", config={"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     # learned positions, one kv head for all query heads
+    "bart": Family(
+        model_type="bart",
+        config={
+            "d_model": 32,
+            "decoder_layers": 3,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48,
+            "forced_eos_token_id": None,
+        },
+    ),
     "opt": Family(model_type="opt", config={"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt2": Family(model_type="gpt2"),
     "gpt_bigcode": Family(model_type="gpt_bigcode", config={"multi_query": True}),

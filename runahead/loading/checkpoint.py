@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from runahead.loading.gguf_header import GGUFHeader, read_header
@@ -92,24 +92,24 @@ def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -
     if local.is_dir():
         return Checkpoint(folder=local, label=label, cure="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
-        file = Path(_from_hub(label, progress, hf_hub_download, match[1], match[2]))
-        return Checkpoint(folder=file.parent, gguf=file.name, label=label, cure="download it again")
+        file = _from_hub(label, progress, match[1], [match[2]]) / match[2]
+        if not file.is_file():
+            raise ValueError(f"{label}: the hub's {match[1]} has no file {match[2]}; name one that it has")
+        return Checkpoint(folder=file.parent, gguf=file.name, label=label, cure=f"delete {file} and run again")
     if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
     # The small files first: they say which big ones are the model's, where a repository holds several formats.
-    patterns = SMALL_FILES + (["*.py"] if code else [])
-    folder = Path(_from_hub(label, progress, snapshot_download, path, allow_patterns=patterns))
+    folder = _from_hub(label, progress, path, SMALL_FILES + (["*.py"] if code else []))
     checkpoint = Checkpoint(folder=folder, label=label, cure=f"delete {folder} and run again", from_hub=True)
     if weights:
-        names = weight_names(checkpoint)
-        _from_hub(label, progress, snapshot_download, path, allow_patterns=names)
+        _from_hub(label, progress, path, weight_names(checkpoint))
     return checkpoint
 
 
-def _from_hub(label: str, progress: bool, download: Any, *arguments: Any, **keywords: Any) -> str:
+def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:
     try:
         with quiet(bars=progress):
-            return str(download(*arguments, **keywords))
+            return Path(snapshot_download(repository, allow_patterns=files))
     except Exception as error:  # the hub's library raises its own, its HTTP library's, and OSError
         raise OSError(
             f"{label} is no folder here, and the hub does not give it ({one_line(error)}); "
@@ -122,6 +122,9 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raises: ValueError.
     """
+    # A broken one transformers would pass over, and with it the tokens that end an answer.
+    if (checkpoint.folder / "generation_config.json").is_file():
+        _read_json(checkpoint.folder / "generation_config.json", checkpoint.label)
     return read_config_file(checkpoint.folder / "config.json", checkpoint.label)
 
 
@@ -176,6 +179,11 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """
     files = [checkpoint.folder / name for name in weight_names(checkpoint)]
     missing = [file.name for file in files if not file.is_file()]
+    if missing == [WEIGHTS] and checkpoint.from_hub:
+        raise ValueError(
+            f"{checkpoint.label}: the hub's repository has no {WEIGHTS}; weights in other forms (.bin, .pt) are not "
+            "read, since they can run any code; take a repository with safetensors"
+        )
     if missing == [WEIGHTS]:
         if any(next(checkpoint.folder.glob(pattern), None) for pattern in PICKLES):
             raise ValueError(

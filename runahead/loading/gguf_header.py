@@ -20,10 +20,10 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(kw_only=True)
 class GGUFHeader:
-    """`metadata` by key; `tensors` are the names of the stored tensors."""
+    """`metadata` by key; `tensors` holds the form of every tensor, such as F16 or Q4_1, by name."""
 
     metadata: dict[str, Any]
-    tensors: list[str]
+    tensors: dict[str, str]
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -39,13 +39,14 @@ def read_header(path: Path) -> GGUFHeader:
                 raise ValueError(f"GGUF version {version} is not supported")
             num_tensors, num_keys = _scalar(file, "Q"), _scalar(file, "Q")
             metadata = {_text(file): _value(file, _scalar(file, "I")) for _ in range(num_keys)}
-            names, end = [], 0
+            tensors, end = {}, 0
             for _ in range(num_tensors):
-                names.append(_text(file))
-                num_elements = 1
+                name, num_elements = _text(file), 1
                 for _ in range(_scalar(file, "I")):
                     num_elements *= _scalar(file, "Q")
-                block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(_scalar(file, "I"))]
+                form = GGMLQuantizationType(_scalar(file, "I"))
+                tensors[name] = form.name
+                block, block_bytes = GGML_QUANT_SIZES[form]
                 end = max(end, _scalar(file, "Q") + num_elements // block * block_bytes)
             alignment = metadata.get("general.alignment", 32)
             end += -(-file.tell() // alignment) * alignment
@@ -53,7 +54,7 @@ def read_header(path: Path) -> GGUFHeader:
         raise ValueError("its header is broken") from error
     if path.stat().st_size < end:
         raise ValueError(f"it has {path.stat().st_size} bytes of {end}")
-    return GGUFHeader(metadata=metadata, tensors=names)
+    return GGUFHeader(metadata=metadata, tensors=tensors)
 
 
 def _scalar(file: BinaryIO, code: str) -> Any:

@@ -12,7 +12,14 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+)
 
 from runahead.config import DType, ModelOptions
 from runahead.loading import checkpoint as checkpoints
@@ -72,7 +79,7 @@ def load_checkpoint(
     config = checkpoint_config(checkpoint, options)
     tokenizer = checkpoint_tokenizer(checkpoint, options)
     stored = {} if checkpoint.gguf else checkpoints.stored_tensors(checkpoint)
-    dtype = _dtype(options, config, stored)
+    dtype = _dtype(options, config, checkpoint, stored)
     empty = empty_model(config, dtype, options, label=checkpoint.label)
     footprint = _footprint(empty, stored, dtype, device)
     require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
@@ -152,6 +159,9 @@ def empty_model(config: Any, dtype: torch.dtype, options: ModelOptions, *, label
 
     Raises: ValueError: no causal language model, or sizes that do not go together.
     """
+    has_own_code = hasattr(config, "auto_map")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
+        raise ValueError(f"{label}: model_type {config.model_type} is no causal language model in transformers")
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -186,10 +196,15 @@ def _from_pretrained(arguments: dict[str, Any], attn_implementation: str) -> tup
     return module, report
 
 
-def _dtype(options: ModelOptions, config: Any, stored: dict[str, StoredTensor]) -> torch.dtype:
-    """The asked dtype; for auto the config's, else that of the first stored tensor, else (GGUF) float32."""
+def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:
+    """The asked dtype; for auto the config's, else that of the first tensor; float32 for GGUF blocks."""
     if options.dtype is not DType.auto:
         return torch_dtype(options.dtype)
+    if checkpoint.gguf:
+        # Norms are always kept in float32.
+        forms = set(checkpoints.read_gguf(checkpoint).tensors.values()) - {"F32"}
+        halves = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return halves.get(forms.pop(), torch.float32) if len(forms) == 1 else torch.float32
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     return next((tensor.dtype for tensor in stored.values() if tensor.dtype), torch.float32)
@@ -251,6 +266,4 @@ def _read_in(module: PreTrainedModel) -> None:
 def _config_trouble(error: Exception, label: str, options: ModelOptions) -> str:
     if "trust_remote_code" in str(error) and not options.trust_remote_code:
         return f"{label} needs Python code that comes with the model; add model.trust_remote_code=true if you trust it"
-    if "Unrecognized configuration class" in str(error):
-        return f"{label} is not a causal language model that transformers knows ({one_line(error)})"
     return f"{label}: transformers cannot build a model from its config ({one_line(error)})"

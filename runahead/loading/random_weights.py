@@ -57,9 +57,15 @@ def load_config(options: ModelOptions, *, progress: bool) -> Any:
     checkpoints.read_config_file(path, label)
     # A model's own code is looked for beside its config only if the folder is named; a lone file may have any name.
     place = path.parent if path.name == "config.json" else path
-    return hf.read_transformers_config(
+    config = hf.read_transformers_config(
         {"pretrained_model_name_or_path": str(place), "local_files_only": True}, options, label=label
     )
+    if options.layers is not None:
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[layer % len(text.layer_types)] for layer in range(options.layers)]
+        text.num_hidden_layers = options.layers
+    return config
 
 
 def load_tokenizer(options: ModelOptions, *, progress: bool) -> Any | None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Pat
     work = folder.with_name(f"{folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _progress_bar(work) if progress else _nothing(), FileLock(folder.with_name(f"{folder.name}.lock")):
+        with _progress_bar(work) if progress else nullcontext(), FileLock(folder.with_name(f"{folder.name}.lock")):
             if folder.is_dir():
                 return folder
             shutil.rmtree(work, ignore_errors=True)
@@ -224,14 +224,14 @@ def _tokenizer(header: GGUFHeader, *, model_max_length: int) -> PreTrainedTokeni
 @contextmanager
 def _progress_bar(work: Path) -> Iterator[None]:
     """A bar of the bytes that have appeared in `work`, whichever process of this host makes them."""
-    done = threading.Event()
+    done, terminal = threading.Event(), sys.stderr
 
     def watch() -> None:
         total = GGUF_BYTES + MODEL_BYTES
         # No rate and no time left: converting writes nothing for a while.
-        form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
-        with tqdm(total=total, unit_scale=True, bar_format=form, file=sys.stderr, leave=False) as bar:
-            bar.set_description(f"Fetching {NAME}")
+        form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
+        desc = f"Fetching {NAME}: "
+        with tqdm(total=total, unit_scale=True, desc=desc, bar_format=form, file=terminal, leave=False) as bar:
             while not done.wait(WATCH_SECONDS):
                 if (work / "model").exists():
                     bar.set_description(f"Saving {NAME}", refresh=False)
@@ -249,11 +249,6 @@ def _progress_bar(work: Path) -> Iterator[None]:
     finally:
         done.set()
         watcher.join()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _bytes_in(*folders: Path) -> int:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks
-from runahead.context import Partitioner
+from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
-from runahead.report import GenerationBatch
+from runahead.prefill.kv_runahead import RunaheadAttention
+from runahead.report import GenerationBatch, RankReport
 from tests.families import build, throughout
 
 
 @cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> Model:
     """A family's model, made once per process: later tests run on a model that has seen the earlier ones' prompts."""
+    module = build(family, dtype=dtype)
     with throughout(dtype):
-        return Model(build(family, dtype=dtype), name=family)
+        return Model(module, name=family)
 
 
 @dataclass(kw_only=True)
@@ -69,19 +76,136 @@ def prefill(
 Steps = list[list[int | None]]
 
 
+class Letters:
+    """A tokenizer of a kind: token 33 + n is the n-th character behind "!", which is all that stop strings need."""
+
+    all_special_tokens: ClassVar[list[str]] = []
+    all_special_ids: ClassVar[list[int]] = []
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(33 + token) for token in ids)
+
+
 def generate(
     ranks: Ranks,
     family: str,
     prompts: list[list[int]],
     options: GenerationOptions,
-    shares: list[float] | None = None,
+    boundaries: tuple[int, ...] | None = None,
     prefill: PrefillOptions | None = None,
     first_index: int = 0,
     eos: list[int] | None = None,
 ) -> tuple[GenerationBatch, Steps]:
-    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there. `eos` replaces the model's."""
+    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there.
+
+    Chunks are even by default; `eos` are the tokens that end a row, none by default.
+    """
     model = tiny_model(family)
-    engine = Engine(model, ranks, prefill=prefill, partition=_of_shares(shares))
-    seen: Steps = []
-    with throughout(model.dtype), _eos(model, eos):
-        return engine.generate(prompts, options, on_tokens=seen.append, first_index=first_index), seen
+    partition = even if boundaries is None else lambda *_: ContextPartition(boundaries=boundaries)
+    engine = Engine(model, ranks, prefill=prefill, partition=partition)
+    steps: Steps = []
+    with (
+        throughout(model.dtype),
+        mock.patch.object(model.module.generation_config, "eos_token_id", eos or []),
+        mock.patch.object(model, "tokenizer", Letters() if options.stop else None),
+    ):
+        return engine.generate(prompts, options, on_tokens=steps.append, first_index=first_index), steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What is alive in this process."""
+
+    tensor_bytes: int
+    num_threads: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        tensors = _live_tensors()
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return cls(tensor_bytes=sum(storages.values()), num_threads=threading.active_count())
+
+
+def footprints_over_calls(
+    ranks: Ranks, family: str, batches: list[list[list[int]]], options: GenerationOptions, rounds: list[int]
+) -> list[Footprint]:
+    """What is alive after so many rounds, in each of which one engine generates from every batch."""
+    engine = Engine(tiny_model(family), ranks)
+    footprints = []
+    with only_new_objects():
+        for done in range(1, rounds[-1] + 1):
+            for prompts in batches:
+                engine.generate(prompts, options)
+            if done in rounds:
+                footprints.append(Footprint.now())
+    return footprints
+
+
+@contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Hides what is alive already from the garbage collector; looking at the rest is a hundred times faster."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+def kv_bytes_in_layers(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    boundaries: tuple[int, ...],
+    prefill: PrefillOptions,
+) -> tuple[list[int], int, RankReport]:
+    """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
+    sizes = []
+    attend = RunaheadAttention.attend
+
+    def attend_and_look(self: RunaheadAttention, *args: Any) -> torch.Tensor:
+        sizes.append(_live_kv_bytes())
+        return attend(self, *args)
+
+    partition = ContextPartition(boundaries=boundaries)
+    engine = Engine(tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
+    with only_new_objects(), mock.patch.object(RunaheadAttention, "attend", attend_and_look):
+        batch = engine.generate(prompts, options)
+        return sizes, _live_kv_bytes(), batch.ranks[ranks.rank]
+
+
+def _live_kv_bytes() -> int:
+    """K,V lie in slots of bytes, and nothing else does."""
+    slots = [tensor for tensor in _live_tensors() if tensor.dtype == torch.uint8]
+    return sum({slot.untyped_storage().data_ptr(): slot.untyped_storage().nbytes() for slot in slots}.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns while it is open, views of larger ones aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements, self.operation = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > self.num_elements:
+                self.num_elements, self.operation = leaf.numel(), f"{func} {tuple(leaf.shape)}"
+        return result
+
+
+def largest_tensor(
+    ranks: Ranks, family: str, prompts: list[list[int]], options: GenerationOptions, config: dict[str, Any]
+) -> tuple[int, str]:
+    """Elements of the largest tensor of a generation on this rank, and the operation that it came from."""
+    engine = Engine(Model(build(family, dtype=torch.float32, **config)), ranks)
+    with LargestTensor() as largest:
+        engine.generate(prompts, options)
+    return largest.num_elements, largest.operation

@@ -1,4 +1,4 @@
-"""model=hf: checkpoints of all families come back as they were saved, and broken ones are told apart in one sentence."""
+"""model=hf: checkpoints of all families come back as they were saved; broken ones are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 @pytest.mark.parametrize("family", [*families.FAMILIES, "gptj"])
 def test_every_family_comes_back_as_it_was_saved(family: str, tmp_path: Path) -> None:
-    saved = families.build(family, dtype=torch.float32)
+    saved = families.build(family, dtype=torch.float32, attention="eager")
     saved.save_pretrained(tmp_path)
     module = load_hf(tmp_path).module
     assert module.config._attn_implementation == ATTENTION  # also where transformers would not take the name
@@ -186,7 +186,7 @@ def test_missing_path_is_told_without_asking_the_hub(path: str, monkeypatch: pyt
         (lambda folder: (folder / "config.json").write_text("[1]"), ["JSON object"]),
         (lambda folder: edit_config(folder, model_type=None), ['no "model_type"']),
         (lambda folder: edit_config(folder, model_type="perceptron"), ["perceptron"]),
-        (lambda folder: edit_config(folder, model_type="vit"), ["not a causal language model"]),
+        (lambda folder: edit_config(folder, model_type="vit"), ["model_type vit is no causal language model"]),
         (lambda folder: edit_config(folder, hidden_act="sneeze"), ["sneeze"]),
         (lambda folder: edit_config(folder, hidden_size="wide"), ["config"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["lacks", "model.safetensors"]),
@@ -194,7 +194,7 @@ def test_missing_path_is_told_without_asking_the_hub(path: str, monkeypatch: pyt
         (lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"), ["not a complete"]),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer"]),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["tokenizer"]),
-        (lambda folder: (folder / "generation_config.json").write_text("{"), ["JSON"]),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), ["generation_config.json", "JSON"]),
     ],
 )
 def test_broken_folder_is_told_in_one_line(break_it: Callable[[Path], Any], words: list[str], folder: Path) -> None:
@@ -316,6 +316,18 @@ def test_hub_tokenizer_is_fetched_without_weights(hub: Hub) -> None:
     assert not any(name.endswith((".safetensors", ".bin", ".py")) for name in hub.given)
 
 
+def test_gguf_file_of_a_hub_repository_is_found(hub: Hub) -> None:
+    (hub.repository / "tiny.gguf").write_text("not a model")
+    assert "is not a complete GGUF file" in refusal(lambda: load_hf("org/model/tiny.gguf"))
+    assert hub.given == ["tiny.gguf"]
+    assert "org/model has no file other.gguf" in refusal(lambda: load_hf("org/model/other.gguf"))
+
+
+def test_hub_repository_without_safetensors_is_told(hub: Hub) -> None:
+    (hub.repository / "model.safetensors").unlink()
+    assert "no model.safetensors" in refusal(lambda: load_hf("org/model"))
+
+
 def test_hub_code_is_fetched_only_if_asked(hub: Hub) -> None:
     load_hf("org/model", trust_remote_code=True)
     assert "own.py" in hub.given
@@ -327,7 +339,6 @@ def test_unreachable_hub_is_told_in_one_line(path: str, monkeypatch: pytest.Monk
         raise ConnectionError("Name or service not known\nAn error happened.\n\nPlease check your connection.")
 
     monkeypatch.setattr(checkpoint, "snapshot_download", fail)
-    monkeypatch.setattr(checkpoint, "hf_hub_download", fail)
     message = refusal(lambda: load_hf(path))
     assert f"model.path={path} is no folder here" in message
     assert "local folder" in message
@@ -336,7 +347,9 @@ def test_unreachable_hub_is_told_in_one_line(path: str, monkeypatch: pytest.Monk
 def test_one_line_keeps_the_first_sentence() -> None:
     page = "The size of \x1b[1ma.b\x1b[0m is v5.1 wrong, e.g. 3.\n\nTips:\n - read the `docs`. Or not"
     assert one_line(page) == "The size of a.b is v5.1 wrong, e.g. 3"
-    assert one_line(KeyError()) == "KeyError"
+    assert one_line("Wrong:\n  size 3\nSee the docs") == "Wrong: size 3"
+    assert one_line(RuntimeError()) == "RuntimeError"
+    assert one_line(KeyError("gelo")) == "KeyError 'gelo'"
     assert len(one_line("a" * 1000)) == LONGEST_REASON
 
 

@@ -1,6 +1,7 @@
 """A timeline is a trace that viewers open and a picture of the prefill."""
 
 import json
+from itertools import pairwise
 
 import matplotlib.image
 import numpy as np
@@ -49,7 +50,7 @@ def test_spans_of_one_lane_do_not_overlap():
         lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for ends in lanes.values():
         ends.sort()
-        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     assert len({tid for pid, tid in lanes if pid == 0}) == 3  # compute, and two lanes of overlapping sends
 
 

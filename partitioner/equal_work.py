@@ -1,0 +1,77 @@
+"""The partition that gives every rank equal compute: close to the best on fast links, a seed of the search elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partitioner.compute_cost import ComputeCost, layer_s
+from runahead.context import ContextPartition
+
+PRECISION = 1e-4
+"""Of a chunk's length, in tokens: far below the rounding to whole tokens."""
+ROUNDS = 60
+"""Of the outer bisection: more than a double has bits."""
+
+
+def equal_work(
+    num_tokens: int, num_ranks: int, cost: ComputeCost, speed: Sequence[float] | None = None
+) -> ContextPartition:
+    """Chunks whose layers take every rank equally long, to the token.
+
+    Then no rank ever waits while communication is free: rank i has sent a layer's K,V when rank i + 1 has its own.
+    With T the common time, rank i's chunk c solves between(c) + own(c) + prefix(c, P) = T * speed[i] for the prefix P
+    that the ranks before it left, rank after rank; bisection finds the T for which all chunks together are the prompt.
+
+    Args:
+        speed: per rank; all alike by default.
+
+    Raises:
+        ValueError: no tokens or ranks, or not one speed per rank.
+    """
+    speeds = [1.0] * num_ranks if speed is None else list(speed)
+    if num_tokens < 1 or num_ranks < 1 or len(speeds) != num_ranks:
+        raise ValueError(f"{num_tokens} tokens cannot be split evenly over {num_ranks} ranks with speeds {speeds}")
+    low_s, high_s = 0.0, max(layer_s(cost, num_tokens, num_tokens) / each for each in speeds)
+    for _ in range(ROUNDS):
+        middle_s = (low_s + high_s) / 2
+        if middle_s in (low_s, high_s):
+            break
+        if _ends(middle_s, num_tokens, speeds, cost)[-1] < num_tokens:
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    ends = _ends(high_s, num_tokens, speeds, cost)
+    return ContextPartition(boundaries=(0, *(round(end) for end in ends[:-1]), num_tokens))
+
+
+def _ends(common_s: float, num_tokens: int, speeds: Sequence[float], cost: ComputeCost) -> list[float]:
+    """Ends of the chunks that take common_s, at most the prompt's."""
+    ends: list[float] = []
+    end = 0.0
+    for speed in speeds:
+        end += _chunk(common_s * speed, end, num_tokens - end, cost)
+        ends.append(end)
+    return ends
+
+
+def _chunk(budget_s: float, prefix: float, longest: float, cost: ComputeCost) -> float:
+    """The longest chunk behind a prefix whose layer takes at most budget_s."""
+    if longest <= 0 or layer_s(cost, longest, prefix) <= budget_s:
+        return max(longest, 0.0)
+    low, high = 0.0, longest
+    low_s, high_s = layer_s(cost, 0, prefix), layer_s(cost, longest, prefix)
+    if low_s >= budget_s:
+        return 0.0
+    bisect = False
+    while high - low > PRECISION:
+        # Time grows a little faster than linearly: false position is close at once; the bisection in between bounds it.
+        middle = (low + high) / 2 if bisect else low + (high - low) * (budget_s - low_s) / (high_s - low_s)
+        middle_s = layer_s(cost, middle, prefix)
+        if abs(middle_s - budget_s) <= 1e-12 * budget_s:
+            return middle
+        if middle_s < budget_s:
+            low, low_s = middle, middle_s
+        else:
+            high, high_s = middle, middle_s
+        bisect = not bisect
+    return low

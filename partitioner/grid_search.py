@@ -1,0 +1,115 @@
+"""The paper's search (Sec. 4.2, App. D): binary for two ranks, else a hierarchical grid around even boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise, product
+from math import inf
+
+from partitioner.chains import Chain, search_chains
+from partitioner.evaluations import (
+    Cost,
+    Evaluations,
+    OutOfEvaluations,
+    SearchResult,
+    Step,
+    check_search,
+    coarse_stride,
+    on_grid,
+)
+from runahead.context import even
+
+OFFSETS = (-2, -1, 0, 1, 2)
+"""Of every inner boundary, in strides: 5 values, so 5^(p-1) partitions at each level."""
+MAX_RANKS = 5
+"""5^4 = 625 partitions a level; the paper's 8 ranks took it 33 hours."""
+
+
+def grid_search(
+    cost: Cost,
+    num_tokens: int,
+    num_ranks: int,
+    *,
+    min_stride: int,
+    max_evaluations: int | None = None,
+    on_evaluation: Callable[[Step], None] | None = None,
+) -> SearchResult:
+    """The cheapest partition as the paper searches for it.
+
+    Two ranks: golden-section search, the form of the paper's binary search that needs one new evaluation to shorten
+    the interval. More: all offsets of all inner boundaries at a coarse stride, then around the best at half of it,
+    down to `min_stride`. The first stride is a quarter of an even chunk (8 in the paper's Fig. 6: 96 tokens, 3 chunks).
+    Beyond the paper: a grid whose best point is on its rim is laid around that point again, since the best split of
+    unlike ranks can be far from the even one, and shorter chains are tried at the end, as `search_chains` says.
+
+    Args:
+        min_stride: inner boundaries are multiples of it.
+        max_evaluations: stop there with the best so far.
+        on_evaluation: called after each evaluation.
+
+    Raises:
+        ValueError: too many ranks for a full grid, or numbers below 1.
+    """
+    check_search(num_tokens, num_ranks, min_stride)
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"search.method=grid tries 5^{num_ranks - 1} splits per level for {num_ranks} ranks, and is limited to "
+            f"{MAX_RANKS} ranks; use search.method=seeded"
+        )
+    evaluations = Evaluations(cost, max_evaluations=max_evaluations, on_evaluation=on_evaluation)
+
+    def descend(chain: Chain, _: tuple[int, ...]) -> None:
+        if len(chain.ranks) == 2:
+            _golden_section(chain, num_tokens, min_stride)
+        else:
+            _hierarchical_grid(chain, num_tokens, min_stride)
+
+    with suppress(OutOfEvaluations):
+        search_chains(evaluations, even(num_tokens, num_ranks).boundaries, min_stride, descend)
+    return evaluations.result()
+
+
+def _golden_section(chain: Chain, num_tokens: int, min_stride: int) -> None:
+    """On Fibonacci numbers of strides, so that every point is a multiple and each one is used again.
+
+    The ends, at which one rank has all tokens, are not on the curve, since nothing is sent then.
+    """
+    evaluations = chain.evaluations
+    num_points = max(1, (num_tokens - 1) // min_stride)  # inner boundaries 1 .. num_points, in strides
+    lower, smaller, larger = 0, 1, 2  # the minimum is between `lower` and `lower + larger`
+    while larger <= num_points:
+        smaller, larger = larger, smaller + larger
+
+    def at(point: int) -> float:
+        return chain((0, min(point * min_stride, num_tokens), num_tokens)) if point <= num_points else inf
+
+    while larger > 2:
+        left, right = lower + larger - smaller, lower + smaller
+        evaluations.stride = (right - left) * min_stride
+        if at(left) > at(right):
+            lower = left
+        smaller, larger = larger - smaller, smaller
+        evaluations.level += 1
+    evaluations.stride = min_stride
+    at(lower + 1)
+
+
+def _hierarchical_grid(chain: Chain, num_tokens: int, min_stride: int) -> None:
+    num_ranks, evaluations = len(chain.ranks), chain.evaluations
+    centre = best = on_grid(even(num_tokens, num_ranks).boundaries, min_stride)
+    evaluations.stride = coarse_stride(num_tokens / (4 * num_ranks), min_stride)
+    best_s = chain(centre)
+    while True:
+        stride = evaluations.stride
+        for offsets in product(OFFSETS, repeat=num_ranks - 1):
+            inner = [b + offset * stride for b, offset in zip(centre[1:-1], offsets, strict=True)]
+            boundaries = (0, *inner, num_tokens)
+            if all(a <= b for a, b in pairwise(boundaries)) and (cost_s := chain(boundaries)) < best_s:
+                best, best_s = boundaries, cost_s
+        on_rim = max(abs(a - b) for a, b in zip(centre, best, strict=True)) == max(OFFSETS) * stride
+        centre = best
+        if not on_rim and stride == min_stride:
+            return
+        if not on_rim:
+            evaluations.level, evaluations.stride = evaluations.level + 1, stride // 2

@@ -1,0 +1,257 @@
+"""What a search measures: the compute of one device, the links between ranks, and TTFT on live ranks."""
+
+# Legend: B batch, N query heads, K kv heads, C chunk, P prefix, H head dim, V value dim.
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partitioner.compute_cost import MeasuredCost
+from partitioner.link import Link
+from runahead.attention import AttentionTerms, attend
+from runahead.causal_attention import CausalAttention
+from runahead.clock import Clock, clock_for
+from runahead.config import GenerationOptions, PrefillOptions
+from runahead.context import ContextPartition
+from runahead.engine import Engine
+from runahead.kv_cache import KVCache
+from runahead.model import Model, PrefillEndsHere
+from runahead.ranks import Ranks
+
+Progress = Callable[[str], None]
+
+WARMUPS = 1
+HOPELESS = 1.15
+"""A candidate this much slower than the incumbent at its first run is not run again."""
+
+
+class _Probe(CausalAttention):
+    """Attention that marks when each layer's K,V are known and when its attention ends, and stops after some layers."""
+
+    def __init__(self, cache: KVCache, clock: Clock, num_layers: int) -> None:
+        super().__init__(cache, start=0, pads=[0])
+        self._clock, self._num_layers = clock, num_layers
+        self.began = clock.mark()
+        self.marks: list[tuple[object, object]] = []
+        self.inputs: dict[int, tuple[Tensor, Tensor, Tensor, AttentionTerms]] = {}
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        known = self._clock.mark()
+        self.inputs[layer] = q_BNCH, k_BKCH, v_BKCV, terms
+        if layer == self._num_layers - 1 and layer < self.cache.num_layers - 1:
+            self.marks.append((known, known))
+            raise PrefillEndsHere
+        out_BNCV = super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        self.marks.append((known, self._clock.mark()))
+        return out_BNCV
+
+
+def probe_compute(
+    model: Model,
+    *,
+    chunks: Sequence[int],
+    prefixes: Sequence[int],
+    repeats: int = 3,
+    num_layers: int | None = None,
+    probe_layers: int = 4,
+    on_progress: Progress = lambda text: None,
+) -> MeasuredCost:
+    """Measure one device's part of the prefill by running the runtime's own code on it.
+
+    Layers are alike, so a few of them are run; attention to a prefix is run on its own, on the queries of a real
+    layer. Of layers with different masks (sliding windows) each kind is run, and weighted by its share.
+
+    Args:
+        chunks: lengths of a chunk, ascending, tokens.
+        prefixes: lengths of a prefix, ascending, tokens.
+        repeats: runs per point, of which the median counts.
+        num_layers: layers of the model to plan for, if `model` has fewer of the same kind.
+        probe_layers: layers that are run.
+    """
+    kinds = _layer_kinds(model, max(chunks) + max(prefixes, default=0))
+    depth = min(model.num_layers, max([probe_layers, *(layers[0] + 2 for layers in kinds)]))
+    first, between, own, prefix = {}, {}, {}, {}
+    for chunk in chunks:
+        on_progress(f"chunk of {chunk} tokens")
+        runs = [_run_layers(model, chunk, depth) for _ in range(WARMUPS + repeats)][WARMUPS:]
+        first[chunk] = statistics.median(run.first_s for run in runs)
+        between[chunk] = statistics.median(statistics.median(run.between_s) for run in runs)
+        per_kind = [_attention_s(model, runs[-1], layers[0], chunk, 0, repeats) for layers in kinds]
+        own[chunk] = _weighted(per_kind, kinds)
+        for length in prefixes:
+            on_progress(f"chunk of {chunk} tokens behind {length}")
+            per_kind = [_attention_s(model, runs[-1], layers[0], chunk, length, repeats) for layers in kinds]
+            prefix[chunk, length] = _weighted(per_kind, kinds)
+    shortest = min(chunks)
+    head_s = max(0.0, _last_s(model, shortest, repeats) - (between[shortest] - first[shortest]))
+    # What follows the last attention is a layer's part without the next one's projections, and the logits.
+    last = {chunk: max(0.0, between[chunk] - first[chunk]) + head_s for chunk in chunks}
+    return MeasuredCost(
+        first_s=first,
+        between_s=between,
+        own_s=own,
+        prefix_s=prefix,
+        last_s=last,
+        num_layers=num_layers or model.num_layers,
+    )
+
+
+class _Run:
+    """One forward through a few layers, in seconds."""
+
+    def __init__(self, probe: _Probe, clock: Clock) -> None:
+        known = [clock.seconds(mark) for mark, _ in probe.marks]
+        ended = [clock.seconds(mark) for _, mark in probe.marks]
+        self.first_s = known[0] - clock.seconds(probe.began)
+        self.between_s = [after - before for before, after in zip(ended, known[1:], strict=False)]
+        self.ended_s = ended[-1]
+        self.inputs = probe.inputs
+
+
+def _run_layers(model: Model, chunk: int, depth: int) -> _Run:
+    clock = clock_for(model.device)
+    cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slots=1, device=model.device)
+    probe = _Probe(cache, clock, depth)
+    ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
+    try:
+        model.forward(ids_1C, probe, start=0, pads=[0])
+    except PrefillEndsHere:
+        pass
+    return _Run(probe, clock)
+
+
+def _last_s(model: Model, chunk: int, repeats: int) -> float:
+    """Seconds from the end of the last attention to the logits."""
+    seconds = []
+    for _ in range(WARMUPS + repeats):
+        clock = clock_for(model.device)
+        spans = [(0, chunk)] * model.num_layers
+        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slots=1, device=model.device)
+        probe = _Probe(cache, clock, model.num_layers)
+        model.forward(torch.zeros(1, chunk, dtype=torch.long, device=model.device), probe, start=0, pads=[0])
+        seconds.append(clock.seconds(clock.mark()) - _Run(probe, clock).ended_s)
+    return statistics.median(seconds[WARMUPS:])
+
+
+def _attention_s(model: Model, run: _Run, layer: int, chunk: int, prefix: int, repeats: int) -> float:
+    """Seconds of one layer's attention of a chunk to itself (prefix 0) or to the prefix before it."""
+    q, k, v, terms = run.inputs[layer]
+    first = prefix
+    if prefix:
+        first = 0 if terms.rule is None else terms.rule.first_key(prefix)
+        shape = model.kv_shapes[layer]
+        packed = torch.randn(
+            prefix - first, 1, shape.num_kv_heads, shape.key_dim + shape.value_dim, device=q.device
+        ).to(q.dtype)
+        k, v = (part.permute(1, 2, 0, 3) for part in packed.split([shape.key_dim, shape.value_dim], dim=-1))
+    clock = clock_for(model.device)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(WARMUPS + repeats):
+            begin = clock.mark()
+            attend(q, k, v, terms, q_start=prefix, k_start=first)
+            seconds.append(clock.seconds(clock.mark()) - clock.seconds(begin))
+    return statistics.median(seconds[WARMUPS:])
+
+
+def _layer_kinds(model: Model, num_tokens: int) -> list[list[int]]:
+    """Layers by how far back the last of so many tokens sees."""
+    kinds: dict[int, list[int]] = {}
+    for layer in range(model.num_layers):
+        kinds.setdefault(model.first_needed(layer, num_tokens, [0]), []).append(layer)
+    return list(kinds.values())
+
+
+def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:
+    return sum(each * len(layers) for each, layers in zip(seconds, kinds, strict=True)) / sum(map(len, kinds))
+
+
+def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5) -> Link | None:
+    """Latency and bandwidth between ranks 0 and 1, as K,V travel. Every rank calls it; None for a single rank."""
+    if ranks.size == 1:
+        return None
+    small_s = _exchange_s(ranks, 8, rounds * 10)
+    large_s = _exchange_s(ranks, num_bytes, rounds)
+    latency_s, bandwidth = ranks.broadcast((small_s, num_bytes / max(large_s - small_s, 1e-9)), 0, "a ping")
+    return Link(latency_s=latency_s, bandwidth_Bps=bandwidth)
+
+
+def _exchange_s(ranks: Ranks, num_bytes: int, rounds: int) -> float:
+    """Seconds of one direction: the median of half round trips."""
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device if ranks.backend == "nccl" else "cpu")
+    seconds = []
+    groups = ranks.nccl_links([(0, 1), (1, 0)]) if ranks.backend == "nccl" else {}
+    for _ in range(rounds + WARMUPS):
+        ranks.barrier("a ping")
+        if ranks.rank > 1:
+            continue
+        peer, begin = 1 - ranks.rank, time.perf_counter()
+        there, back = groups.get((0, 1), ranks.kv_group), groups.get((1, 0), ranks.kv_group)
+        if ranks.rank == 0:
+            dist.send(tensor, peer, group=there)
+            dist.recv(tensor, peer, group=back)
+        else:
+            dist.recv(tensor, peer, group=there)
+            dist.send(tensor, peer, group=back)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        seconds.append((time.perf_counter() - begin) / 2)
+    return statistics.median(seconds[WARMUPS:]) if seconds else 0.0
+
+
+class LiveCost:
+    """TTFT of a prompt on live ranks, as a cost of its partition. Every rank makes the same calls.
+
+    A candidate is run in turn with the best partition so far (A B A B), and its cost is that one's cost times the
+    median ratio, so that a machine that drifts does not decide. A hopeless first run is not repeated.
+
+    Args:
+        repeats: runs of a candidate.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, prefill: PrefillOptions, num_tokens: int, repeats: int = 3) -> None:
+        self._repeats = repeats
+        self._partition: ContextPartition | None = None
+        self._engine = Engine(model, ranks, prefill=prefill, partition=self._current)
+        generator = torch.Generator().manual_seed(num_tokens)
+        self._ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).tolist()
+        self._incumbent: ContextPartition | None = None
+        self.best_s = float("inf")
+        self.spread: dict[tuple[int, ...], float] = {}
+
+    def __call__(self, partition: ContextPartition) -> float:
+        if self._incumbent is None:
+            self._run(partition)  # warm up
+            runs = [self._run(partition) for _ in range(self._repeats)]
+            cost_s = statistics.median(runs)
+            self.spread[partition.boundaries] = (max(runs) - min(runs)) / cost_s
+        else:
+            cost_s = self._against_incumbent(partition)
+        if cost_s < self.best_s:
+            self.best_s, self._incumbent = cost_s, partition
+        return cost_s
+
+    def _against_incumbent(self, partition: ContextPartition) -> float:
+        assert self._incumbent is not None
+        ratios = []
+        for _ in range(self._repeats):
+            candidate_s, incumbent_s = self._run(partition), self._run(self._incumbent)
+            ratios.append(candidate_s / incumbent_s)
+            if ratios[0] > HOPELESS:
+                break
+        self.spread[partition.boundaries] = max(ratios) - min(ratios)
+        return self.best_s * statistics.median(ratios)
+
+    def _run(self, partition: ContextPartition) -> float:
+        self._partition = partition
+        return self._engine.generate([self._ids], GenerationOptions(max_new_tokens=1)).ttft_s
+
+    def _current(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        assert self._partition is not None
+        return self._partition

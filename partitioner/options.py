@@ -1,0 +1,108 @@
+"""The options of a search: plain dataclasses that check themselves, like those of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions
+
+
+class Objective(Enum):
+    """Where the cost of a partition comes from."""
+
+    measured = "measured"
+    replayed = "replayed"
+    modelled = "modelled"
+
+
+class Method(Enum):
+    """How partitions are searched."""
+
+    seeded = "seeded"
+    grid = "grid"
+
+
+@dataclass(kw_only=True)
+class LinkOptions:
+    """Links between ranks, for planning: `gbps` are 1e9 bits per second; None is measured where ranks exist.
+
+    `shared`: all links of a rank share one wire, as of a host's network card.
+    """
+
+    gbps: float | None = None
+    latency_us: float = 0.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gbps is not None and not 0 < self.gbps < math.inf:
+            raise ValueError(f"link.gbps={self.gbps} must be above 0 (1e9 bits per second)")
+        if not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"link.latency_us={self.latency_us} must be microseconds of at least 0")
+
+
+@dataclass(kw_only=True)
+class SearchOptions:
+    """What is searched: prompt `lengths` in tokens, numbers of `ranks` (None: every one up to those started).
+
+    `reach` bounds how far, as a share of the prompt, a boundary may move from where a search starts; boundaries are
+    multiples of `min_stride` tokens. `repeats` are runs per measured point. `probe_chunks` and `probe_prefixes` are the
+    lengths whose compute is measured; `probe_layers` how many layers are run for it. `speeds` are the ranks' speeds
+    relative to the measured device. `force` searches anew what earlier runs measured.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
+    ranks: list[int] | None = None
+    objective: Objective = Objective.replayed
+    method: Method = Method.seeded
+    min_stride: int = 32
+    reach: float = 0.15
+    repeats: int = 3
+    probe_chunks: list[int] | None = None
+    probe_prefixes: list[int] | None = None
+    probe_layers: int = 4
+    speeds: list[float] | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.objective, str):
+            self.objective = Objective[self.objective]
+        if isinstance(self.method, str):
+            self.method = Method[self.method]
+        for name in ("lengths", "ranks", "probe_chunks", "probe_prefixes"):
+            values = getattr(self, name)
+            if values is not None and (not values or any(value < 1 for value in values)):
+                raise ValueError(f"search.{name}={values} must be a list of whole numbers of at least 1")
+            if values is not None:
+                setattr(self, name, sorted(set(values)))
+        for name in ("min_stride", "repeats", "probe_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"search.{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.reach <= 1:
+            raise ValueError(f"search.reach={self.reach} must be a share of the prompt above 0 and at most 1")
+        if self.speeds is not None and any(not 0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"search.speeds={self.speeds} must be above 0, 1 being the measured device")
+
+
+@dataclass(kw_only=True)
+class SearchRun:
+    """One run of partitioner/search.py: `table` is the JSON it writes, or adds to."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    link: LinkOptions = field(default_factory=LinkOptions)
+    search: SearchOptions = field(default_factory=SearchOptions)
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.table:
+            raise ValueError("table=<json file> is needed: where the partitions that are found go")
+        if self.prefill.name is PrefillName.single:
+            raise ValueError("prefill=single has no partition to search for; use prefill=kv_runahead")
+        speeds, counts = self.search.speeds, self.search.ranks
+        if speeds is not None and counts is not None and max(counts) > len(speeds):
+            raise ValueError(f"search.speeds has {len(speeds)} ranks but search.ranks goes up to {max(counts)}")
+        if self.search.objective is Objective.measured and (speeds is not None or self.link.gbps is not None):
+            raise ValueError("search.speeds and link.gbps are for planning; they cannot change what is measured live")

@@ -1,0 +1,251 @@
+"""launch/infer.py as a user runs it: one rank in this process, several under torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.infer import main
+from runahead.engine import Engine
+from tests.unit.tokenizers_for_tests import byte_level
+
+INFER = str(Path(__file__).resolve().parents[2] / "launch" / "infer.py")
+TEXT = "the letters of the captain to his sister, from the ice. " * 4
+
+
+class Exited(Exception):
+    """Stands for os._exit, which would end the tests."""
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch):
+    statuses: list[int] = []
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        raise Exited
+
+    monkeypatch.setattr(os, "_exit", leave)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RUNAHEAD_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    return statuses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A tiny random model with a tokenizer; its text is gibberish of valid and broken characters."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_level()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def options(model: str, *more: str) -> list[str]:
+    return ["model=hf", f"model.path={model}", "generation.max_new_tokens=12", "ranks.threads=1", *more]
+
+
+def torchrun(*args: str, ranks: int = 2, **how) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", INFER]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *args], capture_output=True, text=True, timeout=120, env=environment, encoding="utf-8", **how
+    )
+
+
+def our_lines(stderr: str) -> list[str]:
+    """Without torchrun's epilogue."""
+    return [line for line in stderr.splitlines() if line.startswith("[rank ")]
+
+
+def test_standard_output_is_the_answer_and_the_report_tells_the_rest(model, tmp_path, capfd):
+    path = tmp_path / "run.json"
+    assert main(options(model, f"prompt.text={TEXT}", f"report={path}", f"timeline={tmp_path / 'trace.json'}")) == 0
+    out, err = capfd.readouterr()
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert out == report["text"] + "\n"
+    assert len(report["new_token_ids"]) == 12
+    assert (report["world_size"], report["device"], report["dtype"]) == (1, "cpu", "float32")
+    assert report["partition"]["boundaries"] == [0, report["prompt_tokens"]]
+    assert [line.split("  ")[0] for line in err.splitlines()] == [
+        "prompt tokens",
+        "new tokens",
+        "ranks",
+        "chunks",
+        "TTFT",
+        "TPOT",
+        "K,V moved",
+        "K,V peak per rank",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "trace.json", "trace.png"}
+
+
+def test_a_stop_string_ends_the_answer_before_it(model, tmp_path, capfd):
+    main(options(model, f"prompt.text={TEXT}"))
+    whole = capfd.readouterr().out.removesuffix("\n")
+    stop = whole[5:7]
+    path = tmp_path / "run.json"
+    main(options(model, f"prompt.text={TEXT}", f"generation.stop={json.dumps([stop])}", f"report={path}"))
+    assert capfd.readouterr().out == whole[: whole.index(stop)] + "\n"
+    assert json.loads(path.read_text(encoding="utf-8"))["finish_reason"] == "stop"
+
+
+def test_warmup_makes_the_measured_run_warm(model, tmp_path, capfd):
+    path = tmp_path / "run.json"
+    main(options(model, f"prompt.text={TEXT}", "warmup=1", f"report={path}"))
+    assert json.loads(path.read_text(encoding="utf-8"))["warm"] is True
+    assert "(warm)" in capfd.readouterr().err
+
+
+def test_several_prompts_give_a_line_each_in_order_however_they_are_batched(model, tmp_path, capfd):
+    texts = ["the ice", TEXT, "captain", "his sister, from"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(text) for text in texts))
+    one_by_one = []
+    for text in texts:
+        main(options(model, f"prompt.text={text}"))
+        one_by_one.append(capfd.readouterr().out.removesuffix("\n"))
+    for batch in (1, 3):
+        main(options(model, f"prompt.file={path}", f"prompt.batch={batch}"))
+        lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        assert [line["index"] for line in lines] == [0, 1, 2, 3]
+        assert [line["text"] for line in lines] == one_by_one
+
+
+def test_ids_without_a_tokenizer_give_ids(model, tmp_path, capfd):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (Path(model) / name).exists()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        (bare / name).symlink_to(Path(model) / name)
+    (tmp_path / "ids.json").write_text("[5, 6, 7]")
+    report = tmp_path / "run.json"
+    assert main(options(str(bare), f"prompt.ids_file={tmp_path / 'ids.json'}", f"report={report}")) == 0
+    assert capfd.readouterr().out == "\n"
+    fields = json.loads(report.read_text())
+    assert (fields["text"], len(fields["new_token_ids"])) == ("", 12)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["prompt.text=a", "generation.max_new_tokens=600"], "512 positions"),
+        (["prompt.file=missing.txt"], "prompt.file=missing.txt does not exist"),
+        (["prompt.text="], "prompt.text is empty"),
+        (["prompt.text=a", "report=missing/run.json"], "there is no folder"),
+        (["prompt.text=a", "timeline=trace.png"], "use .json"),
+        (["prompt.text=a", "report=same.json", "timeline=same.json"], "overwrite each other"),
+        (["prompt.text=a", "report=same.png", "timeline=same.json"], "overwrite each other"),
+        (["prompt.text=a", "partition=ratios", "partition.ratios=[0.5,0.5]"], "1 rank"),
+        (["prompt.text=a", "partition=table", "partition.table=t.json"], "partition.table=t.json"),
+        (["prompt.text=a", "model.path=missing"], "missing"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypatch, capfd, exits, more, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exited):
+        main(options(model, "report=run.json", *more))
+    out, err = capfd.readouterr()
+    assert exits == [1]
+    assert out == ""
+    [line] = err.splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd, exits):
+    def fail(*args: object, **more: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    with pytest.raises(Exited):
+        main(options(model, "prompt.text=a"))
+    assert capfd.readouterr().err == "RuntimeError: first line\n"
+    monkeypatch.setenv("RUNAHEAD_TRACEBACK", "1")
+    with pytest.raises(Exited):
+        main(options(model, "prompt.text=a"))
+    assert "Traceback (most recent call last)" in capfd.readouterr().err
+    assert exits == [1, 1]
+
+
+def test_settings_without_effect_are_warned_of(model, capfd):
+    main(options(model, "prompt.text=the ice", "generation.temperature=0.5"))
+    assert capfd.readouterr().err.startswith("warning: generation.temperature has no effect")
+
+
+def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
+    reports = [tmp_path / "one.json", tmp_path / "two.json"]
+    question = "prompt.question=why, [then]?"
+    (tmp_path / "text.txt").write_text(TEXT)
+    main(options(model, f"prompt.file={tmp_path / 'text.txt'}", question, f"report={reports[0]}"))
+    expected = capfd.readouterr().out
+    split = ["partition=ratios", "partition.ratios=[0.6,0.4]", f"timeline={tmp_path / 'trace.json'}"]
+    done = torchrun(
+        *options(model, "prompt.file=-", question, f"report={reports[1]}", *split), input=TEXT, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+    one, two = (json.loads(path.read_text(encoding="utf-8")) for path in reports)
+    assert two["new_token_ids"] == one["new_token_ids"]
+    assert two["world_size"] == 2
+    first, second = two["ranks"]
+    assert first["chunk_tokens"] + second["chunk_tokens"] == one["prompt_tokens"]
+    assert first["kv_sent_bytes"] == second["kv_received_bytes"] > 0
+    pids = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert pids == {0, 1}
+
+
+def test_a_mistake_under_torchrun_is_told_by_one_rank(model, tmp_path):
+    done = torchrun(*options(model, f"prompt.file={tmp_path}"))
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert our_lines(done.stderr) == [f"[rank 0/2] prompt.file={tmp_path} is a folder; name a file in it"]
+
+
+def test_a_reader_who_leaves_does_not_spoil_the_report(model, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    path = tmp_path / "run.json"
+    command = [sys.executable, INFER, *options(model, f"prompt.text={TEXT}", f"report={path}")]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert path.exists()
+
+
+def test_an_interrupt_ends_in_one_line(model, tmp_path):
+    # A pipe with a name can be opened for writing once somebody reads it: the run is waiting for its prompt then.
+    pipe = tmp_path / "prompt"
+    os.mkfifo(pipe)
+    command = [sys.executable, INFER, *options(model, f"prompt.file={pipe}")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    writer = None
+    while writer is None and process.poll() is None:
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.1)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")

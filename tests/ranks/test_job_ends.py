@@ -1,0 +1,131 @@
+"""A whole job, as launch/infer.py runs it, ends when one of its processes does: soon, with one line from each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.unit.tokenizers_for_tests import byte_level
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 3.0
+MARGIN_S = 10.0  # of a busy machine
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config with a tokenizer, so that the answer streams while the job runs."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=len(byte_level()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=200_000,
+    )
+    config.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+class Job:
+    """Ranks as torchrun starts them, but without torchrun, which would end the others before they notice."""
+
+    def __init__(self, config: Path, *options: str, size: int = 2) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.ranks = []
+        for rank in range(size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, str(ROOT / "launch" / "infer.py"), "model=random", f"model.config={config}"]
+            command += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen([*command, *options], env=environment, stdout=pipe, stderr=pipe, text=True)
+            self.ranks.append(process)
+
+    def wait_for_answer(self) -> None:
+        """Return once the answer streams: the ranks are in the middle of decoding."""
+        stream = self.ranks[0].stdout
+        assert stream is not None and stream.read(1), self.ranks[0].communicate()
+
+    def end(self, rank: int) -> tuple[int, str, float]:
+        """(exit status, standard error, seconds from now) of a rank."""
+        began = time.monotonic()
+        _, errors = self.ranks[rank].communicate(timeout=60)
+        return self.ranks[rank].returncode, errors, time.monotonic() - began
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                os.kill(rank.pid, signal.SIGCONT)
+                rank.kill()
+                rank.wait()
+
+
+# Decoding tens of thousands of tokens takes minutes, so the job is in the middle of it after a few seconds.
+LONG = "generation.max_new_tokens=100000"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_the_others_with_one_line(tiny_model: Path, victim: int) -> None:
+    job = Job(tiny_model, LONG)
+    try:
+        job.wait_for_answer()
+        os.kill(job.ranks[victim].pid, signal.SIGKILL)
+        status, errors, seconds = job.end(1 - victim)
+        assert status == 1
+        assert len(errors.splitlines()) == 1, errors
+        assert errors.startswith(f"[rank {1 - victim}/2]")
+        assert seconds < TIMEOUT_S + MARGIN_S
+    finally:
+        job.kill()
+
+
+def test_stopped_rank_is_named_after_its_silence(tiny_model: Path) -> None:
+    job = Job(tiny_model, LONG)
+    try:
+        job.wait_for_answer()
+        os.kill(job.ranks[1].pid, signal.SIGSTOP)
+        status, errors, seconds = job.end(0)
+        assert status == 1
+        assert "rank 1 has been silent for" in errors
+        assert "the next token of rank 1" in errors
+        assert len(errors.splitlines()) == 1, errors
+        assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + MARGIN_S
+    finally:
+        job.kill()
+
+
+def test_report_of_failed_job_is_not_half_written(tiny_model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "run.json"
+    report.write_text('{"kept": true}')
+    job = Job(tiny_model, LONG, f"report={report}")
+    try:
+        job.wait_for_answer()
+        os.kill(job.ranks[1].pid, signal.SIGKILL)
+        status, _, _ = job.end(0)
+        assert status == 1
+        assert json.loads(report.read_text()) == {"kept": True}
+        assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    finally:
+        job.kill()
