@@ -23,7 +23,16 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios
+from runahead import (  # noqa: E402
+    Engine,
+    GenerationOptions,
+    Model,
+    ModelOptions,
+    PrefillOptions,
+    Ranks,
+    RanksOptions,
+    from_ratios,
+)
 
 
 def main() -> None:
@@ -90,7 +99,7 @@ def report(options: argparse.Namespace, model: Model, single_s: list[float], spl
                 "single_s": single_s,
                 "split_s": seconds,
                 "median_speedup": speedup,
-                "machine": f"{platform.machine()}, {torch.get_num_threads()} of {torch.backends.cpu.get_cpu_capability()}",
+                "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
                 "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             }
             file.write(json.dumps(line) + "\n")

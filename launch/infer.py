@@ -68,7 +68,10 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
     from runahead.model import Model
 
     prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, ranks.size))
-    model = ranks.together("the model", lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0))
+    model = ranks.together(
+        "the model",
+        lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
+    )
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
 
     answers = Answers()

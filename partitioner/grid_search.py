@@ -105,11 +105,11 @@ def _hierarchical_grid(chain: Chain, num_tokens: int, min_stride: int) -> None:
         for offsets in product(OFFSETS, repeat=num_ranks - 1):
             inner = [b + offset * stride for b, offset in zip(centre[1:-1], offsets, strict=True)]
             boundaries = (0, *inner, num_tokens)
-            if all(a <= b for a, b in pairwise(boundaries)) and (cost_s := chain(boundaries)) < best_s:
+            if all(a < b for a, b in pairwise(boundaries)) and (cost_s := chain(boundaries)) < best_s:
                 best, best_s = boundaries, cost_s
-        on_rim = max(abs(a - b) for a, b in zip(centre, best, strict=True)) == max(OFFSETS) * stride
+        distance = max(abs(a - b) for a, b in zip(centre, best, strict=True)) // stride
         centre = best
-        if not on_rim and stride == min_stride:
+        if stride == min_stride and not distance:
             return
-        if not on_rim:
+        if stride > min_stride and distance < max(OFFSETS):
             evaluations.level, evaluations.stride = evaluations.level + 1, stride // 2

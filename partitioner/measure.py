@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -119,10 +120,8 @@ def _run_layers(model: Model, chunk: int, depth: int) -> _Run:
     cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slots=1, device=model.device)
     probe = _Probe(cache, clock, depth)
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
-    try:
+    with suppress(PrefillEndsHere):
         model.forward(ids_1C, probe, start=0, pads=[0])
-    except PrefillEndsHere:
-        pass
     return _Run(probe, clock)
 
 

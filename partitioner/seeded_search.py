@@ -107,6 +107,9 @@ class _PatternSearch:
                 helped = False
                 while self._try(move, sign * stride):
                     helped = True
+                    k = k + 1 if 'k' in dir() else 1
+                    if k >= REP: break
+                k = 0
                 if helped:
                     break  # the other direction is where it came from
         return self._best_s < before
@@ -115,7 +118,8 @@ class _PatternSearch:
         unit = self._min_stride
         inner = [b + round(part * stride / unit) * unit for b, part in zip(self._best[1:-1], move, strict=True)]
         boundaries = (0, *inner, self._best[-1])
-        if any(a > b for a, b in pairwise(boundaries)) or not self._within_reach(boundaries):
+        empties = any(a > b or a == b and c < d for (a, b), (c, d) in zip(pairwise(boundaries), pairwise(self._best), strict=True))
+        if empties or not self._within_reach(boundaries):
             return False
         cost_s = self._chain(boundaries)
         if cost_s >= self._best_s:
@@ -135,15 +139,18 @@ def _moves(num_inner: int) -> Iterator[Move]:
         yield tuple((at + 1) / num_inner for at in range(num_inner))
         yield tuple((num_inner - at) / num_inner for at in range(num_inner))
     if num_inner >= 3 and MODE & 4:
-        yield tuple(
-            1 - abs((at + 1) * 2 / (num_inner + 1) - 1) / (1 if num_inner > 3 else 1) for at in range(num_inner)
-        )
+        yield tuple(1 - abs((at+1) * 2 / (num_inner + 1) - 1) for at in range(num_inner))
     for at in range(num_inner - 1):
         if num_inner >= 3:
             yield _place(num_inner, {at: 1.0, at + 1: 1.0})
-        yield _place(num_inner, {at: 1.0, at + 1: -1.0})
+        if MODE & 16:
+            yield _place(num_inner, {at: 1.0, at + 1: -1.0})
     for at in range(num_inner):
         yield _place(num_inner, {at: 1.0})
+    if MODE & 32 and num_inner <= 3:
+        import itertools
+        for x in itertools.product((1, 0, -1), repeat=num_inner):
+            if sum(map(abs, x)) >= 2 and x > (0,)*num_inner and abs(sum(x)) < num_inner: yield x
 
 
 def _place(num_inner: int, parts: dict[int, float]) -> Move:
@@ -153,3 +160,4 @@ def _place(num_inner: int, parts: dict[int, float]) -> Move:
 import os
 
 MODE = int(os.environ.get("MODE", 0))
+REP = int(os.environ.get("REP", 100))

@@ -84,7 +84,7 @@ def report_json(
         "device": device,
         "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name},
         "warmup": run.warmup,
-        "versions": _versions(),
+        "versions": library_versions(),
     }
     prompts = [
         _prompt_fields(run, generation, batch) | {"batch": number}
@@ -117,7 +117,8 @@ def _prompt_fields(run: RunOptions, generation: Generation, batch: GenerationBat
     }
 
 
-def _versions() -> dict[str, str | None]:
+def library_versions() -> dict[str, str | None]:
+    """Of Python and of the libraries that decide what a run computes, and how fast."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "transformers", "runahead"):
         try:

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
+from runahead.kv_cache import KVCache
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import RunaheadAttention
 from runahead.report import GenerationBatch, RankReport
@@ -121,7 +123,8 @@ class Footprint:
 
     @classmethod
     def now(cls) -> Footprint:
-        tensors = _live_tensors()
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return cls(tensor_bytes=sum(storages.values()), num_threads=threading.active_count())
 
@@ -152,11 +155,6 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _live_tensors() -> list[torch.Tensor]:
-    gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-
-
 def kv_bytes_in_layers(
     ranks: Ranks,
     family: str,
@@ -166,28 +164,34 @@ def kv_bytes_in_layers(
     prefill: PrefillOptions,
 ) -> tuple[list[int], int, RankReport]:
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
-    sizes = []
-    attend = RunaheadAttention.attend
+    sizes: list[int] = []
+    slots: list[tuple[StorageWeakRef, int]] = []
+    attend, make_cache = RunaheadAttention.attend, KVCache.__init__
+
+    def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
+        make_cache(self, *args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slots)
+
+    def live_bytes() -> int:
+        return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
 
     def attend_and_look(self: RunaheadAttention, *args: Any) -> torch.Tensor:
-        sizes.append(_live_kv_bytes())
+        sizes.append(live_bytes())
         return attend(self, *args)
 
     partition = ContextPartition(boundaries=boundaries)
     engine = Engine(tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
-    with only_new_objects(), mock.patch.object(RunaheadAttention, "attend", attend_and_look):
+    with (
+        mock.patch.object(KVCache, "__init__", make_cache_and_note_slots),
+        mock.patch.object(RunaheadAttention, "attend", attend_and_look),
+    ):
         batch = engine.generate(prompts, options)
-        return sizes, _live_kv_bytes(), batch.ranks[ranks.rank]
-
-
-def _live_kv_bytes() -> int:
-    """K,V lie in slots of bytes, and nothing else does."""
-    slots = [tensor for tensor in _live_tensors() if tensor.dtype == torch.uint8]
-    return sum({slot.untyped_storage().data_ptr(): slot.untyped_storage().nbytes() for slot in slots}.values())
+    gc.collect()
+    return sizes, live_bytes(), batch.ranks[ranks.rank]
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns while it is open, views of larger ones aside."""
+    """Notes the largest tensor that any operation returns while it is open; slots for K,V, which are bytes, aside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +200,8 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.numel() > self.num_elements:
+            is_slot = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.uint8
+            if isinstance(leaf, torch.Tensor) and not is_slot and leaf.numel() > self.num_elements:
                 self.num_elements, self.operation = leaf.numel(), f"{func} {tuple(leaf.shape)}"
         return result
 

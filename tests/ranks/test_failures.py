@@ -1,4 +1,4 @@
-"""A fault of one rank ends the others: soon, with the culprit's name and what they waited for. And nothing else does."""
+"""A fault of one rank, and nothing else, ends the others: soon, with the culprit's name and what they waited for."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""What a lookup table holds for: the model's shape, the device, and how K,V travel."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partitioner.link import BITS_PER_BYTE, Link
+from runahead.config import Transfer
+from runahead.report import library_versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from runahead.model import Model
+
+LINK_FACTOR = 2.0
+"""Bandwidths that differ by less count as one where either was measured: a ping of five rounds is that noisy, and the
+best split moves little over such a range. Bandwidths that were given must be the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What decides a model's compute and K,V per token; its weights do not matter.
+
+    `mlp_dim` is None where a config has another name for it.
+    """
+
+    type: str
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    mlp_dim: int | None = None
+
+    def __str__(self) -> str:
+        mlp = "" if self.mlp_dim is None else f", MLP {self.mlp_dim:,}"
+        return (
+            f"{self.type}, {self.num_layers} layers, {self.model_dim:,} wide, {self.num_heads} heads of "
+            f"{self.head_dim} ({self.num_kv_heads} for K,V){mlp}, vocabulary {self.vocab_size:,}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What the times of a table were found on.
+
+    Attributes:
+        device: name of the processor or GPU that a rank computes on.
+        threads: intra-op threads of a rank; None on a GPU.
+        transfer: "relay" or "direct".
+        link: between ranks; None where unknown, as in a run that only looks splits up.
+        link_measured: by a ping, not given.
+        name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
+    """
+
+    model: ModelShape
+    dtype: str
+    device: str
+    threads: int | None
+    backend: str
+    transfer: str
+    link: Link | None = None
+    link_measured: bool = True
+    name: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    date: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        *,
+        device: torch.device,
+        backend: str,
+        transfer: Transfer,
+        num_layers: int | None = None,
+        link: Link | None = None,
+        link_measured: bool = True,
+    ) -> Fingerprint:
+        """Of this process's model and device.
+
+        Args:
+            num_layers: layers to plan for, if `model` was loaded with fewer of them.
+            link: between ranks, if known.
+            link_measured: whether it was measured rather than given.
+        """
+        import torch  # late: reading and drawing tables should not wait for it
+
+        return cls(
+            model=_shape(model, num_layers),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=device_name(device),
+            threads=None if device.type == "cuda" else torch.get_num_threads(),
+            backend=backend,
+            transfer=transfer.name,
+            link=link,
+            link_measured=link_measured,
+            name=model.name,
+            versions=library_versions(),
+            date=now(),
+        )
+
+    def key(self) -> str:
+        """One line that is the same for runs whose measurements may be put together.
+
+        Without the link: what one device or live ranks take does not depend on how a ping went.
+        """
+        values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
+        return "|".join(str(value) for value in values)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs, such as "dtype float32, not bfloat16"; the other's value comes last. Empty: they fit."""
+        found = []
+        for name in vars(self.model):
+            mine, theirs = getattr(self.model, name), getattr(other.model, name)
+            if mine != theirs:
+                found.append(f"model {name.replace('_', ' ')} {mine}, not {theirs}")
+        for name in COMPARED:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{name} {mine}, not {theirs}")
+        if self.link is not None and other.link is not None and not self._link_fits(other):
+            found.append(f"a link of {link_text(self.link)}, not {link_text(other.link)}")
+        return found
+
+    def _link_fits(self, other: Fingerprint) -> bool:
+        assert self.link is not None and other.link is not None
+        if not (self.link_measured or other.link_measured):
+            return self.link == other.link
+        ratio = self.link.bandwidth_Bps / other.link.bandwidth_Bps
+        return 1 / LINK_FACTOR <= ratio <= LINK_FACTOR and self.link.shared == other.link.shared
+
+    def joined(self, other: Fingerprint) -> Fingerprint:
+        """Of both tables in one: this one, with the versions and date of the newer and whatever link is known."""
+        newer = max(self, other, key=lambda each: each.date)
+        linked = self if self.link is not None else other
+        return replace(
+            self,
+            link=linked.link,
+            link_measured=linked.link_measured,
+            name=self.name or other.name,
+            versions=newer.versions,
+            date=newer.date,
+        )
+
+
+COMPARED = ("dtype", "device", "threads", "backend", "transfer")
+"""Fields that must agree, besides the model's shape and the link."""
+
+
+def link_text(link: Link) -> str:
+    """A link in a few words."""
+    shared = ", shared" if link.shared else ""
+    return f"{link.bandwidth_Bps * BITS_PER_BYTE / 1e9:.4g} Gbit/s, {link.latency_s * 1e6:.4g} µs{shared}"
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a GPU, or of the processor."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # platform.processor() knows only the architecture on Linux
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return " ".join(value.split())
+    return platform.processor() or platform.machine()
+
+
+def now() -> str:
+    """This second, UTC, as tables write it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _shape(model: Model, num_layers: int | None) -> ModelShape:
+    config, first = model.config, model.kv_shapes[0]
+    mlp_dims = (getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
+    return ModelShape(
+        type=str(config.model_type),
+        num_layers=num_layers or model.num_layers,
+        model_dim=int(config.hidden_size),
+        num_heads=int(config.num_attention_heads),
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.key_dim,
+        vocab_size=model.vocab_size,
+        mlp_dim=next((dim for dim in mlp_dims if isinstance(dim, int)), None),
+    )

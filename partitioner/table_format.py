@@ -1,0 +1,191 @@
+"""The JSON of a lookup table: written an entry per line, read with every value checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_type_hints
+
+from partitioner.fingerprint import Fingerprint, ModelShape
+from partitioner.link import Link
+from partitioner.table_entry import DATE, Entry, shown
+
+FORMAT = "runahead lookup table"
+VERSION = 1
+
+# How the type of a value is told to a reader.
+WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinkFields:
+    """A link in the file, where infinity has no number: null is a wire that costs nothing but its latency."""
+
+    latency_s: float
+    bandwidth_Bps: float | None
+    shared: bool
+
+
+def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
+    """The text of a table's file."""
+    about = asdict(fingerprint)
+    if fingerprint.link is not None and fingerprint.link.bandwidth_Bps == inf:
+        about["link"]["bandwidth_Bps"] = None
+    head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
+    lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
+    return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'
+
+
+def table_name(path: str | os.PathLike[str]) -> str:
+    """What messages call the table in a file."""
+    return f"lookup table {' '.join(os.fspath(path).splitlines())}"
+
+
+def read_table(path: str | os.PathLike[str]) -> tuple[Fingerprint, list[Entry]]:
+    """What a table's file holds.
+
+    Raises:
+        ValueError: it cannot be read, or anything in it is wrong; one line that names the file and says what.
+    """
+    name = table_name(path)
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name} cannot be read: {reason}; python -m partitioner.search writes tables") from error
+    try:
+        return parse_table(data)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def parse_table(data: bytes) -> tuple[Fingerprint, list[Entry]]:
+    """What the bytes of a table's file say.
+
+    Raises:
+        ValueError: anything is wrong; one line.
+    """
+    table = _parsed(data)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f'is not a lookup table: it has no "format": "{FORMAT}"')
+    version = table.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(f"has version {shown(version)}, but this program reads version {VERSION}; search again")
+    _check_names("the table", table, {"format", "version", "fingerprint", "entries"})
+    fingerprint = _fingerprint(table["fingerprint"])
+    if not isinstance(table["entries"], list):
+        raise ValueError(f"entries {shown(table['entries'])} must be a list")
+    entries = [_entry(number, value) for number, value in enumerate(table["entries"], start=1)]
+    for before, entry in pairwise(entries):
+        if (before.length, before.ranks) >= (entry.length, entry.ranks):
+            raise ValueError(
+                f"entries must ascend by length, then ranks, without repeats, but {entry.length} tokens on "
+                f"{entry.ranks} ranks come after {before.length} on {before.ranks}"
+            )
+    return fingerprint, entries
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not JSON: byte {error.start} is no UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("is not a lookup table: brackets are nested too deep") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"holds {constant}, which is no number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has the field {shown(repeated)} twice in one place")
+    return values
+
+
+def _entry(number: int, value: Any) -> Entry:
+    about = f"entry {number}"
+    if isinstance(value, dict):
+        length, ranks = value.get("length"), value.get("ranks")
+        if type(length) is int and type(ranks) is int:
+            about += f" ({shown(length)} tokens, {shown(ranks)} ranks)"
+    return _read(Entry, about, value)
+
+
+def _fingerprint(value: Any) -> Fingerprint:
+    fingerprint = _read(Fingerprint, "fingerprint", value)
+    if DATE.fullmatch(fingerprint.date) is None:
+        raise ValueError(f"fingerprint: date {shown(fingerprint.date)} must look like 2026-01-31T12:00:00Z")
+    for name in ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        if (number := getattr(fingerprint.model, name)) < 1:
+            raise ValueError(f"fingerprint.model: {name} {number} must be at least 1")
+    return fingerprint
+
+
+def _read(kind: type[T], about: str, value: Any) -> T:
+    """A dataclass from a JSON object that has exactly its fields, each of its type."""
+    types = get_type_hints(kind)
+    _check_names(about, value, {field.name for field in fields(kind)})  # type: ignore[arg-type]
+    read = {name: _typed(types[name], f"{about}: {name}", value[name]) for name in value}
+    try:
+        return kind(**read)
+    except ValueError as error:
+        raise ValueError(f"{about}: {error}") from error
+
+
+def _typed(kind: Any, about: str, value: Any) -> Any:
+    """The value, if its type is `kind`."""
+    if kind == Link | None:
+        return None if value is None else _link(value)
+    if kind is ModelShape:
+        return _read(ModelShape, "fingerprint.model", value)
+    if kind == tuple[int, ...]:
+        _check_list(about, value)
+        return tuple(_typed(int, about, each) for each in value)
+    if kind == dict[str, str | None]:
+        if not isinstance(value, dict):
+            raise ValueError(f"{about} {shown(value)} must be an object of texts")
+        return {_typed(str, about, key): _typed(str | None, about, each) for key, each in value.items()}
+    choices = getattr(kind, "__args__", (kind,))
+    if type(value) in choices and not (isinstance(value, str) and not value.isprintable()):
+        return value
+    if float in choices and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    raise ValueError(f"{about} {shown(value)} must be {' or '.join(WORDS[choice] for choice in choices)}")
+
+
+def _link(value: Any) -> Link:
+    link = _read(_LinkFields, "fingerprint.link", value)
+    bandwidth = inf if link.bandwidth_Bps is None else link.bandwidth_Bps
+    try:
+        return Link(latency_s=link.latency_s, bandwidth_Bps=bandwidth, shared=link.shared)
+    except ValueError as error:
+        raise ValueError(f"fingerprint.link: {error}") from error
+
+
+def _check_names(about: str, value: Any, names: set[str]) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{about} {shown(value)} must be an object with the fields {', '.join(sorted(names))}")
+    if missing := sorted(names - set(value)):
+        raise ValueError(f"{about} has no {', '.join(missing)}")
+    if unknown := sorted(set(value) - names):
+        raise ValueError(f"{about} has the unknown field {shown(unknown[0])}")
+
+
+def _check_list(about: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise ValueError(f"{about} {shown(value)} must be a list of whole numbers")

@@ -1,0 +1,108 @@
+"""A batch through `CausalAttention` chunk by chunk, with rows of different lengths, is one causal softmax per row."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from runahead.attention import AttentionTerms
+from runahead.causal_attention import CausalAttention
+from runahead.kv_cache import KVCache, KVShape
+from runahead.masks import MaskRule
+from tests.partitions import boundaries
+
+# Legend: B batch, N query heads, K kv heads, S tokens of the padded batch, H head dim.
+
+NUM_TOKENS = 14
+BATCH = 3
+SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)
+TOLERANCE = 1e-12  # averages of standard normal values in float64
+
+RULES = {"causal": None, "window": MaskRule(sliding_window_causal_mask_function(4))}
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(BATCH, heads, NUM_TOKENS, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+
+
+def _reference(pads: list[int], rule: MaskRule | None) -> Tensor:
+    """Output (B, N, S, H), row by row over the row's own tokens; 0 on padding."""
+    q_BNSH, k_BKSH, v_BKSH = _inputs()
+    out = torch.zeros_like(q_BNSH)
+    for row, pad in enumerate(pads):
+        q, k, v = (x[row, :, pad:] for x in (q_BNSH, k_BKSH, v_BKSH))
+        k, v = k.repeat_interleave(2, dim=0), v.repeat_interleave(2, dim=0)
+        positions = torch.arange(NUM_TOKENS - pad)
+        allowed = positions[None] <= positions[:, None] if rule is None else rule.allowed(positions, positions)
+        scores = (0.5 * q @ k.transpose(-1, -2)).masked_fill(~allowed, -math.inf)
+        out[row, :, pad:] = torch.softmax(scores, dim=-1) @ v
+    return out
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@given(
+    bounds=boundaries(NUM_TOKENS, 4),
+    pads=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=BATCH - 1, max_size=BATCH - 1),
+)
+def test_chunks_and_padding_do_not_matter(rule: MaskRule | None, bounds: tuple[int, ...], pads: list[int]) -> None:
+    pads = [*pads, 0]  # the longest row sets the length
+    terms = AttentionTerms(scaling=0.5, rule=rule)
+    q_BNSH, k_BKSH, v_BKSH = _inputs()
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    outs = []
+    for start, end in pairwise(bounds):
+        if start == end:
+            continue
+        q, k, v = (x[:, :, start:end] for x in (q_BNSH, k_BKSH, v_BKSH))
+        outs.append(CausalAttention(cache, start=start, pads=pads).attend(0, q, k, v, terms))
+    out = torch.cat(outs, dim=2)
+    expected = _reference(pads, rule)
+    for row, pad in enumerate(pads):
+        torch.testing.assert_close(out[row, :, pad:], expected[row, :, pad:], atol=TOLERANCE, rtol=0)
+    assert out.isfinite().all()  # on padding it may be anything that does not spread
+
+
+@given(start=st.integers(1, NUM_TOKENS - 2))
+def test_prefix_is_not_read_before_it_arrived(start: int) -> None:
+    """Earlier K,V are written by `await_prefix` only; they were not a number until then."""
+    q_BNSH, k_BKSH, v_BKSH = _inputs()
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    slab = cache.layer(0)
+    slab.slab_TBKX.fill_(math.nan)
+    slab.write(start, k_BKSH[:, :, start:], v_BKSH[:, :, start:])
+    attention = CausalAttention(cache, start=start, pads=[0] * BATCH)
+    out = attention.attend_to_slab(
+        slab,
+        q_BNSH[:, :, start:],
+        AttentionTerms(scaling=0.5),
+        lambda: slab.write(0, k_BKSH[:, :, :start], v_BKSH[:, :, :start]),
+    )
+    torch.testing.assert_close(out, _reference([0] * BATCH, None)[:, :, start:], atol=TOLERANCE, rtol=0)
+
+
+def test_sinks_are_added_once_however_many_parts_there_are() -> None:
+    q_BNSH, k_BKSH, v_BKSH = _inputs()
+    sinks_N = torch.tensor([0.0, 1.0, 2.0, -3.0], dtype=torch.float64)
+    terms = AttentionTerms(scaling=0.5, sinks_N=sinks_N)
+    outs = []
+    for cuts in ([0, NUM_TOKENS], [0, 1, 6, NUM_TOKENS]):
+        cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+        for start, end in pairwise(cuts):
+            q, k, v = (x[:, :, start:end] for x in (q_BNSH, k_BKSH, v_BKSH))
+            out = CausalAttention(cache, start=start, pads=[0] * BATCH).attend(0, q, k, v, terms)
+        outs.append(out[:, :, -1])
+    torch.testing.assert_close(*outs, atol=TOLERANCE, rtol=0)
+    scores = 0.5 * q_BNSH[:, :, -1:] @ k_BKSH.repeat_interleave(2, dim=1).transpose(-1, -2)
+    with_sink = torch.cat([scores, sinks_N[None, :, None, None].expand(BATCH, 4, 1, 1)], dim=-1).softmax(dim=-1)
+    expected = with_sink[..., :-1] @ v_BKSH.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(outs[0], expected[:, :, 0], atol=TOLERANCE, rtol=0)

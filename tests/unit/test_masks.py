@@ -1,0 +1,103 @@
+"""`MaskRule` answers as transformers' own index functions do, without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+    sliding_window_causal_mask_function,
+)
+
+from runahead.attention_seam import ATTENTION_NAME, register
+from runahead.masks import MaskRule
+
+NO_PADS = torch.zeros(1, dtype=torch.long)
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal": causal_mask_function,
+    "window of 1": sliding_window_causal_mask_function(1),
+    "window of 5": sliding_window_causal_mask_function(5),
+    "window of 16": sliding_window_causal_mask_function(16),
+    "chunks of 1": chunked_causal_mask_function(1, NO_PADS),
+    "chunks of 6": chunked_causal_mask_function(6, NO_PADS),
+    "chunks of 16": chunked_causal_mask_function(16, NO_PADS),
+}
+
+
+def mask_of(function: Callable[..., Any], num_tokens: int) -> Tensor:
+    """Boolean (queries, keys), one pair at a time, as the function is defined."""
+    positions = torch.arange(num_tokens)
+    return torch.tensor([[bool(function(0, 0, query, key)) for key in positions] for query in positions])
+
+
+MASKS = {name: mask_of(function, 40) for name, function in FUNCTIONS.items()}
+
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@every_function
+@given(queries=st.lists(st.integers(0, 39), min_size=1), keys=st.lists(st.integers(0, 39), min_size=1))
+def test_allowed_is_the_index_function_at_any_positions(name: str, queries: list[int], keys: list[int]) -> None:
+    allowed = MaskRule(FUNCTIONS[name]).allowed(torch.tensor(queries), torch.tensor(keys))
+    assert torch.equal(allowed, MASKS[name][queries][:, keys])
+
+
+@every_function
+def test_first_key_is_the_earliest_that_is_seen(name: str) -> None:
+    rule = MaskRule(FUNCTIONS[name])
+    for _ in range(2):  # computed, then remembered
+        for query in range(40):
+            assert rule.first_key(query) == int(MASKS[name][query].nonzero()[0])
+
+
+@every_function
+@given(data=st.data())
+def test_is_causal_looks_at_every_query_and_key(name: str, data: st.DataObject) -> None:
+    """Although the answer is found from a few rows."""
+    start = data.draw(st.integers(0, 39))
+    end = data.draw(st.integers(start + 1, 40))
+    first = data.draw(st.integers(0, start))
+    seen = MASKS[name][start:end, first:end]
+    causal = torch.arange(first, end)[None] <= torch.arange(start, end)[:, None]
+    assert MaskRule(FUNCTIONS[name]).is_causal(start, end, first) == bool((seen == causal).all())
+
+
+@pytest.mark.parametrize(
+    ("create", "name"),
+    [
+        (create_causal_mask, "causal"),
+        (create_sliding_window_causal_mask, "window of 5"),
+        (create_chunked_causal_mask, "chunks of 6"),
+    ],
+)
+def test_transformers_hands_its_own_rule_through(create: Callable[..., Any], name: str) -> None:
+    """In place of the mask that it would build: in the positions of the sequence, whatever chunk the forward has."""
+    register()
+    config = AutoConfig.for_model(
+        "llama", sliding_window=5, attention_chunk_size=6, num_hidden_layers=1, attn_implementation=ATTENTION_NAME
+    )
+    rule = create(config=config, inputs_embeds=torch.zeros(1, 40, 8), attention_mask=None, past_key_values=None)
+    assert isinstance(rule, MaskRule)
+    assert torch.equal(rule.allowed(torch.arange(40), torch.arange(40)), MASKS[name])
+
+
+def test_no_answer_needs_a_square_of_the_length() -> None:
+    """A mask of a million tokens would have 10^12 entries."""
+    length = 1_000_000
+    for function in FUNCTIONS.values():
+        rule = MaskRule(function)
+        assert rule.first_key(length) <= length
+        rule.is_causal(length - 1000, length)
+    assert MaskRule(FUNCTIONS["window of 16"]).first_key(length) == length - 15
