@@ -55,6 +55,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
   partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
+                               partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false

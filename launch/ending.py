@@ -32,6 +32,8 @@ def end_with(error: BaseException, ranks: Ranks | None) -> NoReturn:
     status = 1
     if isinstance(error, KeyboardInterrupt):
         say("interrupted")
+        if ranks is not None:
+            ranks.fail("interrupted")
         status = 130
     elif isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1

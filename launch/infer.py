@@ -48,8 +48,8 @@ def main(args: Sequence[str] | None = None) -> int:
         from launch.partitions import partitioner
         from runahead.ranks import Ranks
 
-        partition = partitioner(command.run.partition)
         ranks = Ranks.start(command.run.ranks)
+        partition = partitioner(command.run.partition, ranks)
         infer(command.run, ranks, partition)
         ranks.close()
     except BaseException as error:
@@ -63,6 +63,7 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
     Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
     """
     from launch.answers import Answers, AnswerStream
+    from launch.partitions import check_table
     from launch.summary import summary
     from runahead.engine import Engine
     from runahead.model import Model
@@ -72,6 +73,8 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
+    if run.prefill.name is not PrefillName.single:
+        check_table(partition, model, ranks, run)
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
 
     answers = Answers()
@@ -99,7 +102,7 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
         elif ranks.rank == 0:
             for index, generation in enumerate(batch.generations, start):
                 answers.write_line(index, generation)
-    ranks.agree("the report", lambda: _write_files(run, batches, model, ranks))
+    ranks.agree("the report", lambda: _write_files(run, batches, model, ranks, partition))
     if ranks.rank == 0:
         sys.stderr.write(summary(batches))
     return batches
@@ -134,14 +137,25 @@ def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts
     return prompts
 
 
-def _write_files(run: RunOptions, batches: list[GenerationBatch], model: Model, ranks: Ranks) -> None:
+def _write_files(
+    run: RunOptions, batches: list[GenerationBatch], model: Model, ranks: Ranks, partition: Partitioner
+) -> None:
+    from launch.partitions import kvr_name
     from runahead.report import report_json
     from runahead.timeline import write_timeline
     from runahead.whole_file import write_whole
 
     dtype = str(model.dtype).removeprefix("torch.")
     if run.report is not None:
-        text = report_json(run, batches, model=model.name, dtype=dtype, device=str(ranks.device), world_size=ranks.size)
+        text = report_json(
+            run,
+            batches,
+            model=model.name,
+            dtype=dtype,
+            device=str(ranks.device),
+            world_size=ranks.size,
+            kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
+        )
         write_whole(run.report, text)
     if run.timeline is not None:
         batch = batches[-1]

@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from launch.ending import say
+from partitioner.fingerprint import Fingerprint
+from partitioner.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
-from runahead.config import PartitionName, PartitionOptions
+from runahead.config import PartitionName, PartitionOptions, PrefillName, RunOptions
+from runahead.model import Model
+from runahead.ranks import Ranks
+
+T = TypeVar("T")
 
 
-def _table(options: PartitionOptions) -> context.Partitioner:
-    raise ValueError(f"partition.table={options.table} cannot be used yet; use partition=ratios or partition=even")
+class TablePartition:
+    """Splits prompts as a lookup table says; what it warns of is told once, on rank 0."""
+
+    def __init__(self, table: LookupTable) -> None:
+        self.table = table
+        self._said: set[str] = set()
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
+        return self._aloud(lambda: self.table.partitioner()(num_tokens, num_ranks))
+
+    def check_fits(self, fingerprint: Fingerprint, *, force: bool) -> None:
+        """Raises: ValueError: the table is for another model or device, unless `force` is set."""
+        remedy = f"{REMEDY}, or use this one with partition.force=true"
+        self._aloud(lambda: self.table.check_fits(fingerprint, force=force, remedy=remedy))
+
+    def _aloud(self, call: Callable[[], T]) -> T:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", TableWarning)
+            result = call()
+        for sentence in dict.fromkeys(str(warning.message) for warning in caught):
+            if sentence not in self._said:
+                self._said.add(sentence)
+                say(f"warning: {sentence}")
+        return result
 
 
-PARTITIONS: dict[PartitionName, Callable[[PartitionOptions], context.Partitioner]] = {
-    PartitionName.even: lambda options: context.even,
-    PartitionName.ratios: lambda options: context.from_ratios(options.ratios or []),
+def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
+    path = options.table
+    assert path is not None
+    return TablePartition(ranks.agree("the lookup table", lambda: LookupTable.load(path)))
+
+
+PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Partitioner]] = {
+    PartitionName.even: lambda options, ranks: context.even,
+    PartitionName.ratios: lambda options, ranks: context.from_ratios(options.ratios or []),
     PartitionName.table: _table,
 }
 
 
-def partitioner(options: PartitionOptions) -> context.Partitioner:
-    """What turns (number of tokens, number of ranks) into a context partition.
+def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
+    """What turns (number of tokens, number of ranks) into a context partition. Every rank makes the same call.
 
-    Raises: ValueError.
+    A lookup table is read by rank 0, whose file it is; the others get it from there.
+
+    Raises: ValueError on rank 0 for what is wrong with a table, SharedError on the others.
     """
-    return PARTITIONS[options.name](options)
+    return PARTITIONS[options.name](options, ranks)
+
+
+def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
+    """Make sure that a lookup table holds for this run. Every rank makes the same call; one rank alone splits nothing.
+
+    Raises: ValueError on rank 0 if it does not, unless partition.force is set; SharedError on the others.
+    """
+    if not isinstance(partition, TablePartition) or ranks.size == 1:
+        return
+    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, transfer=run.prefill.transfer)
+    ranks.agree("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
+
+
+def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequence[int]) -> str | None:
+    """What the paper calls the partition of a prompt: KVR-E, KVR-S or KVR-P; None where it has no name for it."""
+    if run.prefill.name is PrefillName.single:
+        return None
+    if isinstance(partition, TablePartition):
+        return partition.table.kvr_name(boundaries[-1], len(boundaries) - 1)
+    return "KVR-E" if run.partition.name is PartitionName.even else None

@@ -1,4 +1,4 @@
-"""Which ranks work at all: searches a chain of ranks, then shorter chains as long as that may pay.
+"""Which ranks work at all: a search of the chain of all ranks, then of other chains as long as one of them is cheaper.
 
 No small move of a boundary leads from a short chunk to none, yet with one rank fewer the K,V travel one hop less: on
 slow links, or with a slow rank in between, that is a large step down.
@@ -6,98 +6,86 @@ slow links, or with a slow rank in between, that is a large step down.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
 from partitioner.evaluations import Evaluations, on_grid
 
 PROMISING = 1.2
-"""A shorter chain is searched if a rough split over it costs at most this much more than the best so far."""
+"""A chain is searched if a rough split over it costs at most this much more than the best so far."""
+TRIED = 3
+"""Chains searched, the most promising first, before the neighbours of the best one are looked at again."""
 
 
 class Chain:
     """The cost of partitions in which only these ranks work, by the boundaries of their chunks alone."""
 
-    def __init__(self, evaluations: Evaluations, ranks: list[int], num_ranks: int) -> None:
+    def __init__(self, evaluations: Evaluations, ranks: tuple[int, ...], num_ranks: int) -> None:
         self.evaluations, self.ranks, self.num_ranks = evaluations, ranks, num_ranks
 
     def __call__(self, boundaries: tuple[int, ...]) -> float:
-        return self.evaluations(self.whole(boundaries))
-
-    def whole(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        """The boundaries of all ranks' chunks."""
         ends = dict(zip(self.ranks, boundaries[1:], strict=True))
         whole = [0]
         for rank in range(self.num_ranks):
             whole.append(ends.get(rank, whole[-1]))
-        return tuple(whole)
+        return self.evaluations(tuple(whole))
 
 
-def search_chains(
-    evaluations: Evaluations,
-    start: tuple[int, ...],
-    min_stride: int,
-    descend: Callable[[Chain, tuple[int, ...]], None],
-) -> None:
-    """Search from `start`, then leave out one rank at a time.
+Descend = Callable[[Chain, tuple[int, ...]], None]
+"""Searches the partitions of a chain from a split of it. What it finds is in the chain's evaluations."""
 
-    Args:
-        start: boundaries of all ranks' chunks.
-        descend: searches the partitions of a chain, from a split of it; what it finds is in the evaluations.
-    """
+
+def search_all_ranks(evaluations: Evaluations, start: tuple[int, ...], descend: Descend) -> None:
+    """Search the chain of all ranks from `start`."""
     num_ranks = len(start) - 1
-    descend(Chain(evaluations, list(range(num_ranks)), num_ranks), start)
+    descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
+
+
+def search_other_chains(evaluations: Evaluations, min_stride: int, descend: Descend) -> None:
+    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper."""
+    num_ranks = len(evaluations.best) - 1
     searched = {tuple(range(num_ranks))}
     while True:
-        chunks = {rank: b - a for rank, (a, b) in enumerate(pairwise(evaluations.best)) if a < b}
+        chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
         searched.add(tuple(chunks))
-        before = evaluations.best_s
-        cheapest = {}
-        for each in _neighbours(chunks, num_ranks):
-            if tuple(each) in searched:
-                continue
-            chain = Chain(evaluations, list(each), num_ranks)
-            split = on_grid((*map(round, accumulate(each.values(), initial=0)),), min_stride)
-            c = chain(split)
-            if c < cheapest.get(tuple(each), (1e99,))[0]:
-                cheapest[tuple(each)] = (c, split, chain)
-        for ranks, (c, split, chain) in sorted(cheapest.items(), key=lambda kv: kv[1][0])[:TRIES]:
-            if c > PROMISING * before:
-                break
-            searched.add(ranks)
-            descend(chain, split)
-        if evaluations.best_s >= before:
+        before_s = evaluations.best_s
+        cheapest: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+        for lengths in _neighbours(chunks, num_ranks, min_stride):
+            ranks = tuple(sorted(lengths))
+            ends = accumulate((lengths[rank] for rank in ranks), initial=0.0)
+            split = on_grid([round(end) for end in ends], min_stride)
+            cost_s = Chain(evaluations, ranks, num_ranks)(split)
+            cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))
+        for ranks, (cost_s, split) in sorted(cheapest.items(), key=lambda item: item[1])[:TRIED]:
+            if cost_s < before_s or (ranks not in searched and cost_s <= PROMISING * before_s):
+                searched.add(ranks)
+                descend(Chain(evaluations, ranks, num_ranks), split)
+        if evaluations.best_s >= before_s:
             return
 
 
-TRIES = 2
-
-
-def _neighbours(chunks, num_ranks):
-    total = sum(chunks.values())
-    out = []
+def _neighbours(chunks: dict[int, int], num_ranks: int, min_stride: int) -> Iterator[dict[int, float]]:
+    """Rough splits over other chains: rank -> tokens."""
+    num_tokens = sum(chunks.values())
+    idle = [rank for rank in range(num_ranks) if rank not in chunks]
     for rank in range(num_ranks):
-        out.append({rank: total})
-    for k in chunks:
-        ranks = [r for r in chunks if r != k]
-        if not ranks:
+        yield {rank: num_tokens}
+    for out, length in chunks.items():
+        others = {rank: float(each) for rank, each in chunks.items() if rank != out}
+        if not others:
             continue
-        kept = total - chunks[k]
-        out.append({r: chunks[r] * total / kept for r in ranks})
-        at = list(chunks).index(k)
-        for to in (at - 1, at):
-            if 0 <= to < len(ranks):
-                out.append({r: chunks[r] + (chunks[k] if r == ranks[to] else 0) for r in ranks})
-    for r in range(num_ranks):
-        if r in chunks:
-            continue
-        for k in chunks:
-            d = {x: n for x, n in chunks.items() if x != k}
-            d[r] = chunks[k]
-            out.append(dict(sorted(d.items())))
-            for part in {chunks[k] / 2, min(256, chunks[k] / 2)}:
-                d = dict(chunks)
-                d[k] = chunks[k] - part
-                d[r] = part
-                out.append(dict(sorted(d.items())))
-    return out
+        # Its chunk goes to all others, to the one before or to the one after.
+        yield {rank: each * num_tokens / (num_tokens - length) for rank, each in others.items()}
+        before = max((rank for rank in others if rank < out), default=None)
+        after = min((rank for rank in others if rank > out), default=None)
+        for heir in (before, after):
+            if heir is not None:
+                yield others | {heir: others[heir] + length}
+    for new in idle:
+        for rank, length in chunks.items():
+            others = {each: float(tokens) for each, tokens in chunks.items() if each != rank}
+            yield others | {new: length}
+            # On slow links a rank that helps at all helps with a short chunk only.
+            for part in (length / 2, min_stride):
+                if part < length:
+                    yield others | {new: part, rank: length - part}

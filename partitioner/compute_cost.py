@@ -278,7 +278,7 @@ class FittedCost:
 
 
 def fit_errors(fitted: ComputeCost, measured: MeasuredCost) -> dict[str, float]:
-    """Largest relative error of a cost at the measured points, per step: "first", "between", "own", "last", "prefix"."""
+    """Largest relative error at the measured points, per step: "first", "between", "own", "last", "prefix"."""
     steps: dict[str, Callable[[float], float]] = {
         "first_s": fitted.first,
         "between_s": fitted.between,

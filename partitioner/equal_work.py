@@ -1,4 +1,4 @@
-"""The partition that gives every rank equal compute: close to the best on fast links, a seed of the search elsewhere."""
+"""The partition that gives every rank equal compute: close to the best on fast links, a seed elsewhere."""
 
 from __future__ import annotations
 

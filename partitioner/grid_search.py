@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise, product
 from math import inf
 
-from partitioner.chains import Chain, search_chains
+from partitioner.chains import Chain, search_all_ranks, search_other_chains
 from partitioner.evaluations import (
     Cost,
     Evaluations,
@@ -32,6 +32,7 @@ def grid_search(
     num_ranks: int,
     *,
     min_stride: int,
+    leave_out: bool = True,
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
@@ -45,6 +46,7 @@ def grid_search(
 
     Args:
         min_stride: inner boundaries are multiples of it.
+        leave_out: also try to leave ranks out. Where ranks and links are alike, `best_num_ranks` does that better.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 
@@ -66,7 +68,9 @@ def grid_search(
             _hierarchical_grid(chain, num_tokens, min_stride)
 
     with suppress(OutOfEvaluations):
-        search_chains(evaluations, even(num_tokens, num_ranks).boundaries, min_stride, descend)
+        search_all_ranks(evaluations, even(num_tokens, num_ranks).boundaries, descend)
+        if leave_out:
+            search_other_chains(evaluations, min_stride, descend)
     return evaluations.result()
 
 

@@ -9,9 +9,9 @@ import math
 import os
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from partitioner.fingerprint import Fingerprint
 from partitioner.table_entry import Entry
@@ -20,8 +20,11 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.whole_file import write_whole
 
 SHORTEST_CHUNK = 16
-"""Tokens. A prompt shorter than all of a table's leaves ranks idle rather than give them less: their hop would cost more
-than they save."""
+"""Tokens. Of a prompt shorter than all of a table's, ranks that would get less get none: their hop would cost more than
+they save."""
+
+WORTHWHILE = 0.01
+"""More ranks are taken if they shorten TTFT by more than this share; less is noise, or leaves some of them idle."""
 
 REMEDY = "search splits for this model and device with python -m partitioner.search table=<another file>"
 
@@ -137,7 +140,7 @@ class LookupTable:
         return _between(below, above, length)
 
     def best_ranks(self, length: int, max_ranks: int | None = None) -> int:
-        """The number of ranks, at most `max_ranks`, whose first token is the earliest; the smaller one if it is a tie.
+        """The number of ranks, at most `max_ranks`, whose first token is the earliest, or fewer if they nearly get it.
 
         TTFT per token is interpolated between lengths. Numbers of ranks are compared that have entries around this
         length; if none has, those that have the nearest.
@@ -155,8 +158,16 @@ class LookupTable:
             distances[ranks] = abs(math.log(length / nearest))
             share = _share(below, above, nearest)
             costs[ranks] = (1 - share) * below.ttft_s / below.length + share * above.ttft_s / above.length
-        nearest_distance = min(distances.values())
-        return min((ranks for ranks in allowed if distances[ranks] == nearest_distance), key=lambda ranks: costs[ranks])
+        comparable = [ranks for ranks in allowed if distances[ranks] == min(distances.values())]
+        return worthwhile({ranks: costs[ranks] for ranks in comparable})
+
+    def best_entries(self) -> list[Entry]:
+        """For every length in the table, its entry with the best number of ranks."""
+        best = []
+        for _, group in groupby(self.entries, key=lambda entry: entry.length):
+            entries = {entry.ranks: entry for entry in group}
+            best.append(entries[worthwhile({ranks: entry.ttft_s for ranks, entry in entries.items()})])
+        return best
 
     def partitioner(self, max_ranks: int | None = None) -> Partitioner:
         """For the runtime: the split over the best number of ranks; those beyond it are idle, with empty chunks.
@@ -190,6 +201,12 @@ class LookupTable:
             return f"{self.source} has no entries; fill it with python -m partitioner.search"
         remedy = f"start as many as it has entries for ({have}), use partition=even, or search again"
         return f"{self.source} has no split for {wanted}; {remedy}"
+
+
+def worthwhile(costs: Mapping[int, float]) -> int:
+    """Of numbers of ranks and their costs, the smallest number whose cost is nearly the least."""
+    enough = min(costs.values()) * (1 + WORTHWHILE)
+    return min(ranks for ranks, cost in costs.items() if cost <= enough)
 
 
 def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:

@@ -28,7 +28,7 @@ from runahead.ranks import Ranks
 Progress = Callable[[str], None]
 
 WARMUPS = 1
-HOPELESS = 1.15
+HOPELESS = 1.06
 """A candidate this much slower than the incumbent at its first run is not run again."""
 
 
@@ -226,8 +226,8 @@ class LiveCost:
 
     def __call__(self, partition: ContextPartition) -> float:
         if self._incumbent is None:
-            self._run(partition)  # warm up
-            runs = [self._run(partition) for _ in range(self._repeats)]
+            self.run(partition)  # warm up
+            runs = [self.run(partition) for _ in range(self._repeats)]
             cost_s = statistics.median(runs)
             self.spread[partition.boundaries] = (max(runs) - min(runs)) / cost_s
         else:
@@ -240,14 +240,15 @@ class LiveCost:
         assert self._incumbent is not None
         ratios = []
         for _ in range(self._repeats):
-            candidate_s, incumbent_s = self._run(partition), self._run(self._incumbent)
+            candidate_s, incumbent_s = self.run(partition), self.run(self._incumbent)
             ratios.append(candidate_s / incumbent_s)
             if ratios[0] > HOPELESS:
                 break
         self.spread[partition.boundaries] = max(ratios) - min(ratios)
         return self.best_s * statistics.median(ratios)
 
-    def _run(self, partition: ContextPartition) -> float:
+    def run(self, partition: ContextPartition) -> float:
+        """TTFT of one run, seconds."""
         self._partition = partition
         return self._engine.generate([self._ids], GenerationOptions(max_new_tokens=1)).ttft_s
 

@@ -6,15 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from launch.compose import Program, this_rank
 from launch.ending import end_with, say
 from partitioner.options import Method, Objective, SearchRun
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from partitioner.compute_cost import ComputeCost, MeasuredCost
     from partitioner.evaluations import Cost, SearchResult, Step
     from partitioner.fingerprint import Fingerprint
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from runahead.context import ContextPartition
     from runahead.model import Model
     from runahead.ranks import Ranks
-
-    _Bar = tqdm[NoReturn]
 
 HELP = """\
 usage: python -m partitioner.search table=<json> [name=value ...]
@@ -120,7 +116,8 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
                     table.save(run.table)
     if ranks.rank == 0:
         assert run.table is not None
-        clusters = {count: searched.cluster(count) for count in counts if searched.cluster(count) is not None}
+        simulated = {count: searched.cluster(count) for count in counts}
+        clusters = {count: cluster for count, cluster in simulated.items() if cluster is not None}
         save_pictures(table, Path(run.table), trails=trails, clusters=clusters)
     return table
 
@@ -199,7 +196,7 @@ def _compute(
         with _bar(ranks, points, "measuring compute") as bar:
 
             def tick(text: str) -> None:
-                bar.set_postfix_str(text)
+                bar.set_postfix_str(text, refresh=False)
                 bar.update()
                 ranks.progress()
 
@@ -237,7 +234,7 @@ class _Search:
         self._compute, self._link, self._fingerprint = compute, link, fingerprint
         self._spread: dict[tuple[int, ...], float] = {}
 
-    def progress(self, total: int) -> _Bar:
+    def progress(self, total: int) -> Any:
         self._bar = _bar(self._ranks, total, "searching")
         return self._bar
 
@@ -261,7 +258,8 @@ class _Search:
             self._best_s, self._evaluations = min(self._best_s, step.cost_s), self._evaluations + 1
             self._bar.set_postfix_str(
                 f"{length} tokens, {count} ranks: best {self._best_s:.4g} s after {self._evaluations} evaluations, "
-                f"stride {step.stride}"
+                f"stride {step.stride}",
+                refresh=False,
             )
 
         stride = min(self._run.search.min_stride, max(1, length // (8 * count)))
@@ -273,7 +271,7 @@ class _Search:
                 length,
                 count,
                 min_stride=stride,
-                seed=self._seed(length, count, table),
+                seed=self._seed(length, count, table, cost),
                 reach=max(stride, int(self._run.search.reach * length)),
                 on_evaluation=tick,
             )
@@ -326,14 +324,18 @@ class _Search:
         assert cluster is not None
         return lambda partition: simulate(partition, cluster).ttft_s
 
-    def _seed(self, length: int, count: int, table: LookupTable) -> ContextPartition:
-        """Where a search starts: equal work; near what was found for a length up to twice or half this one."""
+    def _seed(self, length: int, count: int, table: LookupTable, cost: Cost) -> ContextPartition:
+        """Where a search starts: equal work, or the ratios of the nearest known length where those cost less."""
         from partitioner.equal_work import equal_work
+        from runahead.context import from_ratios
 
-        near = [e.length for e in table.entries if e.ranks == count and length / 2 <= e.length <= 2 * length]
-        if near and self._run.search.objective is not Objective.measured:
-            return table.lookup(length, count)
-        return equal_work(length, count, self._compute, (self._run.search.speeds or [1.0] * count)[:count])
+        speeds = (self._run.search.speeds or [1.0] * count)[:count]
+        seeds = [equal_work(length, count, self._compute, speeds)]
+        known = table.entries_for(count)
+        if known and self._run.search.objective is not Objective.measured:  # where a look costs nothing
+            nearest = min(known, key=lambda entry: abs(entry.length - length))
+            seeds.append(from_ratios(nearest.ratios)(length, count))
+        return min(seeds, key=cost) if len(seeds) > 1 else seeds[0]
 
 
 def _doubling(first: int, last: int) -> list[int]:
@@ -343,10 +345,10 @@ def _doubling(first: int, last: int) -> list[int]:
     return lengths
 
 
-def _bar(ranks: Ranks, total: int, text: str) -> _Bar:
+def _bar(ranks: Ranks, total: int, text: str) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=text, disable=ranks.rank != 0, leave=False)
+    return tqdm(total=total, desc=text, disable=ranks.rank != 0, leave=False, mininterval=0.5)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from math import inf
 
-from partitioner.chains import Chain, search_chains
+from partitioner.chains import Chain, search_all_ranks, search_other_chains
 from partitioner.evaluations import (
     Cost,
     Evaluations,
@@ -32,6 +32,7 @@ def seeded_search(
     min_stride: int,
     seed: ContextPartition | None = None,
     reach: int | None = None,
+    leave_out: bool = True,
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
@@ -39,14 +40,15 @@ def seeded_search(
 
     At every stride each move is tried in both directions and repeated while it helps; when none helps, the stride
     halves. Moves of one boundary alone get stuck, since TTFT is about a maximum over ranks: to relieve one rank is to
-    burden another. So boundaries also move in neighbouring pairs and all together. Last, ranks are
-    left out, as `search_chains` says.
+    burden another. So boundaries also move in neighbouring pairs and all together. No move
+    empties a chunk; ranks are left out afterwards, as `search_other_chains` says.
 
     Args:
         seed: equal work, or an interpolation of known entries; by default even chunks.
         min_stride: inner boundaries are multiples of it.
-        reach: tokens by which a boundary may end up away from the seed, with all ranks at work; by default any. The
-            first stride is half of it.
+        reach: tokens by which a boundary may end up away from the start of its search; by default any. The first
+            stride is half of it, by default a quarter of an even chunk.
+        leave_out: also try to leave ranks out. Where ranks and links are alike, `best_num_ranks` does that better.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 
@@ -65,10 +67,9 @@ def seeded_search(
         _PatternSearch(chain, boundaries, min_stride, reach).run(coarse_stride(farthest, min_stride))
 
     with suppress(OutOfEvaluations):
-        if reach is None:
-            search_chains(evaluations, start, min_stride, descend)
-        else:  # a chunk that grows to fill another's place leaves the range
-            descend(Chain(evaluations, list(range(num_ranks)), num_ranks), start)
+        search_all_ranks(evaluations, start, descend)
+        if leave_out:
+            search_other_chains(evaluations, min_stride, descend)
     return evaluations.result()
 
 
@@ -77,49 +78,34 @@ class _PatternSearch:
 
     def __init__(self, chain: Chain, start: tuple[int, ...], min_stride: int, reach: int | None) -> None:
         self._chain, self._start, self._min_stride, self._reach = chain, start, min_stride, reach
-        self._moves = list(_moves(len(start) - 2))
+        num_inner = len(start) - 2
+        self._smooth, self._local = list(_smooth_moves(num_inner)), list(_local_moves(num_inner))
         self._best, self._best_s = start, inf
 
     def run(self, stride: int) -> None:
         evaluations = self._chain.evaluations
         evaluations.stride = stride
         self._best_s = self._chain(self._start)
-        last = inf
         while True:
-            helped = self._sweep(evaluations.stride)
-            if helped and MODE & 1:
-                continue
+            while self._sweep(evaluations.stride, self._smooth + self._local):
+                pass
             if evaluations.stride > self._min_stride:
                 evaluations.level, evaluations.stride = evaluations.level + 1, evaluations.stride // 2
-            elif helped:
-                pass
-            elif MODE & 2 and last > self._best_s:
-                last = self._best_s
-                evaluations.stride = 2 * self._min_stride
-            else:
+            elif not self._sweep(2 * self._min_stride, self._smooth):  # at the finest stride, their parts are rounded
                 return
 
-    def _sweep(self, stride: int) -> bool:
+    def _sweep(self, stride: int, moves: list[Move]) -> bool:
         """Try all moves; did any help?"""
         before = self._best_s
-        for move in self._moves:
-            for sign in (1, -1):
-                helped = False
-                while self._try(move, sign * stride):
-                    helped = True
-                    k = k + 1 if 'k' in dir() else 1
-                    if k >= REP: break
-                k = 0
-                if helped:
-                    break  # the other direction is where it came from
+        for move in moves:
+            _ = self._try(move, stride) or self._try(move, -stride)
         return self._best_s < before
 
     def _try(self, move: Move, stride: int) -> bool:
         unit = self._min_stride
         inner = [b + round(part * stride / unit) * unit for b, part in zip(self._best[1:-1], move, strict=True)]
         boundaries = (0, *inner, self._best[-1])
-        empties = any(a > b or a == b and c < d for (a, b), (c, d) in zip(pairwise(boundaries), pairwise(self._best), strict=True))
-        if empties or not self._within_reach(boundaries):
+        if not self._allows(boundaries):
             return False
         cost_s = self._chain(boundaries)
         if cost_s >= self._best_s:
@@ -127,37 +113,35 @@ class _PatternSearch:
         self._best, self._best_s = boundaries, cost_s
         return True
 
-    def _within_reach(self, boundaries: tuple[int, ...]) -> bool:
-        reach = self._reach
-        return reach is None or all(abs(a - b) <= reach for a, b in zip(boundaries, self._start, strict=True))
+    def _allows(self, boundaries: tuple[int, ...]) -> bool:
+        """Within reach, and without a newly empty chunk: that is for shorter chains."""
+        if self._reach is not None and any(
+            abs(a - b) > self._reach for a, b in zip(boundaries, self._start, strict=True)
+        ):
+            return False
+        now = pairwise(self._best)
+        return all(a < b or (a == b and c == d) for (a, b), (c, d) in zip(pairwise(boundaries), now, strict=True))
 
 
-def _moves(num_inner: int) -> Iterator[Move]:
-    """All together, the rest against one end, neighbouring pairs along and against each other, each alone."""
-    if num_inner >= 2:
-        yield (1.0,) * num_inner
-        yield tuple((at + 1) / num_inner for at in range(num_inner))
-        yield tuple((num_inner - at) / num_inner for at in range(num_inner))
-    if num_inner >= 3 and MODE & 4:
-        yield tuple(1 - abs((at+1) * 2 / (num_inner + 1) - 1) for at in range(num_inner))
+def _smooth_moves(num_inner: int) -> Iterator[Move]:
+    """The ranks before against the ranks after: all boundaries alike, and by ramps up and down and a hump."""
+    if num_inner < 2:
+        return
+    yield (1.0,) * num_inner
+    for start in range(2 if num_inner > 2 else 1):
+        ramp = [max(0.0, (at + 1 - start) / (num_inner - start)) for at in range(num_inner)]
+        yield tuple(ramp)
+        yield tuple(reversed(ramp))
+    if num_inner > 2:
+        middle = (num_inner - 1) / 2
+        yield tuple(1 - abs(at - middle) / (middle + 1) for at in range(num_inner))
+
+
+def _local_moves(num_inner: int) -> Iterator[Move]:
+    """Neighbouring pairs along and against each other, and each alone."""
     for at in range(num_inner - 1):
-        if num_inner >= 3:
-            yield _place(num_inner, {at: 1.0, at + 1: 1.0})
-        if MODE & 16:
-            yield _place(num_inner, {at: 1.0, at + 1: -1.0})
+        if num_inner > 2:
+            yield tuple(float(at <= each <= at + 1) for each in range(num_inner))
+        yield tuple(float(at == each) - float(at + 1 == each) for each in range(num_inner))
     for at in range(num_inner):
-        yield _place(num_inner, {at: 1.0})
-    if MODE & 32 and num_inner <= 3:
-        import itertools
-        for x in itertools.product((1, 0, -1), repeat=num_inner):
-            if sum(map(abs, x)) >= 2 and x > (0,)*num_inner and abs(sum(x)) < num_inner: yield x
-
-
-def _place(num_inner: int, parts: dict[int, float]) -> Move:
-    return tuple(parts.get(at, 0.0) for at in range(num_inner))
-
-
-import os
-
-MODE = int(os.environ.get("MODE", 0))
-REP = int(os.environ.get("REP", 100))
+        yield tuple(float(at == each) for each in range(num_inner))

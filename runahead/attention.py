@@ -148,9 +148,11 @@ def _fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | No
     if q_BNCH.device.type == "cpu":
         return _cpu_flash
     if q_BNCH.device.type == "cuda":
-        if q_BNCH.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+        half = q_BNCH.dtype in (torch.float16, torch.bfloat16)
+        ampere = torch.cuda.get_device_capability(q_BNCH.device) >= (8, 0)
+        if half and ampere and head_dim % 8 == 0 and head_dim <= 256:
             return _cuda_flash
-        if q_BNCH.dtype == torch.float32 and head_dim % 4 == 0:
+        if head_dim % (8 if half else 4) == 0 and q_BNCH.dtype in (torch.float32, torch.float16):
             return _cuda_efficient
     return None
 
@@ -167,7 +169,10 @@ def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -
 
 
 def _cuda_efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel (float32): one kv head per query head, log-sum-exp padded to 32 queries."""
+    """The memory-efficient kernel: float32, and float16 before Ampere.
+
+    It wants one kv head per query head, and pads the log-sum-exp to 32 queries.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(

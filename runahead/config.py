@@ -176,11 +176,15 @@ RATIO_SUM_TOLERANCE = 1.001e-3
 
 @dataclass(kw_only=True)
 class PartitionOptions:
-    """How the prompt is split over ranks; `ratios` holds each rank's share, in rank order, adding up to 1."""
+    """How the prompt is split over ranks; `ratios` holds each rank's share, in rank order, adding up to 1.
+
+    `force` uses a `table` that was made for another model or device.
+    """
 
     name: PartitionName = PartitionName.even
     ratios: list[float] | None = None
     table: str | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
         self.name = _choice("partition", PartitionName, self.name)
@@ -265,6 +269,9 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             sentences.append(f"prefill.{name} has no effect with prefill=single")
         for name in _changed(run.partition, ["name"]):
             sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill=single")
+    if run.partition.name is not PartitionName.table:
+        for name in _changed(run.partition, ["force"]):
+            sentences.append(f"partition.{name} has no effect without partition=table")
     if run.model.name is not ModelName.random and _changed(run.model, ["seed"]) and run.prompt.random_tokens is None:
         sentences.append("model.seed has no effect without model=random")
     return sentences

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 
 import torch
 
 from runahead.config import GenerationOptions, PrefillOptions
-from runahead.context import Partitioner, even
+from runahead.context import ContextPartition, Partitioner, even
 from runahead.decode import Decoded, Row, decode
+from runahead.kv_transfer import chain_links
 from runahead.model import Model
 from runahead.prefill import OWN_PARTITIONS, PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.ranks import Ranks
@@ -41,7 +43,6 @@ class Engine:
         self.prefill = prefill or PrefillOptions()
         self.partition = OWN_PARTITIONS.get(self.prefill.name, partition)
         self._num_calls = 0
-        self._clock_offset_s: float | None = None
 
     def generate(
         self,
@@ -71,12 +72,30 @@ class Engine:
         """
         options = options or GenerationOptions()
         self._check(prompts, options)
+        partition = self.partition(max(map(len, prompts)), self.ranks.size)
+        partition = partition.check(max(map(len, prompts)), self.ranks.size)
+        self._agree(prompts, options, partition.boundaries)
+        with self.ranks.failing_together():
+            result = self._generate(prompts, options, partition, on_tokens, record_timeline, first_index)
+        self._num_calls += 1
+        return result
+
+    def _generate(
+        self,
+        prompts: list[list[int]],
+        options: GenerationOptions,
+        partition: ContextPartition,
+        on_tokens: OnTokens | None,
+        record_timeline: bool,
+        first_index: int,
+    ) -> GenerationBatch:
         batch = PromptBatch.of(prompts, self.ranks.device)
-        partition = self.partition(batch.num_tokens, self.ranks.size).check(batch.num_tokens, self.ranks.size)
         last = partition.chain[-1]
         stream = TokenStream(self.ranks, source=last, num_rows=len(prompts), on_tokens=on_tokens)
-        if record_timeline and self._clock_offset_s is None:
-            self._clock_offset_s = self.ranks.clock_offset_s()
+        if self.ranks.backend == "nccl":
+            with self.ranks.busy():
+                self.ranks.nccl_links(chain_links(partition, self.prefill.transfer))
+        offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
         self.ranks.barrier("all ranks to hold the prompt")
         began_s = time.perf_counter()
         job = PrefillJob(
@@ -88,25 +107,35 @@ class Engine:
             options=self.prefill,
             record=record_timeline,
         )
-        with self.ranks.failing_together():
-            prefilled = PREFILLS[self.prefill.name](job)
-            decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
-            stream.relay()
-            prefilled.cache = None
-            result = self._result(prefilled, decoded, partition.boundaries, began_s, last)
-        self._num_calls += 1
-        return result
+        prefilled = PREFILLS[self.prefill.name](job)
+        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
+        stream.relay()
+        prefilled.cache = None
+        return self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, last)
+
+    def _agree(self, prompts: list[list[int]], options: GenerationOptions, boundaries: tuple[int, ...]) -> None:
+        """Ranks with different work would wait for each other for ever."""
+        work = repr((prompts, options, boundaries, self.prefill, self.model.name, self.model.dtype))
+        digests = self.ranks.gather(hashlib.sha256(work.encode()).hexdigest(), "all ranks to hold the prompt")
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise ValueError(
+                f"rank {', '.join(map(str, others))} and rank 0 were given different prompts, options, partitions or "
+                "models; every rank must make the same call"
+            )
 
     def _check(self, prompts: list[list[int]], options: GenerationOptions) -> None:
         if not prompts:
             raise ValueError("no prompt was given")
+        if options.stop and self.model.tokenizer is None:
+            raise ValueError(f"generation.stop={options.stop} needs a tokenizer, and this model has none; leave it out")
         longest, uneven_limit = max(len(prompt) for prompt in prompts), self.model.uneven_limit
-        if any(len(prompt) < longest for prompt in prompts) and uneven_limit is not None:
-            if longest + options.max_new_tokens > uneven_limit:
-                raise ValueError(
-                    f"model {self.model.name} ({self.model.config.model_type}) counts positions from the start of the "
-                    "longest prompt, so prompts of different lengths cannot run at once; use prompt.batch=1"
-                )
+        uneven = any(len(prompt) < longest for prompt in prompts)
+        if uneven and uneven_limit is not None and longest + options.max_new_tokens > uneven_limit:
+            raise ValueError(
+                f"model {self.model.name} ({self.model.config.model_type}) counts positions from the start of the "
+                "longest prompt, so prompts of different lengths cannot run at once; use prompt.batch=1"
+            )
         limit = self.model.max_positions
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -158,6 +187,7 @@ class Engine:
         decoded: Decoded | None,
         boundaries: tuple[int, ...],
         began_s: float,
+        offset_s: float,
         last: int,
     ) -> GenerationBatch:
         """What every rank found out, put together on all of them."""
@@ -187,7 +217,6 @@ class Engine:
                 for row, logits_V in zip(decoded.rows, prefilled.logits_BV, strict=True)
             ]
             outcome = generations, decoded.first_token_s - began_s, tpot_s
-        offset_s = self._clock_offset_s or 0.0
         shared = self.ranks.gather(
             (report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
             "the end of the generation",

@@ -1,8 +1,9 @@
 """Heartbeats through the rendezvous store: is a peer alive, working, or silent?
 
-Every rank's heartbeat thread publishes a counter. It moves when the main thread reported progress (a layer, a token)
-and, while that thread waits or is known to be busy (loading), by itself. A rank that hangs, is stopped or died stops
-counting. So a long decode is not silence, and of several ranks that wait for each other only the true cause is silent.
+Every rank's heartbeat thread publishes a counter. It moves when the main thread got somewhere: it reported a layer or
+a token, or used the processor; and, while that thread waits for a peer or is known to be busy, by itself. A rank that
+sleeps in a call, is stopped or died stops counting. So neither a long layer nor a long decode is silence, and of
+several ranks that wait for each other only the true cause is silent.
 """
 
 from __future__ import annotations
@@ -11,29 +12,41 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
 PERIOD_S = 0.25
+ANNOUNCE_S = 1.5
+"""A store whose host is stalled blocks its callers; a rank that fails does not wait longer than this to say so."""
+
+FAILURE = "failure"
 
 
 class Heartbeat:
-    """This rank's beat and its view of the others'."""
+    """This rank's beat and its view of the others'.
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._progress = 0
+    Args:
+        store: of torch.distributed; connections of its own are made from it, since a call that blocks on one blocks
+            that connection.
+        counts_processor_time: a main thread that computes counts as progress. Right for CPUs; on a GPU a call that
+            waits for the device for ever spins.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, *, counts_processor_time: bool) -> None:
+        self._beats, self._announcements = (dist.PrefixStore("runahead", store.clone()) for _ in range(2))
+        self._rank = rank
+        self._main = threading.get_ident() if counts_processor_time else None
+        self._worked_s = 0.0
+        self._progress, self._published, self._beat = 0, -1, 0
         self._steady = 0
-        self._published = -1
-        self._beat = 0
-        now = time.monotonic()
-        self._last_seen = [(-1, now) for _ in range(size)]  # per rank: its counter, when it last moved
         self._watched: frozenset[int] = frozenset()
+        self.seen = [-1] * size
+        """Last counter seen of every rank that was watched."""
         self.failure: str | None = None
         """The first failure that some rank announced."""
-        self._lost_store: str | None = None
         self._closed = threading.Event()
-        self._store.set(self._key(rank), "0")
+        self._beats.set(str(rank), "0")
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -49,8 +62,6 @@ class Heartbeat:
         """While it is open this rank counts as alive without progress; it watches the ranks given."""
         before, self._watched = self._watched, watched
         self._steady += 1
-        for rank in watched:
-            self._last_seen[rank] = (self._last_seen[rank][0], time.monotonic())
         try:
             yield
         finally:
@@ -58,23 +69,21 @@ class Heartbeat:
             self._watched = before
             self.progress()
 
-    def silence_s(self, rank: int) -> float:
-        """Seconds since the beat of a watched rank last moved."""
-        return time.monotonic() - self._last_seen[rank][1]
-
     def announce_failure(self, message: str) -> None:
-        """Tell every rank, so that none waits for one that will not come."""
-        with suppress(RuntimeError):  # the store is gone, and the ranks with it
-            self._store.set("runahead/failure", message)
+        """Tell every rank, so that none waits for one that will not come. The first announcement stands."""
+
+        def announce() -> None:
+            with suppress(RuntimeError):  # the store is gone, and the ranks with it
+                self._announcements.compare_set(FAILURE, "", message)
+
+        thread = threading.Thread(target=announce, name="announcement", daemon=True)
+        thread.start()
+        thread.join(timeout=ANNOUNCE_S)
 
     def close(self) -> None:
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * PERIOD_S)
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"runahead/beat/{rank}"
 
     def _run(self) -> None:
         while not self._closed.wait(PERIOD_S):
@@ -82,19 +91,25 @@ class Heartbeat:
                 self._publish()
                 self._look()
             except RuntimeError as error:  # the store's host is gone
-                self.failure = self.failure or f"the rendezvous store is lost ({str(error).splitlines()[0]})"
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.failure = self.failure or f"the rendezvous store is lost ({reason})"
                 return
 
     def _publish(self) -> None:
-        if self._steady or self._progress != self._published:
+        if self._steady or self._progress != self._published or self._has_worked():
             self._published = self._progress
             self._beat += 1
-            self._store.set(self._key(self._rank), str(self._beat))
+            self._beats.set(str(self._rank), str(self._beat))
+
+    def _has_worked(self) -> bool:
+        """Has the main thread used the processor since it was last asked?"""
+        if self._main is None:
+            return False
+        before, self._worked_s = self._worked_s, time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        return self._worked_s - before > PERIOD_S / 100
 
     def _look(self) -> None:
         for rank in self._watched:
-            beat = int(self._store.get(self._key(rank)))
-            if beat != self._last_seen[rank][0]:
-                self._last_seen[rank] = (beat, time.monotonic())
-        if self.failure is None and self._store.check(["runahead/failure"]):
-            self.failure = self._store.get("runahead/failure").decode()
+            self.seen[rank] = int(self._beats.get(str(rank)))
+        if self.failure is None and self._beats.check([FAILURE]):
+            self.failure = self._beats.get(FAILURE).decode()

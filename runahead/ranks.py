@@ -24,9 +24,12 @@ from runahead.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
-NEVER = timedelta(days=30)
+NEVER = timedelta(days=20)
 """Timeout of the groups themselves: whether a peer is silent is decided by heartbeats. A Gloo group that timed out
 is unusable, and its timeout knows nothing of a peer that is alive and busy."""
+
+MEETING_S = 120.0
+"""Seconds in which all ranks must have come, at least; processes of one job may start far apart."""
 
 POLL_S = 0.05
 
@@ -66,18 +69,21 @@ class Ranks:
         self.local_size = size if local_size is None else local_size
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._heartbeat: Heartbeat | None = None
+        self._post_error: Exception | None = None
         if size == 1:
             return
         try:
+            if store is None:
+                deadline = timedelta(seconds=max(timeout_s, MEETING_S))
+                store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=deadline))
+            _meet(store, rank, size, max(timeout_s, MEETING_S))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
+            self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
         except RuntimeError as error:  # DistNetworkError, DistStoreError: no rendezvous
-            raise ValueError(f"cannot meet the other ranks: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"cannot meet the other ranks: {_first_line(error)}") from error
         self._control = dist.group.WORLD
-        self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
         self._worker = _Worker("control")
-        default_store: Any = dist.distributed_c10d._get_default_store()
-        # A connection of its own: a call that blocks on one connection to the store blocks that connection.
-        self._heartbeat = Heartbeat(default_store.clone(), rank, size)
+        self._heartbeat = Heartbeat(store, rank, size, counts_processor_time=device.type == "cpu")
         dist.barrier()
         self._heartbeat.start()
 
@@ -117,10 +123,13 @@ class Ranks:
         Raises:
             PeerFailure: another rank announced that it failed, so going on leads nowhere.
         """
-        if self._heartbeat is not None:
-            self._heartbeat.progress()
-            if self._heartbeat.failure is not None:
-                raise PeerFailure(self._heartbeat.failure)
+        if self._heartbeat is None:
+            return
+        self._heartbeat.progress()
+        if self._heartbeat.failure is not None:
+            raise PeerFailure(self._heartbeat.failure)
+        if self._post_error is not None:
+            raise PeerFailure(f"lost the connection to another rank: {_first_line(self._post_error)}")
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -139,18 +148,28 @@ class Ranks:
         """
         if ready(0.0):
             return
-        assert self._heartbeat is not None
-        peers = frozenset(peers) - {self.rank}
-        with self._heartbeat.steady(peers):
-            began = time.monotonic()
+        if self._heartbeat is None:  # the only rank waits for its own device
+            while not ready(POLL_S):
+                pass
+            return
+        silence_s = dict.fromkeys(frozenset(peers) - {self.rank}, 0.0)
+        beats = dict.fromkeys(silence_s, -1)
+        began = last = time.monotonic()
+        with self._heartbeat.steady(frozenset(silence_s)):
             while not ready(POLL_S):
                 if self._heartbeat.failure is not None:
                     raise PeerFailure(f"{self._heartbeat.failure} (while waiting for {what})")
-                for peer in peers:
-                    if self._heartbeat.silence_s(peer) > self.timeout_s:
+                # A job that was suspended and goes on has not been silent: a long gap counts for a short one.
+                now = time.monotonic()
+                elapsed_s, last = min(now - last, 10 * POLL_S), now
+                for peer in silence_s:
+                    beat = self._heartbeat.seen[peer]
+                    silence_s[peer] = silence_s[peer] + elapsed_s if beat == beats[peer] else 0.0
+                    beats[peer] = beat
+                    if silence_s[peer] > self.timeout_s:
                         raise PeerFailure(
-                            f"rank {peer} has been silent for {self._heartbeat.silence_s(peer):.0f} s; "
-                            f"waited {time.monotonic() - began:.0f} s for {what} (ranks.timeout_s={self.timeout_s:g})"
+                            f"rank {peer} has been silent for {silence_s[peer]:.0f} s; waited {now - began:.0f} s "
+                            f"for {what} (ranks.timeout_s={self.timeout_s:g})"
                         )
 
     def fail(self, message: str) -> None:
@@ -182,8 +201,18 @@ class Ranks:
         return job.result
 
     def post(self, call: Callable[[], object]) -> None:
-        """Run a blocking call on the control group behind those before it, without waiting for it."""
-        self._worker.submit(call)
+        """Run a blocking call on the control group behind those before it, without waiting for it.
+
+        An error of it is raised by the next `progress`.
+        """
+
+        def guarded() -> None:
+            try:
+                call()
+            except Exception as error:
+                self._post_error = self._post_error or error
+
+        self._worker.submit(guarded)
 
     def barrier(self, what: str) -> None:
         """Return once every rank has called it."""
@@ -351,6 +380,24 @@ def default_threads(local_size: int) -> int:
     """An even share of the processors that this process may use."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_size)
+
+
+def _meet(store: dist.Store, rank: int, size: int, patience_s: float) -> None:
+    """Return once all ranks have come.
+
+    Raises:
+        ValueError: names those that have not.
+    """
+    here = dist.PrefixStore("runahead-here", store)
+    here.set(str(rank), "")
+    deadline = time.monotonic() + patience_s
+    while missing := [peer for peer in range(size) if not here.check([str(peer)])]:
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"rank {', '.join(map(str, missing))} of {size} did not start within {patience_s:.0f} s; check its "
+                "host and its messages"
+            )
+        time.sleep(POLL_S)
 
 
 def _ask_for_time(stamp: torch.Tensor, peer: int) -> None:

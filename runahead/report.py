@@ -71,12 +71,17 @@ def report_json(
     dtype: str,
     device: str,
     world_size: int,
+    kvr_names: Sequence[str | None] = (),
 ) -> str:
     """The report of a run as JSON text.
 
     One prompt: its fields are on the top level. Several prompts: the list `prompts` has the same fields for
     each, in order, and `batch` tells which of them ran together and share their times and bytes.
+
+    Args:
+        kvr_names: what the paper calls each batch's partition (KVR-E, KVR-S, KVR-P), None if it has no name for it.
     """
+    kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {
         "world_size": world_size,
         "model": model,
@@ -87,8 +92,8 @@ def report_json(
         "versions": library_versions(),
     }
     prompts = [
-        _prompt_fields(run, generation, batch) | {"batch": number}
-        for number, batch in enumerate(batches)
+        _prompt_fields(run, generation, batch, kvr_name) | {"batch": number}
+        for number, (batch, kvr_name) in enumerate(zip(batches, kvr_names, strict=True))
         for generation in batch.generations
     ]
     report = about_the_run | {"prompts": prompts}
@@ -100,9 +105,14 @@ def report_json(
     return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
-def _prompt_fields(run: RunOptions, generation: Generation, batch: GenerationBatch) -> dict[str, Any]:
+def _prompt_fields(
+    run: RunOptions, generation: Generation, batch: GenerationBatch, kvr_name: str | None
+) -> dict[str, Any]:
     # JSON has no NaN and no infinity, and a broken model should still get its report.
     top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in generation.first_token_logits_top5]
+    partition: dict[str, Any] = {"name": run.partition.name.name}
+    if kvr_name is not None:
+        partition["kvr"] = kvr_name
     return {
         "prompt_tokens": generation.prompt_tokens,
         "new_token_ids": generation.new_token_ids,
@@ -111,7 +121,7 @@ def _prompt_fields(run: RunOptions, generation: Generation, batch: GenerationBat
         "ttft_s": batch.ttft_s,
         "tpot_s": batch.tpot_s,
         "warm": batch.warm,
-        "partition": {"name": run.partition.name.name, "boundaries": batch.boundaries},
+        "partition": partition | {"boundaries": batch.boundaries},
         "ranks": [asdict(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }

@@ -27,13 +27,15 @@ class Sampler:
 
     def __init__(self, options: GenerationOptions, seed: int, device: torch.device) -> None:
         self._processors = processors(options)
+        self._looks_back = options.repetition_penalty != 1.0
         self._generator = torch.Generator(device).manual_seed(seed) if options.do_sample else None
 
     def next_token(self, token_ids: list[int], logits_V: Tensor) -> int:
         """The token behind `token_ids`: the likeliest, or one drawn."""
         scores_1V = logits_V[None]
         if self._processors:
-            ids_1S = torch.tensor([token_ids], device=logits_V.device)
+            seen = token_ids if self._looks_back else []
+            ids_1S = torch.tensor([seen], dtype=torch.long, device=logits_V.device)
             scores_1V = self._processors(ids_1S, scores_1V)
         if self._generator is None:
             return int(scores_1V.argmax(dim=-1))

@@ -57,7 +57,7 @@ def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = 
     _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
-    axes.annotate(
+    note = axes.annotate(
         subject,
         (0, 1),
         (0, 6),
@@ -66,8 +66,10 @@ def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = 
         fontsize=9.5,
         color=MUTED,
     )
+    note.set_in_layout(False)  # a long one would squeeze the axes
     if num_layers > 1:
-        bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=12, ticks=_ticks(num_layers))
+        aspect = max(12, 4 * len(shown))  # as thin for many ranks as for few
+        bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=aspect, ticks=_ticks(num_layers))
         bar.set_label("layer", color=INK, fontsize=9)
         bar.ax.tick_params(labelsize=8, colors=INK, length=0)
         bar.ax.invert_yaxis()

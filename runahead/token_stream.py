@@ -37,7 +37,7 @@ class TokenStream:
         """Pass a step's tokens on without waiting for rank 0."""
         self._ranks.progress()
         if self._source == 0:
-            self._on_tokens(tokens)
+            self._show(tokens)
         else:
             self._post([ROW_ENDED if token is None else token for token in tokens])
 
@@ -49,7 +49,11 @@ class TokenStream:
             self._post([STREAM_ENDED] * self._num_rows)
         elif self._ranks.rank == 0:
             while (step := self._receive())[0] != STREAM_ENDED:
-                self._on_tokens([None if token == ROW_ENDED else token for token in step])
+                self._show([None if token == ROW_ENDED else token for token in step])
+
+    def _show(self, tokens: list[int | None]) -> None:
+        with self._ranks.busy():  # a reader who pauses is not a rank that hangs
+            self._on_tokens(tokens)
 
     def _post(self, values: list[int]) -> None:
         step = torch.tensor(values)
@@ -58,5 +62,5 @@ class TokenStream:
     def _receive(self) -> list[int]:
         step = torch.empty(self._num_rows, dtype=torch.long)
         what = f"the next token of rank {self._source}"
-        self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG), [self._source])
+        self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG))
         return step.tolist()

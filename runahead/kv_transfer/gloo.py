@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class GlooTransfer(KVTransfer):
     def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
         layers = range(cache.num_layers)
-        self._staging = _Staging(cache, depth) if cache.device.type == "cuda" else None
+        staged = cache.device.type == "cuda" and len(schedule.chain) > 1
+        self._staging = _Staging(cache, depth) if staged else None
         self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
         self._arrived = [threading.Event() for _ in layers]
         self._closed = [threading.Event() for _ in layers]
@@ -43,7 +45,7 @@ class GlooTransfer(KVTransfer):
         for layer in layers:
             if self._unsent[layer] == 0:
                 self._left[layer].set()
-        self._error: tuple[str, BaseException] | None = None
+        self._error: Exception | None = None
         self._threads: list[threading.Thread] = []
         if len(schedule.chain) == 1:  # nothing moves: no threads, hence no waiting for them
             for event in (*self._free, *self._arrived):
@@ -81,8 +83,12 @@ class GlooTransfer(KVTransfer):
     def finish(self) -> None:
         for layer, left in enumerate(self._left):
             self._wait(left, layer, f"the K,V of layer {layer} to leave for", self._targets(layer))
+            # The last layer's prefix may have arrived without being read; its slots are not given up before that.
+            self._wait(self._arrived[layer], layer, f"the K,V of layer {layer} from", self._sources(layer))
         for thread in self._threads:
             thread.join()
+        if self._staging is not None:
+            self._staging.settle()
 
     def _wait(self, event: threading.Event, layer: int, what: str, peers: list[int]) -> None:
         """`peers` are named; all with whom this rank exchanges K,V are watched: any of them can hold it up."""
@@ -92,8 +98,7 @@ class GlooTransfer(KVTransfer):
             self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers)
             self.log.waits.append((layer, begin, self.clock.mark()))
         if self._error is not None:
-            what, error = self._error
-            raise PeerFailure(f"{what}: {str(error).splitlines()[0]}") from error
+            raise PeerFailure(str(self._error)) from self._error
 
     def _sources(self, layer: int) -> list[int]:
         return sorted({message.peer for message in self.schedule.receives(layer)})
@@ -105,12 +110,11 @@ class GlooTransfer(KVTransfer):
 
     def _guard(self, body: Callable[[], None]) -> None:
         try:
+            if self.cache.device.type == "cuda":
+                torch.cuda.set_device(self.cache.device)  # which is every thread's own
             body()
         except Exception as error:
-            self._error = self._error or (
-                f"lost the connection in the thread '{body.__name__.strip('_')}'",
-                error,
-            )
+            self._error = self._error or error
             for events in (self._free, self._arrived, self._closed, self._left):
                 for event in events:
                     event.set()
@@ -126,13 +130,11 @@ class GlooTransfer(KVTransfer):
                     self._staging.await_reuse(before)
             if self._error is not None:
                 return
-            works = [
-                (
-                    message,
-                    dist.irecv(self._host_part(message), message.peer, self.ranks.kv_group, message.tag),
-                )
-                for message in self.schedule.receives(layer)
-            ]
+            works = []
+            for message in self.schedule.receives(layer):
+                with _naming(message):
+                    part = self._host_part(message)
+                    works.append((message, dist.irecv(part, message.peer, self.ranks.kv_group, message.tag)))
             self._free[layer].set()
             self._posted.put((layer, works))
 
@@ -141,7 +143,8 @@ class GlooTransfer(KVTransfer):
         for _ in range(self.cache.num_layers):
             layer, works = self._posted.get()
             for message, work in works:
-                work.wait()
+                with _naming(message):
+                    work.wait()
                 self.log.received_bytes += self._host_part(message).nbytes
                 for onward in self.schedule.forwards(layer, message.piece):
                     self._isend(onward)
@@ -152,7 +155,8 @@ class GlooTransfer(KVTransfer):
     def _see_sends_out(self) -> None:
         for _ in range(sum(self._unsent)):
             message, work, begin_s = self._sending.get()
-            work.wait()
+            with _naming(message):
+                work.wait()
             self.log.sent_bytes += self._host_part(message).nbytes
             detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
             self.log.sends.append((message.layer, begin_s, time.perf_counter(), detail))
@@ -162,7 +166,8 @@ class GlooTransfer(KVTransfer):
 
     def _isend(self, message: Message) -> None:
         begin_s = time.perf_counter()
-        work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
+        with _naming(message):
+            work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
         self._sending.put((message, work, begin_s))
 
     def _all_sends(self, layer: int) -> list[Message]:
@@ -172,6 +177,17 @@ class GlooTransfer(KVTransfer):
     def _host_part(self, message: Message) -> Tensor:
         cache = self.cache if self._staging is None else self._staging.host
         return cache.layer(message.layer).tokens(message.start, message.end)
+
+
+@contextmanager
+def _naming(message: Message) -> Iterator[None]:
+    """Gloo's errors name addresses and its own source lines; ours name the rank and the layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerFailure(
+            f"lost the connection to rank {message.peer} over the K,V of layer {message.layer}"
+        ) from error
 
 
 class _Staging:
@@ -216,3 +232,7 @@ class _Staging:
         """Block until the host slot of a layer was copied to the GPU."""
         if (upload := self._uploads.pop(layer, None)) is not None:
             upload.synchronize()
+
+    def settle(self) -> None:
+        """What is queued from now on comes after every copy, so that the slots may be freed."""
+        torch.cuda.current_stream().wait_stream(self._stream)

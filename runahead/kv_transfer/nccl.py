@@ -23,9 +23,10 @@ class NcclTransfer(KVTransfer):
 
     def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
-        self._groups = ranks.nccl_links(schedule.links())
+        self._groups = ranks.nccl_links(())  # all ranks made this prompt's before it began
         self._receives: dict[int, list[tuple[Message, dist.Work]]] = {}
         self._sends: dict[int, list[dist.Work]] = {}
+        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: its attention
         self._forwarding = torch.cuda.Stream(cache.device)
         self._posting = torch.cuda.Stream(cache.device)
         self._watching = torch.cuda.Stream(cache.device)
@@ -33,8 +34,14 @@ class NcclTransfer(KVTransfer):
             self._post_receives(layer)
 
     def open(self, layer: int) -> None:
-        for work in self._sends.pop(layer - self.depth, []):
+        before = layer - self.depth
+        begin = self.clock.mark()
+        for work in self._sends.pop(before, []):
             work.wait()  # the compute stream waits before it writes the slot again
+        self.log.waits.append((layer, begin, self.clock.mark()))
+        if (ended := self._ended.pop(before, None)) is not None:
+            # The host stays within reach of the device: a launch queue that is full blocks without a word.
+            self._watch(ended, f"layer {before}")
 
     def send(self, layer: int) -> None:
         works = [self._isend(message) for message in self.schedule.sends(layer)]
@@ -53,6 +60,7 @@ class NcclTransfer(KVTransfer):
         self.log.waits.append((layer, begin, self.clock.mark()))
 
     def close(self, layer: int) -> None:
+        self._ended[layer] = torch.cuda.current_stream(self.cache.device).record_event()
         if layer + self.depth < self.cache.num_layers:
             self._posting.wait_stream(torch.cuda.current_stream(self.cache.device))
             with torch.cuda.stream(self._posting):
@@ -62,12 +70,14 @@ class NcclTransfer(KVTransfer):
         self._receives.pop(layer, None)
 
     def finish(self) -> None:
-        for works in self._sends.values():
-            for work in works:
-                work.wait()
-        done = torch.cuda.current_stream(self.cache.device).record_event()
+        unread = [work for receives in self._receives.values() for _, work in receives]
+        for work in [*unread, *(work for works in self._sends.values() for work in works)]:
+            work.wait()  # also for what nobody reads: slots are not freed under a message
+        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the K,V in flight")
+
+    def _watch(self, event: torch.cuda.Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
-        self.ranks.wait_until(lambda block_s: _queried(done, block_s), "the K,V in flight", peers)
+        self.ranks.wait_until(lambda block_s: _queried(event, block_s), what, peers)
 
     def _post_receives(self, layer: int) -> None:
         self._receives[layer] = []

@@ -68,14 +68,12 @@ class TransferSchedule:
         return self._messages(layer, [(self.position + 1, piece, self.position + 1)])
 
     def links(self) -> list[tuple[int, int]]:
-        """Directed links (from rank, to rank) of the whole chain, in the same order on every rank."""
-        last = len(self.chain)
-        reach = 1 if self.transfer is Transfer.relay else last
-        return [(self.chain[i], self.chain[j]) for i in range(last) for j in range(i + 1, min(last, i + 1 + reach))]
+        """Directed links (from rank, to rank) of the whole chain."""
+        return chain_links(self._partition, self.transfer)
 
     def skew(self) -> int:
-        """Layers by which the earliest sender to this rank runs ahead of it."""
-        return self.position if self.transfer is Transfer.direct else 1
+        """Layers by which the earliest sender to this rank runs ahead of it, at least one."""
+        return max(1, self.position) if self.transfer is Transfer.direct else 1
 
     def _source(self, piece: int) -> int:
         return piece if self.transfer is Transfer.direct else self.position - 1
@@ -96,3 +94,10 @@ class TransferSchedule:
                     Message(peer=self.chain[peer], layer=layer, piece=piece, start=start, end=chunk.stop, tag=tag)
                 )
         return messages
+
+
+def chain_links(partition: ContextPartition, transfer: Transfer) -> list[tuple[int, int]]:
+    """Directed links (from rank, to rank) that a prefill uses, in the same order on every rank."""
+    chain = partition.chain
+    reach = 1 if transfer is Transfer.relay else len(chain)
+    return [(sender, receiver) for at, sender in enumerate(chain) for receiver in chain[at + 1 : at + 1 + reach]]

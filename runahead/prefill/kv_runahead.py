@@ -79,12 +79,13 @@ def prefill(job: PrefillJob) -> Prefilled:
     transfer.finish()
     computed_s = clock.seconds(computed)
     log = transfer.log
+    waits = [(clock.seconds(begin), clock.seconds(end)) for _, begin, end in log.waits]
     result = Prefilled(
         logits_BV=logits_BV,
         cache=cache if schedule.is_last else None,
         chunk_tokens=len(chunk),
-        prefill_s=time.perf_counter() - began_s,
-        wait_s=sum(clock.seconds(end) - clock.seconds(begin) for _, begin, end in log.waits),
+        prefill_s=computed_s - began_s,
+        wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
         kv_sent_bytes=log.sent_bytes,
         kv_received_bytes=log.received_bytes,
         kv_peak_bytes=cache.num_bytes,

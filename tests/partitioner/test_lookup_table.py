@@ -210,9 +210,13 @@ def test_entries_around_the_length_decide_the_number_of_ranks() -> None:
     assert table.best_ranks(7000) == 4
 
 
-def test_a_tie_goes_to_fewer_ranks() -> None:
-    table = table_of(entry([0, 100]), entry([0, 50, 100]))
-    assert table.best_ranks(100) == 1
+def test_fewer_ranks_are_taken_if_more_bring_next_to_nothing() -> None:
+    table = table_of(
+        entry([0, 100], ttft_s=1.0), entry([0, 50, 100], ttft_s=0.6), entry([0, 40, 40, 100], ttft_s=0.599)
+    )
+    assert table.best_ranks(100) == 2
+    assert [best.ranks for best in table.best_entries()] == [2]
+    assert table_of(entry([0, 100]), entry([0, 50, 100])).best_ranks(100) == 1
 
 
 @given(table=tables(), length=st.integers(1, 6000), started=st.integers(1, 7), most=st.none() | st.integers(1, 6))

@@ -61,6 +61,24 @@ def hang_in_layer(ranks: Ranks, failing: int, layer: int, seconds: float) -> tup
     return generate(ranks)
 
 
+def compute_in_layer(ranks: Ranks, working: int, layer: int, seconds: float) -> tuple[str, float]:
+    """The working rank computes for a long time inside a layer."""
+
+    def work() -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+    if ranks.rank == working:
+        _in_layer(layer, work)
+    return generate(ranks)
+
+
+def different_prompts(ranks: Ranks) -> tuple[str, float]:
+    """Every rank has a prompt of its own."""
+    return generate(ranks, num_tokens=30 + ranks.rank)
+
+
 def raise_in_layer(ranks: Ranks, failing: int, layer: int) -> tuple[str, float]:
     """The failing rank raises inside a layer."""
 

@@ -34,6 +34,7 @@ FAMILIES = [
     "gpt_oss",
     "mixtral",
     "deepseek_v3",
+    "jetmoe",
     "opt",
     "gpt2",
     "gpt_bigcode",

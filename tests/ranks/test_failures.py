@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from runahead.ranks import Ranks
 from tests.rank_pool import RankPool
 from tests.ranks import failing_tasks
 
@@ -22,8 +27,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     yield pool
     for process in pool.processes:
         if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-            process.kill()
+            with suppress(ProcessLookupError):  # it may end by itself just now
+                os.kill(process.pid, signal.SIGCONT)
+                process.kill()
     pool.close()
 
 
@@ -60,6 +66,7 @@ def test_killed_rank_is_noticed(pool: RankPool, failing: int) -> None:
     with pytest.raises(RuntimeError, match="the process has ended") as caught:
         pool.run(failing_tasks.signal_in_layer, failing, 2, failing_tasks.SIGKILL)
     assert f"rank {1 - failing}:" not in str(caught.value)  # that one returned a message of its own
+    # what it returned is asserted for whole jobs in test_job_ends.py
 
 
 def test_stopped_rank_is_noticed(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +79,25 @@ def test_long_decode_is_not_silence(pool: RankPool) -> None:
     outcomes = pool.run(failing_tasks.slow_decode, TIMEOUT_S / 3, 9)
     assert [reason for reason, _ in outcomes] == ["length", "length"]
     assert outcomes[0][1] > 2 * TIMEOUT_S
+
+
+def test_long_layer_is_not_silence(pool: RankPool) -> None:
+    outcomes = pool.run(failing_tasks.compute_in_layer, 0, 2, 2.5 * TIMEOUT_S)
+    assert [message for message, _ in outcomes] == ["ok", "ok"]
+    assert outcomes[1][1] > 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_ranks_with_different_work_do_not_begin(pool: RankPool) -> None:
+    for message, _ in pool.run(failing_tasks.different_prompts):
+        assert message.startswith("ValueError: rank 1, 2 and rank 0 were given different prompts")
+
+
+def test_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("runahead.ranks.MEETING_S", 0.3)
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    with pytest.raises(ValueError, match=r"rank 0, 2 of 3 did not start within 0 s"):
+        Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3, store=store)
 
 
 def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool) -> None:

@@ -1,0 +1,94 @@
+"""Replayed against measured TTFT: does a simulation from one device's compute predict two live ranks?
+
+    torchrun --nproc-per-node=2 benchmarks/prediction.py --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
+
+Measures compute and link, predicts every split, then runs all of them in turn. Appends a JSON line per point to
+benchmarks/results/prediction.jsonl and draws docs/prediction.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from partitioner.link import Links  # noqa: E402
+from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
+from partitioner.simulation import Cluster, simulate  # noqa: E402
+from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.55, 0.6, 0.65, 0.7])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--picture", default=str(ROOT / "docs" / "prediction.png"))
+    options = parser.parse_args()
+
+    with Ranks.start(RanksOptions(threads=1)) as ranks:
+        model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
+        chunks, prefixes = [256, 512, 1024, 2048, 4096], [256, 512, 1024, 2048, 4096]
+        compute = ranks.broadcast(probe_compute(model, chunks=chunks, prefixes=prefixes), 0, "the compute cost")
+        link = ping(ranks)
+        assert link is not None
+        cluster = Cluster(
+            compute=compute,
+            speed=[1.0] * ranks.size,
+            links=Links(ranks.size, link),
+            kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+        )
+        lines = []
+        for length in tqdm(options.lengths, disable=ranks.rank != 0):
+            splits = [from_ratios([ratio, 1 - ratio])(length, ranks.size) for ratio in options.ratios]
+            live = LiveCost(model, ranks, PrefillOptions(), length)
+            live.run(splits[0])  # warm up
+            seconds = [[live.run(split) for split in splits] for _ in range(options.repeats)]
+            for at, split in enumerate(splits):
+                runs = [run[at] for run in seconds]
+                predicted_s = simulate(split, cluster).ttft_s
+                lines.append(
+                    {
+                        "length": length,
+                        "boundaries": split.boundaries,
+                        "predicted_s": predicted_s,
+                        "measured_s": runs,
+                        "error": predicted_s / statistics.median(runs) - 1,
+                    }
+                )
+        if ranks.rank == 0:
+            report(lines, options.picture)
+            print(f"link: {link.latency_s * 1e6:.0f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s")
+
+
+def report(lines: list[dict], picture: str) -> None:
+    """Print the points, append them, and draw them."""
+    from partitioner.table_pictures import agreement_png
+
+    with (ROOT / "benchmarks" / "results" / "prediction.jsonl").open("a") as file:
+        for line in lines:
+            file.write(json.dumps({**line, "torch": torch.__version__}) + "\n")
+            measured_s = statistics.median(line["measured_s"])
+            print(
+                f"{line['length']:>6} tokens, boundary {line['boundaries'][1]:>5}: predicted "
+                f"{line['predicted_s']:.2f} s, measured {measured_s:.2f} s, error {line['error']:+.1%}"
+            )
+    errors = sorted(abs(line["error"]) for line in lines)
+    print(f"largest error {errors[-1]:.1%}, median {statistics.median(errors):.1%}, n={len(errors)}")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        pair = statistics.median(line["measured_s"]), line["predicted_s"]
+        points.setdefault(f"{line['length']:,} tokens", []).append(pair)
+    Path(picture).write_bytes(agreement_png(points, "SmolLM2-135M-Instruct, two ranks of one thread"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What no partition can beat, and what has to be sent: the paper's formulas (Eq. 1-7)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from runahead.context import ContextPartition
+
+ENTRIES_PER_TOKEN = 2
+"""The paper's figures count K and V apart."""
+
+
+class Attention(Enum):
+    """How much of the attention map is computed: all of it, masked half included, or what causality leaves."""
+
+    dense = "dense"
+    causal = "causal"
+
+
+def ttft_star(ttft_one_s: float, num_ranks: int, attention: Attention) -> float:
+    """TTFT*(p): the bound for a prompt so long that attention is all of the work, in perfect balance, sent for free.
+
+    Dense (Eq. 1-3): TTFT(1) = a C^2, and p chunks leave out the blocks above the diagonal, so
+    TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2): more than p times as fast. Causal: one rank leaves them out as well, so
+    TTFT*(p) = TTFT(1) / p.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"a bound for {num_ranks} ranks does not exist; use at least 1")
+    if attention is Attention.causal:
+        return ttft_one_s / num_ranks
+    return ttft_one_s / 2 * (1 / num_ranks + 1 / num_ranks**2)
+
+
+def tsp_tokens(num_tokens: int, num_ranks: int) -> int:
+    """Tokens whose K,V travel in one layer, all ranks together, when each sends its share to all others (Eq. 4-5)."""
+    return (num_ranks - 1) * num_tokens
+
+
+def even_chain_tokens(num_tokens: int, num_ranks: int) -> float:
+    """Tokens whose K,V travel in one layer along a chain of even chunks (Eq. 6-7): half of `tsp_tokens`."""
+    return (num_ranks - 1) * num_tokens / 2
+
+
+def chain_tokens(partition: ContextPartition) -> int:
+    """Tokens whose K,V travel in one layer along a chain: the sum of the inner boundaries, since rank i passes on the
+    prefix of rank i + 1. Direct transfer is the same sum in another order: chunk i goes to all later ranks.
+    """
+    chain = partition.chain
+    return sum(partition.boundaries[rank + 1] for rank in chain[:-1])
+
+
+def kv_entries(num_tokens: float) -> float:
+    """The paper's entries: K and V of so many tokens."""
+    return ENTRIES_PER_TOKEN * num_tokens
+
+
+def tsp_dot_products(num_tokens: int, num_ranks: int) -> float:
+    """Of queries and keys per layer and head, on each rank: its share of the queries with all keys."""
+    return num_tokens / num_ranks * num_tokens
+
+
+def chain_dot_products(partition: ContextPartition) -> list[int]:
+    """Of queries and keys per layer and head, by rank: its chunk with all keys up to the chunk's end.
+
+    A causal kernel leaves out the masked half of the chunk's own square.
+    """
+    return [len(partition.chunk(rank)) * partition.boundaries[rank + 1] for rank in range(partition.num_ranks)]

@@ -1,0 +1,65 @@
+"""What a prefill that is planned for runs on: the ranks, the links between them, and how K,V travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from partitioner.compute_cost import ComputeCost
+from partitioner.link import Links
+from runahead.config import Transfer
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """Ranks and links.
+
+    Attributes:
+        compute: cost of the measured device.
+        speed: per rank, relative to that device; 0.5 takes twice as long.
+        links: None is free communication, which gives the paper's practical bound TTFT(p).
+        kv_bytes_per_token: bytes of K and V of one token in one layer, all rows of the batch together.
+        layers_in_flight: as `prefill.layers_in_flight`.
+        pass_on_as_landed: as Gloo does; otherwise, as NCCL does, a piece is passed on behind the own chunk.
+
+    Raises:
+        ValueError: a speed that is not above 0, links of another number of ranks, too few layers in flight.
+    """
+
+    compute: ComputeCost
+    speed: list[float]
+    links: Links | None
+    kv_bytes_per_token: float
+    transfer: Transfer = Transfer.relay
+    layers_in_flight: int = 3
+    pass_on_as_landed: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.speed or any(not 0 < speed < inf for speed in self.speed):
+            raise ValueError(f"search.speeds={self.speed} must be above 0, one per rank, 1 being the measured device")
+        if self.links is not None and self.links.num_ranks != self.num_ranks:
+            raise ValueError(f"links join {self.links.num_ranks} ranks but there are speeds for {self.num_ranks}")
+        if not 0 <= self.kv_bytes_per_token < inf:
+            raise ValueError(f"K,V of {self.kv_bytes_per_token} bytes per token must be at least 0")
+        if self.layers_in_flight < 2:
+            raise ValueError(f"prefill.layers_in_flight={self.layers_in_flight} must be at least 2")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.speed)
+
+    def without_communication(self) -> Cluster:
+        """The same ranks with K,V that arrive at once."""
+        return replace(self, links=None)
+
+    def permuted(self, order: Sequence[int]) -> Cluster:
+        """The cluster whose rank r is played by what was rank order[r]; leaving some out makes it smaller.
+
+        Raises:
+            ValueError: a rank that is not there, or is there twice.
+        """
+        if len(set(order)) != len(order) or any(not 0 <= rank < self.num_ranks for rank in order):
+            raise ValueError(f"order of ranks {list(order)} must name different ranks of 0 to {self.num_ranks - 1}")
+        links = None if self.links is None else self.links.permuted(order)
+        return replace(self, speed=[self.speed[rank] for rank in order], links=links)

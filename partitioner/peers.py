@@ -1,0 +1,113 @@
+"""TTFT of what KV-Runahead is compared with: even chunks whose K,V all ranks gather in every layer.
+
+Both keep ranks in step: a layer's gathering begins when the slowest rank has its K,V, and is a ring of p - 1 steps, in
+each of which every rank sends C/p tokens' K,V to the next; the slowest link of the ring decides. The cost of compute
+is the same as for `simulate`, so its measurements serve both.
+"""
+
+from __future__ import annotations
+
+from partitioner.bounds import Attention
+from partitioner.cluster import Cluster
+from partitioner.simulation import Simulated
+
+
+def simulate_tsp(
+    num_tokens: int, num_ranks: int, cluster: Cluster, *, attention: Attention = Attention.dense
+) -> Simulated:
+    """Tensor/sequence parallelism, the paper's baseline: gather K,V, then attend; nothing overlaps.
+
+    Args:
+        attention: dense, as published: each rank's C/p queries attend to all C keys, and the mask comes after.
+            Causal, with a kernel that skips what is masked: rank i attends to (i + 1) C/p keys, and the others wait
+            for the last one in every layer.
+
+    Raises:
+        ValueError: no tokens, or more ranks than the cluster has.
+    """
+    _check(num_tokens, num_ranks, cluster)
+    compute, c = cluster.compute, num_tokens / num_ranks
+    attention_s = [
+        compute.prefix(c, num_tokens) if attention is Attention.dense else compute.own(c) + compute.prefix(c, rank * c)
+        for rank in range(num_ranks)
+    ]
+    step_s = _ring_step_s(c, num_ranks, cluster)
+    in_step_s = 0.0  # the moment at which the slowest rank has a layer's K,V
+    ready_s = [compute.first(c) / cluster.speed[rank] for rank in range(num_ranks)]
+    for layer in range(compute.num_layers):
+        in_step_s = max(ready_s) + (num_ranks - 1) * step_s
+        follows = compute.last if layer == compute.num_layers - 1 else compute.between
+        ready_s = [in_step_s + (attention_s[rank] + follows(c)) / cluster.speed[rank] for rank in range(num_ranks)]
+    return _simulated(ready_s[-1], c, attention_s, cluster)
+
+
+def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: bool = False) -> Simulated:
+    """Context parallelism with a balanced split: of 2p chunks of a = C/2p tokens, rank i has chunks i and 2p - 1 - i.
+
+    Every rank then attends to equally many keys, with a causal kernel. While K,V are gathered it attends to its own
+    two chunks. The prompt's last token is on rank 0.
+
+    Args:
+        ring: ring attention: each of the p - 1 steps' K,V are attended to while the next ones travel, in a call of
+            its own; otherwise the rest is attended to once everything is there, in a call per chunk.
+
+    Raises:
+        ValueError: no tokens, or more ranks than the cluster has.
+    """
+    _check(num_tokens, num_ranks, cluster)
+    compute, a, p = cluster.compute, num_tokens / (2 * num_ranks), num_ranks
+    local_s = 2 * compute.own(a) + compute.prefix(a, a)
+    steps_s: list[list[float]] = []  # of each rank: what it attends to after its own, in the order of arrival
+    for rank in range(p):
+        if ring:  # of an earlier rank both chunks need the first, of a later rank the second needs both
+            sources = [(rank - step) % p for step in range(1, p)]
+            steps_s.append([compute.prefix(2 * a, a) if j < rank else compute.prefix(a, 2 * a) for j in sources])
+        else:
+            steps_s.append([compute.prefix(a, rank * a) + compute.prefix(a, (2 * p - 2 - rank) * a)])
+    step_s = _ring_step_s(2 * a, p, cluster)
+    ready_s = [compute.first(2 * a) / cluster.speed[rank] for rank in range(p)]
+    for layer in range(compute.num_layers):
+        began_s = max(ready_s)
+        follows = compute.last if layer == compute.num_layers - 1 else compute.between
+        for rank in range(p):
+            speed = cluster.speed[rank]
+            now_s = ready_s[rank] + local_s / speed
+            for step, attends_s in enumerate(steps_s[rank], start=1):
+                arrived_s = began_s + (step if ring else p - 1) * step_s
+                now_s = max(now_s, arrived_s) + attends_s / speed
+            ready_s[rank] = now_s + follows(2 * a) / speed
+    attention_s = [local_s + sum(each) for each in steps_s]
+    return _simulated(ready_s[0], 2 * a, attention_s, cluster)
+
+
+def _ring_step_s(chunk: float, num_ranks: int, cluster: Cluster) -> float:
+    """Seconds in which every rank sends a chunk's K,V to the next."""
+    if cluster.links is None or num_ranks == 1:
+        return 0.0
+    num_bytes = chunk * cluster.kv_bytes_per_token
+    return max(cluster.links.between(rank, (rank + 1) % num_ranks).seconds(num_bytes) for rank in range(num_ranks))
+
+
+def _simulated(ttft_s: float, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:
+    """Every rank computes all layers, sends p - 1 chunks in each, and waits for the rest of the time."""
+    compute, num_ranks = cluster.compute, len(attention_s)
+    rest_s = compute.first(chunk) + (compute.num_layers - 1) * compute.between(chunk) + compute.last(chunk)
+    idle = [0.0] * (cluster.num_ranks - num_ranks)
+    compute_s = [
+        (rest_s + compute.num_layers * each_s) / speed
+        for each_s, speed in zip(attention_s, cluster.speed, strict=False)
+    ]
+    sent_bytes = (num_ranks - 1) * chunk * cluster.kv_bytes_per_token * compute.num_layers
+    return Simulated(
+        ttft_s=ttft_s,
+        compute_s=compute_s + idle,
+        wait_s=[max(0.0, ttft_s - each_s) for each_s in compute_s] + idle,
+        sent_bytes=[sent_bytes] * num_ranks + idle,
+    )
+
+
+def _check(num_tokens: int, num_ranks: int, cluster: Cluster) -> None:
+    if num_tokens < 1:
+        raise ValueError(f"a prompt of {num_tokens} tokens cannot be simulated")
+    if not 1 <= num_ranks <= cluster.num_ranks:
+        raise ValueError(f"{num_ranks} ranks were asked for but the cluster has 1 to {cluster.num_ranks}")

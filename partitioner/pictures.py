@@ -1,0 +1,127 @@
+"""Which pictures a lookup table gets, and the files they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partitioner.fingerprint import link_text
+from partitioner.lookup_table import LookupTable
+from runahead.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from partitioner.evaluations import SearchResult
+    from partitioner.search_record import SearchRecord
+    from partitioner.simulation import Cluster
+
+MOST_CHUNKS = 4
+"""Whose lengths a picture's title has room for."""
+
+
+def save_pictures(
+    table: LookupTable,
+    path: Path,
+    *,
+    trails: Mapping[tuple[int, int], SearchResult] | None = None,
+    clusters: Mapping[int, Cluster] | None = None,
+    folder: Path | None = None,
+) -> list[Path]:
+    """Draw a table, and keep beside it what its pictures need besides the table itself.
+
+    Args:
+        path: the table's file; pictures are named after it.
+        trails: searches of this run by (length, ranks); those of earlier runs are drawn too.
+        clusters: by number of ranks, what this run simulated.
+        folder: where the pictures go; beside the table by default.
+
+    Returns:
+        The files of the pictures.
+
+    Raises:
+        ValueError: what earlier runs kept is damaged.
+        OSError: a file cannot be written.
+    """
+    from partitioner.search_record import SearchRecord
+
+    record = SearchRecord.beside(path)
+    if trails or clusters:
+        record = record.with_newer(trails or {}, clusters or {})
+        record.save_beside(path)
+    written = []
+    for name, image in pictures(table, record):
+        file = (folder or path.parent) / f"{path.stem}.{name}.png"
+        write_whole(file, image)
+        written.append(file)
+    return written
+
+
+def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, bytes]]:
+    """Names and PNGs of all pictures that can be drawn of a table.
+
+    ratios, ttft; boundary: searches over two ranks; grids: the search over three ranks for the longest prompt;
+    timeline-p: what every rank does in the best split of the longest prompt over p ranks, where it was simulated.
+    """
+    # Late: a search should not wait for matplotlib before it begins.
+    from partitioner.search_pictures import boundary_png, grids_png
+    from partitioner.table_pictures import ratios_png, ttft_png
+
+    if not table.entries:
+        return
+    subject = _subject(table)
+    yield "ratios", ratios_png(table, subject)
+    free = {
+        (entry.length, entry.ranks): _without_communication(entry.length, record.clusters[entry.ranks])
+        for entry in table.entries
+        if entry.ranks > 1 and entry.ranks in record.clusters
+    }
+    # With a causal kernel TTFT(1) / TTFT*(p) is p; ranks that are slower than the first count for less.
+    ideal = {ranks: sum(cluster.speed) / cluster.speed[0] for ranks, cluster in record.clusters.items() if ranks > 1}
+    yield "ttft", ttft_png(table, subject, free=free, ideal=ideal)
+    by_ranks: dict[int, dict[int, SearchResult]] = {}
+    for (length, ranks), search in record.trails.items():
+        by_ranks.setdefault(ranks, {})[length] = search
+    if 2 in by_ranks:
+        yield "boundary", boundary_png(by_ranks[2], subject)
+    if 3 in by_ranks:
+        yield "grids", grids_png(by_ranks[3][max(by_ranks[3])], subject)
+    for ranks, cluster in sorted(record.clusters.items()):
+        if ranks > 1 and table.entries_for(ranks):
+            yield f"timeline-{ranks}", _timeline(table, ranks, cluster, subject)
+
+
+def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) -> bytes:
+    from partitioner.simulation import simulate
+    from runahead.skew_picture import skew_png
+
+    entry = table.entries_for(ranks)[-1]
+    simulated = simulate(entry.partition, cluster, record=True)
+    chunks = f"{entry.length:,}"
+    if ranks <= MOST_CHUNKS:
+        chunks = " + ".join(f"{chunk:,}" for chunk in entry.partition.chunk_lengths)
+    about = table.fingerprint
+    words = [f"predicted: {chunks} tokens", f"{about.name or about.model.type}, {about.dtype}", about.transfer]
+    if about.link is not None:
+        words.append(link_text(about.link))
+    return skew_png(simulated.spans, ttft_s=simulated.ttft_s, subject="; ".join(words))
+
+
+def _without_communication(length: int, cluster: Cluster) -> float:
+    """The paper's practical bound TTFT(p): the same chain with communication switched off.
+
+    Then equal work is within a token of the best split: no rank waits for another.
+    """
+    from partitioner.equal_work import equal_work
+    from partitioner.simulation import simulate
+
+    partition = equal_work(length, cluster.num_ranks, cluster.compute, cluster.speed)
+    return simulate(partition, cluster.without_communication()).ttft_s
+
+
+def _subject(table: LookupTable) -> str:
+    about = table.fingerprint
+    where = about.device if about.threads is None else f"{about.device}, {about.threads} thread(s) a rank"
+    words = [f"{about.name or about.model.type}, {about.dtype}", where, f"{about.backend}, {about.transfer}"]
+    if about.link is not None:
+        words.append(link_text(about.link))
+    return "; ".join(words)

@@ -1,0 +1,166 @@
+"""What a table's pictures are drawn from besides the table: the steps of its searches, and what was simulated.
+
+It is kept beside the table, so that `partitioner.show` can draw without searching again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from partitioner.compute_cost import ComputeCost, FittedCost, MeasuredCost
+from partitioner.evaluations import SearchResult, Step
+from partitioner.link import Link, Links
+from partitioner.simulation import Cluster
+from runahead.config import Transfer
+from runahead.context import ContextPartition
+from runahead.whole_file import write_whole
+
+FORMAT = "runahead search record"
+VERSION = 1
+
+COMPUTE: dict[str, type[MeasuredCost] | type[FittedCost]] = {"measured": MeasuredCost, "fitted": FittedCost}
+
+
+@dataclass(kw_only=True)
+class SearchRecord:
+    """Searches by (length, ranks), and clusters by ranks."""
+
+    trails: dict[tuple[int, int], SearchResult] = field(default_factory=dict)
+    clusters: dict[int, Cluster] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, table: Path) -> SearchRecord:
+        """The record of a table's searches, empty if there is none.
+
+        Raises:
+            ValueError: it is damaged; one line that names the file.
+        """
+        path = record_path(table)
+        if not path.exists():
+            return cls()
+        try:
+            return _from_plain(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"search record {path} is damaged; delete it, and the next search writes it anew"
+            ) from error
+
+    def with_newer(
+        self, trails: Mapping[tuple[int, int], SearchResult], clusters: Mapping[int, Cluster]
+    ) -> SearchRecord:
+        """This record with what a later run found."""
+        return SearchRecord(trails=self.trails | dict(trails), clusters=self.clusters | dict(clusters))
+
+    def save_beside(self, table: Path) -> None:
+        """Write the record, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(record_path(table), _json(self))
+
+
+def record_path(table: Path) -> Path:
+    return Path(f"{table}.search.json")
+
+
+def _json(record: SearchRecord) -> str:
+    searches = [
+        {
+            "length": length,
+            "ranks": ranks,
+            "steps": [[s.level, s.stride, s.boundaries, s.cost_s, s.is_best] for s in search.trail],
+        }
+        for (length, ranks), search in sorted(record.trails.items())
+    ]
+    clusters = [_plain_cluster(cluster) for _, cluster in sorted(record.clusters.items())]
+    plain = {"format": FORMAT, "version": VERSION, "searches": searches, "clusters": clusters}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _from_plain(plain: Any) -> SearchRecord:
+    if (plain["format"], plain["version"]) != (FORMAT, VERSION):
+        raise ValueError("another format")
+    record = SearchRecord()
+    for each in plain["searches"]:
+        record.trails[int(each["length"]), int(each["ranks"])] = _search(each)
+    for each in plain["clusters"]:
+        cluster = _cluster(each)
+        record.clusters[cluster.num_ranks] = cluster
+    return record
+
+
+def _search(plain: Any) -> SearchResult:
+    trail = []
+    for level, stride, boundaries, cost_s, is_best in plain["steps"]:
+        partition = ContextPartition(boundaries=tuple(map(int, boundaries)))
+        partition.check(int(plain["length"]), int(plain["ranks"]))
+        if not (isfinite(cost_s) and cost_s > 0 and stride >= 0):
+            raise ValueError("a step without a cost")
+        step = Step(
+            level=int(level),
+            stride=int(stride),
+            boundaries=partition.boundaries,
+            cost_s=float(cost_s),
+            is_best=bool(is_best),
+        )
+        trail.append(step)
+    best = min(trail, key=lambda step: step.cost_s)
+    return SearchResult(
+        partition=ContextPartition(boundaries=best.boundaries),
+        cost_s=best.cost_s,
+        num_evaluations=len(trail),
+        trail=trail,
+    )
+
+
+def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
+    links = cluster.links
+    return {
+        "compute": _plain_compute(cluster.compute),
+        "speed": cluster.speed,
+        "link": None if links is None else _plain_link(links.default),
+        "links": [] if links is None else [[*pair, _plain_link(link)] for pair, link in links.overrides.items()],
+        "kv_bytes_per_token": cluster.kv_bytes_per_token,
+        "transfer": cluster.transfer.name,
+        "layers_in_flight": cluster.layers_in_flight,
+        "pass_on_as_landed": cluster.pass_on_as_landed,
+    }
+
+
+def _cluster(plain: Any) -> Cluster:
+    links = None
+    if plain["link"] is not None:
+        overrides = {(int(sender), int(receiver)): _link(link) for sender, receiver, link in plain["links"]}
+        links = Links(len(plain["speed"]), _link(plain["link"]), overrides)
+    return Cluster(
+        compute=COMPUTE[plain["compute"]["kind"]].from_json(plain["compute"]["json"]),
+        speed=[float(speed) for speed in plain["speed"]],
+        links=links,
+        kv_bytes_per_token=float(plain["kv_bytes_per_token"]),
+        transfer=Transfer[plain["transfer"]],
+        layers_in_flight=int(plain["layers_in_flight"]),
+        pass_on_as_landed=bool(plain["pass_on_as_landed"]),
+    )
+
+
+def _plain_compute(compute: ComputeCost) -> dict[str, str]:
+    for kind, known in COMPUTE.items():
+        if isinstance(compute, known):
+            return {"kind": kind, "json": compute.to_json()}
+    raise TypeError(f"a {type(compute).__name__} cannot be kept in a file")
+
+
+def _plain_link(link: Link) -> dict[str, Any]:
+    """JSON has no infinity: null is a wire that costs nothing but its latency."""
+    return asdict(link) | {"bandwidth_Bps": None if link.bandwidth_Bps == inf else link.bandwidth_Bps}
+
+
+def _link(plain: Any) -> Link:
+    bandwidth = inf if plain["bandwidth_Bps"] is None else float(plain["bandwidth_Bps"])
+    return Link(latency_s=float(plain["latency_s"]), bandwidth_Bps=bandwidth, shared=bool(plain["shared"]))

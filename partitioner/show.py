@@ -1,0 +1,117 @@
+"""Shows a lookup table as text and pictures: `python -m partitioner.show tables/x.json [out=folder]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from partitioner.fingerprint import link_text
+from partitioner.lookup_table import WORTHWHILE, LookupTable
+from partitioner.picture_style import seconds
+from partitioner.pictures import save_pictures
+from partitioner.table_entry import Entry
+
+HELP = """\
+usage: python -m partitioner.show <table.json> [out=<folder>]
+
+Prints a lookup table that python -m partitioner.search wrote, and draws its pictures (PNG) beside it, or in the folder.
+"""
+
+COLUMNS = ("", "tokens", "ranks", "TTFT", "speed-up", "ratios", "found by")
+NOTE = f"* the best number of ranks: the smallest whose first token is at most {WORTHWHILE:.0%} later than the earliest"
+LEFT = ("ratios", "found by")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The whole program. Its exit status: 0 done, 2 something is wrong with the table or the command line."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(HELP, end="")
+        return 0
+    try:
+        table_path, folder = _read(arguments)
+        table = LookupTable.load(table_path)
+        print(table_text(table), end="")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        written = save_pictures(table, table_path, folder=folder)
+    except OSError as error:
+        print(f"pictures cannot be written: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in written:
+        print(path)
+    return 0
+
+
+def _read(arguments: Sequence[str]) -> tuple[Path, Path | None]:
+    tables = [argument for argument in arguments if not argument.startswith(("-", "out="))]
+    folders = [argument.removeprefix("out=") for argument in arguments if argument.startswith("out=")]
+    unknown = [argument for argument in arguments if argument.startswith("-")]
+    if unknown:
+        raise ValueError(f"unknown flag {unknown[0]}; usage: python -m partitioner.show <table.json> [out=<folder>]")
+    if len(tables) != 1:
+        raise ValueError(f"one table is needed, not {len(tables)}: python -m partitioner.show <table.json>")
+    if "" in folders:
+        raise ValueError("out= is empty; name a folder, or leave it out")
+    return Path(tables[0]), Path(folders[-1]) if folders else None
+
+
+def table_text(table: LookupTable) -> str:
+    """The table for a terminal, the best number of ranks of every length marked."""
+    if not table.entries:
+        return f"{_head(table)}\nno entries\n"
+    rows = [list(COLUMNS)]
+    groups = groupby(table.entries, key=lambda entry: entry.length)
+    for (_, group), best in zip(groups, table.best_entries(), strict=True):
+        rows += _rows(list(group), best)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            for name, cell, width in zip(COLUMNS, row, widths, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([_head(table), "", *lines, "", NOTE]) + "\n"
+
+
+def _rows(entries: Sequence[Entry], best: Entry) -> list[list[str]]:
+    """Of one prompt length, whose number is told once."""
+    alone = next((entry.ttft_s for entry in entries if entry.ranks == 1), None)
+    return [
+        [
+            "*" if entry is best else "",
+            f"{entry.length:,}" if entry is entries[0] else "",
+            str(entry.ranks),
+            seconds(entry.ttft_s, aligned=True),
+            "" if alone is None else f"{alone / entry.ttft_s:.2f}x",
+            " ".join(f"{ratio:.3f}" for ratio in entry.ratios),
+            entry.objective + ("" if entry.spread is None else f", spread {entry.spread:.1%}"),
+        ]
+        for entry in entries
+    ]
+
+
+def _head(table: LookupTable) -> str:
+    about = table.fingerprint
+    threads = "" if about.threads is None else f", {about.threads} thread{'s' if about.threads > 1 else ''} a rank"
+    link = "unknown"
+    if about.link is not None:
+        link = f"{link_text(about.link)} ({'measured' if about.link_measured else 'given'})"
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items() if version is not None)
+    lines = {
+        "model": f"{about.name + ': ' if about.name else ''}{about.model}",
+        "on": f"{about.device}{threads}, {about.dtype}",
+        "K,V by": f"{about.backend}, {about.transfer}; link {link}",
+        "made": ", ".join(part for part in (about.date, versions) if part) or "at an unknown time",
+    }
+    return "\n".join(f"{name:8}{text}" for name, text in lines.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""partition=table: the ranks agree on one table, and on whether it holds for this run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.partitions import TablePartition, check_table, kvr_name, partitioner
+from partitioner.fingerprint import Fingerprint
+from runahead import Ranks, even
+from runahead.config import PartitionOptions, PrefillOptions, RunOptions, Transfer, ineffective_settings
+from runahead.ranks import SharedError
+from runahead.report import report_json
+from tests.conftest import RankPools
+from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
+from tests.ranks.tasks import tiny_model
+from tests.unit.test_report import batch, generation
+
+TABLE = table_of(entry([0, 60, 100]), entry([0, 120, 200]))
+
+
+def options(path: Path, *, force: bool = False) -> PartitionOptions:
+    return PartitionOptions(name="table", table=str(path), force=force)  # type: ignore[arg-type]
+
+
+def split_by_rank_0s_table(ranks: Ranks, path: Path) -> tuple[int, ...]:
+    """Only rank 0 has the file."""
+    mine = path if ranks.rank == 0 else path.with_name("not there.json")
+    return partitioner(options(mine), ranks)(150, ranks.size).boundaries
+
+
+def outcome_of_check(ranks: Ranks, path: Path, force: bool) -> str:
+    partition = partitioner(options(path), ranks)
+    run = RunOptions(partition=options(path, force=force), prefill=PrefillOptions(transfer=Transfer.relay))
+    try:
+        check_table(partition, tiny_model("llama", torch.float32), ranks, run)
+    except (ValueError, SharedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fits"
+
+
+def test_every_rank_splits_by_rank_0s_file(rank_pools: RankPools, tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "table.json")
+    assert rank_pools.run(2, split_by_rank_0s_table, tmp_path / "table.json") == [(0, 90, 150)] * 2
+
+
+def test_a_table_for_another_model_ends_all_ranks_unless_it_is_forced(rank_pools: RankPools, tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "other.json")
+    first, second = rank_pools.run(2, outcome_of_check, tmp_path / "other.json", False)
+    assert first.startswith(f"ValueError: lookup table {tmp_path / 'other.json'} holds for model num layers 30, not 3")
+    assert first.endswith("or use this one with partition.force=true")
+    assert second.startswith("SharedError")
+    assert rank_pools.run(2, outcome_of_check, tmp_path / "other.json", True) == ["fits", "fits"]
+
+
+def test_a_table_for_this_model_fits(rank_pools: RankPools, tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.float32)
+    mine = Fingerprint.of(model, device=torch.device("cpu"), backend="gloo", transfer=Transfer.relay)
+    replace(TABLE, fingerprint=replace(mine, threads=1)).save(tmp_path / "mine.json")
+    assert rank_pools.run(2, outcome_of_check, tmp_path / "mine.json", False) == ["fits", "fits"]
+
+
+def test_warnings_are_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    partition = TablePartition(TABLE)
+    for _ in range(2):
+        assert partition(400, 2).boundaries == (0, 240, 400)
+        partition.check_fits(replace(FINGERPRINT, dtype="bfloat16"), force=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith("warning: lookup table ") for line in lines)
+
+
+def test_the_papers_names_are_in_the_report() -> None:
+    run = RunOptions(partition=PartitionOptions(name="table", table="x"))  # type: ignore[arg-type]
+    partition = TablePartition(TABLE)
+    assert kvr_name(run, partition, [0, 60, 100]) == "KVR-S"
+    assert kvr_name(run, partition, [0, 90, 150]) == "KVR-P"
+    assert kvr_name(RunOptions(), even, [0, 50, 100]) == "KVR-E"
+    assert kvr_name(RunOptions(prefill=PrefillOptions(name="single")), even, [0, 100, 100]) is None  # type: ignore[arg-type]
+    ratios = RunOptions(partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4]))  # type: ignore[arg-type]
+    assert kvr_name(ratios, lambda *_: even(100, 2), [0, 50, 100]) is None
+    text = report_json(
+        run, [batch(generation())], model="m", dtype="float32", device="cpu", world_size=2, kvr_names=["KVR-P"]
+    )
+    assert json.loads(text)["partition"] == {"name": "table", "kvr": "KVR-P", "boundaries": [0, 6, 10]}
+
+
+def test_force_without_a_table_has_no_effect() -> None:
+    run = RunOptions(partition=PartitionOptions(force=True))
+    assert ineffective_settings(run) == ["partition.force has no effect without partition=table"]
