@@ -106,6 +106,13 @@ class Fingerprint:
             date=now(),
         )
 
+    @property
+    def place(self) -> str:
+        """Where a rank computes, in a few words."""
+        if self.threads is None:
+            return self.device
+        return f"{self.device}, {self.threads} thread{'s' if self.threads > 1 else ''} a rank"
+
     def key(self) -> str:
         """One line that is the same for runs whose measurements may be put together.
 

@@ -17,6 +17,9 @@ GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"
 """Of what a reader should see first: the best split."""
 
+MOST_TICKS = 10
+"""Prompt lengths that can be read side by side."""
+
 Colour = tuple[float, float, float, float]
 
 
@@ -87,11 +90,13 @@ def ink_on(colour: Colour) -> str:
 
 
 def set_lengths(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic x axis with prompt lengths as its ticks, as many as fit."""
+    """A logarithmic x axis with prompt lengths as its ticks, as many as fit; the longest is always there."""
     axes.set_xscale("log", base=2)
-    shown = list(lengths)
-    while len(shown) > 9:
-        shown = shown[::-2][::-1]  # the longest stays
+    apart = (max(lengths) / min(lengths)) ** (1 / MOST_TICKS)
+    shown: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if not shown or length * apart <= shown[-1]:
+            shown.append(length)
     axes.set_xticks(shown, [tokens(length) for length in shown])
     axes.set_xticks([], minor=True)
 
@@ -100,7 +105,8 @@ def set_seconds(axis: Any, *, log: bool = False) -> None:
     """Times as the ticks of an axis; on a logarithmic one 1, 2 and 5 of every decade, or what fits a narrow range."""
     if log:
         low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 4 else range(1, 10)))
+        subs = (1,) if high / low > 1e4 else (1, 2, 5) if high / low > 4 else range(1, 10)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=10))
     axis.set_major_formatter(lambda value, _: seconds(value))
     axis.set_minor_formatter(lambda value, _: "")
 

@@ -11,9 +11,9 @@ from partitioner.lookup_table import LookupTable
 from runahead.whole_file import write_whole
 
 if TYPE_CHECKING:
+    from partitioner.cluster import Cluster
     from partitioner.evaluations import SearchResult
     from partitioner.search_record import SearchRecord
-    from partitioner.simulation import Cluster
 
 MOST_CHUNKS = 4
 """Whose lengths a picture's title has room for."""
@@ -120,8 +120,7 @@ def _without_communication(length: int, cluster: Cluster) -> float:
 
 def _subject(table: LookupTable) -> str:
     about = table.fingerprint
-    where = about.device if about.threads is None else f"{about.device}, {about.threads} thread(s) a rank"
-    words = [f"{about.name or about.model.type}, {about.dtype}", where, f"{about.backend}, {about.transfer}"]
+    words = [f"{about.name or about.model.type}, {about.dtype}", about.place, f"{about.backend}, {about.transfer}"]
     if about.link is not None:
         words.append(link_text(about.link))
     return "; ".join(words)

@@ -33,6 +33,8 @@ WORST_SHOWN = 1.0
 """Slower than the best by more than this share is all one colour."""
 COLOUR_TICKS = (0, 0.001, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
 MOST_PANELS = 8
+FAR = 1.6
+"""A curve is drawn up to this times the best."""
 
 
 def boundary_png(searches: Mapping[int, SearchResult], subject: str = "") -> bytes:
@@ -59,7 +61,6 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
         s=22,
         edgecolors="white",
         linewidths=0.5,
-        clip_on=False,
         zorder=2,
     )
     best = search.partition.boundaries[1]
@@ -69,11 +70,13 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     if (even_s := costs.get(length // 2, 0.0)) > search.cost_s:
         text += f"\n{even_s / search.cost_s - 1:.1%} faster than even"
     dress(axes, title=f"{tokens(length)} tokens: {seconds(search.cost_s)}", x="tokens of rank 0")
-    shown = [*places, length / 2]
+    # The valley: what is far slower would make it flat.
+    near = [place for place in places if costs[place] <= FAR * search.cost_s]
+    shown = [*near, length / 2]
     margin = 0.1 * (max(shown) - min(shown)) or 0.1 * length
     axes.set_xlim(max(0, min(shown) - margin), min(length, max(shown) + margin))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    low, high = search.cost_s, max(costs.values())
+    low, high = search.cost_s, max(costs[place] for place in near)
     axes.set_ylim(low - 0.22 * (high - low or low), high + 0.06 * (high - low or low))
     set_seconds(axes.yaxis)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

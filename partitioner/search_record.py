@@ -12,10 +12,10 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from partitioner.cluster import Cluster
 from partitioner.compute_cost import ComputeCost, FittedCost, MeasuredCost
 from partitioner.evaluations import SearchResult, Step
 from partitioner.link import Link, Links
-from partitioner.simulation import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.whole_file import write_whole

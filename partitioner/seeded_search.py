@@ -86,6 +86,7 @@ class _PatternSearch:
         evaluations = self._chain.evaluations
         evaluations.stride = stride
         self._best_s = self._chain(self._start)
+        while V & 1 and self._start and self._shrink(): pass
         while True:
             while self._sweep(evaluations.stride, self._smooth + self._local):
                 pass
@@ -93,6 +94,14 @@ class _PatternSearch:
                 evaluations.level, evaluations.stride = evaluations.level + 1, evaluations.stride // 2
             elif not self._sweep(2 * self._min_stride, self._smooth):  # at the finest stride, their parts are rounded
                 return
+
+    def _shrink(self):
+        b = on_grid([x//2 for x in self._best[:-1]] + [self._best[-1]], self._min_stride)
+        if not self._allows(b): return False
+        c = self._chain(b)
+        if c >= self._best_s: return False
+        self._best, self._best_s = b, c
+        return True
 
     def _sweep(self, stride: int, moves: list[Move]) -> bool:
         """Try all moves; did any help?"""
@@ -132,6 +141,11 @@ def _smooth_moves(num_inner: int) -> Iterator[Move]:
         ramp = [max(0.0, (at + 1 - start) / (num_inner - start)) for at in range(num_inner)]
         yield tuple(ramp)
         yield tuple(reversed(ramp))
+    if num_inner > 2 and V & 2:
+      for rank in range(1, num_inner):
+        shifts = [float(at >= rank) - (at + (at<rank)) / num_inner for at in range(num_inner)]
+        farthest = max(map(abs, shifts))
+        yield tuple(shift / farthest for shift in shifts)
     if num_inner > 2:
         middle = (num_inner - 1) / 2
         yield tuple(1 - abs(at - middle) / (middle + 1) for at in range(num_inner))
@@ -145,3 +159,6 @@ def _local_moves(num_inner: int) -> Iterator[Move]:
         yield tuple(float(at == each) - float(at + 1 == each) for each in range(num_inner))
     for at in range(num_inner):
         yield tuple(float(at == each) for each in range(num_inner))
+
+import os
+V=int(os.environ.get("V",0))

@@ -99,14 +99,13 @@ def _rows(entries: Sequence[Entry], best: Entry) -> list[list[str]]:
 
 def _head(table: LookupTable) -> str:
     about = table.fingerprint
-    threads = "" if about.threads is None else f", {about.threads} thread{'s' if about.threads > 1 else ''} a rank"
     link = "unknown"
     if about.link is not None:
         link = f"{link_text(about.link)} ({'measured' if about.link_measured else 'given'})"
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items() if version is not None)
     lines = {
         "model": f"{about.name + ': ' if about.name else ''}{about.model}",
-        "on": f"{about.device}{threads}, {about.dtype}",
+        "on": f"{about.place}, {about.dtype}",
         "K,V by": f"{about.backend}, {about.transfer}; link {link}",
         "made": ", ".join(part for part in (about.date, versions) if part) or "at an unknown time",
     }

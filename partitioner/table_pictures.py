@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -31,6 +32,8 @@ BETWEEN = 24
 """Lengths that are looked up between two entries."""
 READABLE = 0.05
 """Of a bar's height: shares above it have room for their number."""
+NARROW = 1.2
+"""Bars up to this width have none."""
 
 Bound = Mapping[tuple[int, int], float]
 """(length, ranks) -> seconds."""
@@ -58,13 +61,15 @@ def _draw_ratios(axes: Any, table: LookupTable, ranks: int) -> None:
         for rank in range(ranks):
             axes.fill_between(lengths, ends[rank], ends[rank + 1], color=shades[rank], alpha=0.3, linewidth=0)
             axes.plot(lengths, ends[rank + 1], color="white", linewidth=0.8)
+    width = _bar_width([entry.length for entry in entries])
     for entry in entries:
-        _draw_bar(axes, entry, shades)
+        _draw_bar(axes, entry, shades, width)
     for boundary in range(1, ranks):
         axes.axhline(boundary / ranks, color=INK, linewidth=0.7, linestyle=(0, (2, 3)), alpha=0.7)
     dress(axes, title=f"{ranks} ranks (dotted: even)" if ranks > 1 else "1 rank", x="prompt, tokens", grid="")
     set_lengths(axes, [entry.length for entry in entries])
-    axes.set_xlim(entries[0].length / 1.35, entries[-1].length * 1.35)
+    margin = width**0.9 if len(entries) > 1 else width**2
+    axes.set_xlim(entries[0].length / margin, entries[-1].length * margin)
     axes.set_ylim(1, 0)
     last = [0.0, *accumulate(entries[-1].ratios)]
     working = [rank for rank in range(ranks) if entries[-1].ratios[rank] > 0]
@@ -75,14 +80,19 @@ def _draw_ratios(axes: Any, table: LookupTable, ranks: int) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _draw_bar(axes: Any, entry: Entry, shades: Sequence[Colour]) -> None:
+def _bar_width(lengths: Sequence[int]) -> float:
+    """A factor, for the axis is logarithmic: bars take half the room between the closest lengths, at most 1.45."""
+    return min([1.45, *(math.sqrt(after / before) for before, after in pairwise(lengths))])
+
+
+def _draw_bar(axes: Any, entry: Entry, shades: Sequence[Colour], width: float) -> None:
     ends = [0.0, *accumulate(entry.ratios)]
-    left, right = entry.length / 1.2, entry.length * 1.2  # the axis is logarithmic
+    left, right = entry.length / math.sqrt(width), entry.length * math.sqrt(width)
     for rank, share in enumerate(entry.ratios):
         axes.bar(
             left, share, right - left, ends[rank], align="edge", color=shades[rank], edgecolor="white", linewidth=0.8
         )
-        if share > READABLE:
+        if share > READABLE and width > NARROW:
             axes.annotate(
                 f"{share:.1%}",
                 (entry.length, ends[rank] + share / 2),
@@ -120,16 +130,16 @@ def ttft_png(
     for ranks, shade in shades.items():
         entries = table.entries_for(ranks)
         _draw_line(axes[0], [(entry.length, entry.ttft_s) for entry in entries], shade, _ranks_text(ranks))
-        _ring(axes[0], [(entry.length, entry.ttft_s) for entry in entries if entry is best[entry.length]])
+    _ring(axes[0], [(length, entry.ttft_s) for length, entry in best.items()], "the best number")
     axes[0].set_yscale("log")
     set_seconds(axes[0].yaxis, log=True)
     dress(axes[0], title="Time to first token", x="prompt, tokens")
     set_lengths(axes[0], lengths)
-    axes[0].legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    axes[0].legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=1 + len(shades) // 8)
     if has_speedups:
         _draw_speedups(axes[1], compared, alone, shades, best, free or {}, ideal or {})
         set_lengths(axes[1], lengths)
-    set_title(figure, "How many ranks, and what they bring (ringed: the best number of ranks)", subject)
+    set_title(figure, "How many ranks to use, and what they bring", subject)
     return png(figure)
 
 
@@ -165,9 +175,10 @@ def _draw_line(axes: Any, points: Sequence[tuple[float, float]], colour: Colour,
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, marker="o", markersize=4.5, label=label)
 
 
-def _ring(axes: Any, points: Sequence[tuple[float, float]]) -> None:
+def _ring(axes: Any, points: Sequence[tuple[float, float]], label: str | None = None) -> None:
     if points:
-        axes.scatter(*zip(*points, strict=True), s=75, facecolors="none", edgecolors=ACCENT, linewidths=1.5, zorder=3)
+        xs, ys = zip(*points, strict=True)
+        axes.scatter(xs, ys, s=75, facecolors="none", edgecolors=ACCENT, linewidths=1.5, zorder=3, label=label)
 
 
 def _ranks_text(ranks: int) -> str:

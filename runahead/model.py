@@ -223,8 +223,8 @@ class Model:
         """Logits (B, V) of the last token by transformers' own attention."""
         modules = [] if self._passes_keywords else self.module.modules()
         adapted = {module: vars(module).pop("forward") for module in modules if "forward" in vars(module)}
-        # Where there is a choice: Falcon's eager attention counts its ALiBi twice (transformers 5.23).
-        set_attention(self.module, "sdpa" if self.module._supports_sdpa else "eager")
+        # Eager knows all terms; but Falcon's counts its ALiBi twice (as of transformers 5.23).
+        set_attention(self.module, "sdpa" if self.config.model_type == "falcon" else "eager")
         try:
             return self.module(input_ids=ids, use_cache=False).logits[:, -1]
         finally:

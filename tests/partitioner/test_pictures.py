@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner.cluster import Cluster
 from partitioner.compute_cost import FittedCost, MeasuredCost
 from partitioner.evaluations import Evaluations, SearchResult
 from partitioner.grid_search import grid_search
@@ -25,7 +26,7 @@ from partitioner.picture_style import rows_and_columns, seconds, tokens
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path
-from partitioner.simulation import Cluster, simulate
+from partitioner.simulation import simulate
 from partitioner.table_pictures import agreement_png, ratios_png, ttft_png
 from runahead.config import Transfer
 from runahead.context import ContextPartition
