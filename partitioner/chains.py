@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from partitioner.evaluations import Evaluations, on_grid
 
-PROMISING = 1.2
+PROMISING = 1.1
 """A chain is searched if a rough split over it costs at most this much more than the best so far."""
 TRIED = 3
 """Chains searched, the most promising first, before the neighbours of the best one are looked at again."""

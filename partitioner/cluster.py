@@ -49,6 +49,11 @@ class Cluster:
     def num_ranks(self) -> int:
         return len(self.speed)
 
+    @property
+    def is_uniform(self) -> bool:
+        """Are all ranks and all links alike?"""
+        return len(set(self.speed)) == 1 and (self.links is None or not self.links.overrides)
+
     def without_communication(self) -> Cluster:
         """The same ranks with K,V that arrive at once."""
         return replace(self, links=None)

@@ -46,7 +46,7 @@ def grid_search(
 
     Args:
         min_stride: inner boundaries are multiples of it.
-        leave_out: also try to leave ranks out. Where ranks and links are alike, `best_num_ranks` does that better.
+        leave_out: also try to leave ranks out. Where ranks and links are alike, fewer leading ranks do as well.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 

@@ -40,8 +40,15 @@ def best_split(
         return simulate(partition, cluster).ttft_s
 
     balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
-    seed = min([balanced, *seeds], key=cost) if seeds else balanced
-    return seeded_search(cost, num_tokens, num_ranks, min_stride=min_stride, seed=seed, max_evaluations=max_evaluations)
+    return seeded_search(
+        cost,
+        num_tokens,
+        num_ranks,
+        min_stride=min_stride,
+        seed=min([balanced, *seeds], key=cost) if seeds else balanced,
+        leave_out=not cluster.is_uniform,
+        max_evaluations=max_evaluations,
+    )
 
 
 def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_stride: int) -> SearchResult:

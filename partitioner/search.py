@@ -100,6 +100,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         backend=ranks.backend,
         transfer=run.prefill.transfer,
         link=link,
+        link_measured=run.link.gbps is None,
     )
     table = ranks.agree("the table", lambda: _existing(run, fingerprint)) or LookupTable(fingerprint, [])
     compute = _compute(run, ranks, model, max(run.search.lengths), num_layers, fingerprint)

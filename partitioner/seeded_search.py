@@ -38,17 +38,17 @@ def seeded_search(
 ) -> SearchResult:
     """The cheapest partition near a seed, by pattern search.
 
-    At every stride each move is tried in both directions and repeated while it helps; when none helps, the stride
-    halves. Moves of one boundary alone get stuck, since TTFT is about a maximum over ranks: to relieve one rank is to
-    burden another. So boundaries also move in neighbouring pairs and all together. No move
-    empties a chunk; ranks are left out afterwards, as `search_other_chains` says.
+    At every stride each move is tried in both directions for as long as any move helps; then the stride halves. Moves
+    of one boundary alone get stuck, since TTFT is about a maximum over ranks: to relieve one rank is to burden another.
+    So boundaries also move in neighbouring pairs and all together. No move empties a chunk; ranks are left out
+    afterwards, as `search_other_chains` says.
 
     Args:
         seed: equal work, or an interpolation of known entries; by default even chunks.
-        min_stride: inner boundaries are multiples of it.
+        min_stride: inner boundaries are multiples of it, unless the seed itself is the best of all.
         reach: tokens by which a boundary may end up away from the start of its search; by default any. The first
             stride is half of it, by default a quarter of an even chunk.
-        leave_out: also try to leave ranks out. Where ranks and links are alike, `best_num_ranks` does that better.
+        leave_out: also try to leave ranks out. Where ranks and links are alike, fewer leading ranks do as well.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 
@@ -67,6 +67,8 @@ def seeded_search(
         _PatternSearch(chain, boundaries, min_stride, reach).run(coarse_stride(farthest, min_stride))
 
     with suppress(OutOfEvaluations):
+        evaluations.stride = min_stride
+        evaluations(seed.boundaries)
         search_all_ranks(evaluations, start, descend)
         if leave_out:
             search_other_chains(evaluations, min_stride, descend)
@@ -86,7 +88,8 @@ class _PatternSearch:
         evaluations = self._chain.evaluations
         evaluations.stride = stride
         self._best_s = self._chain(self._start)
-        while V & 1 and self._start and self._shrink(): pass
+        while self._shrink():
+            pass
         while True:
             while self._sweep(evaluations.stride, self._smooth + self._local):
                 pass
@@ -95,13 +98,10 @@ class _PatternSearch:
             elif not self._sweep(2 * self._min_stride, self._smooth):  # at the finest stride, their parts are rounded
                 return
 
-    def _shrink(self):
-        b = on_grid([x//2 for x in self._best[:-1]] + [self._best[-1]], self._min_stride)
-        if not self._allows(b): return False
-        c = self._chain(b)
-        if c >= self._best_s: return False
-        self._best, self._best_s = b, c
-        return True
+    def _shrink(self) -> bool:
+        """Halve all chunks but the last, which gets the rest: on slow links the best split is that far from a seed."""
+        *inner, num_tokens = self._best[1:]
+        return self._go(on_grid([0, *(boundary // 2 for boundary in inner), num_tokens], self._min_stride))
 
     def _sweep(self, stride: int, moves: list[Move]) -> bool:
         """Try all moves; did any help?"""
@@ -113,7 +113,10 @@ class _PatternSearch:
     def _try(self, move: Move, stride: int) -> bool:
         unit = self._min_stride
         inner = [b + round(part * stride / unit) * unit for b, part in zip(self._best[1:-1], move, strict=True)]
-        boundaries = (0, *inner, self._best[-1])
+        return self._go((0, *inner, self._best[-1]))
+
+    def _go(self, boundaries: tuple[int, ...]) -> bool:
+        """Move there if it is cheaper; did it help?"""
         if not self._allows(boundaries):
             return False
         cost_s = self._chain(boundaries)
@@ -141,11 +144,6 @@ def _smooth_moves(num_inner: int) -> Iterator[Move]:
         ramp = [max(0.0, (at + 1 - start) / (num_inner - start)) for at in range(num_inner)]
         yield tuple(ramp)
         yield tuple(reversed(ramp))
-    if num_inner > 2 and V & 2:
-      for rank in range(1, num_inner):
-        shifts = [float(at >= rank) - (at + (at<rank)) / num_inner for at in range(num_inner)]
-        farthest = max(map(abs, shifts))
-        yield tuple(shift / farthest for shift in shifts)
     if num_inner > 2:
         middle = (num_inner - 1) / 2
         yield tuple(1 - abs(at - middle) / (middle + 1) for at in range(num_inner))
@@ -159,6 +157,3 @@ def _local_moves(num_inner: int) -> Iterator[Move]:
         yield tuple(float(at == each) - float(at + 1 == each) for each in range(num_inner))
     for at in range(num_inner):
         yield tuple(float(at == each) for each in range(num_inner))
-
-import os
-V=int(os.environ.get("V",0))
