@@ -180,8 +180,8 @@ def _compute(
     from partitioner.measure import probe_compute
     from runahead.whole_file import write_whole
 
-    chunks = run.search.probe_chunks or _doubling(SHORTEST_PROBE, longest)
-    prefixes = run.search.probe_prefixes or _doubling(2 * SHORTEST_PROBE, longest)
+    lengths = _doubling(SHORTEST_PROBE, max(longest, 2 * SHORTEST_PROBE))  # two points make a line
+    chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
     path = Path(f"{run.table}.compute.json")
     purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
 

@@ -1,0 +1,82 @@
+"""Clusters to plan for: the paper's, and random ones of unlike ranks and links."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from partitioner.cluster import Cluster
+from partitioner.compute_cost import FittedCost
+from partitioner.link import Link, Links
+from runahead.config import Transfer
+from tests.partitions import boundaries
+
+LLAMA_KV_BYTES = 2 * 4096 * 2
+"""Of a token in one layer of Llama 7B, in half precision."""
+
+
+def llama(**changes: Any) -> FittedCost:
+    """Llama 7B on something like an A100."""
+    shape: dict[str, Any] = {
+        "num_layers": 32,
+        "model_dim": 4096,
+        "kv_dim": 4096,
+        "mlp_dim": 11008,
+        "vocab_size": 32000,
+        "matmul_flops": 200e12,
+        "attention_flops": 120e12,
+        "step_s": 20e-6,
+    }
+    return FittedCost.from_shape(**(shape | changes))
+
+
+def llama_cluster(num_ranks: int, GBps: float | None, **changes: Any) -> Cluster:
+    """The paper's machine with links of so many 1e9 bytes per second; None for free communication."""
+    links = None if GBps is None else Links(num_ranks, Link.from_GBps(GBps, latency_s=10e-6))
+    values: dict[str, Any] = {
+        "compute": llama(),
+        "speed": [1.0] * num_ranks,
+        "links": links,
+        "kv_bytes_per_token": LLAMA_KV_BYTES,
+    }
+    return Cluster(**(values | changes))
+
+
+def random_cluster(rng: random.Random, num_ranks: int, num_layers: int) -> Cluster:
+    """Ranks and links of different speeds; on some, communication is nothing, on some it is nearly all."""
+    flops = 10 ** rng.uniform(13.5, 14.5)
+    compute = llama(
+        num_layers=num_layers,
+        kv_dim=rng.choice([512, 4096]),
+        matmul_flops=flops,
+        attention_flops=flops * rng.uniform(0.1, 1),
+        step_s=rng.uniform(0, 1e-4),
+    )
+    bandwidth = 10 ** rng.uniform(9, 11.5)
+    pairs = [(i, j) for i in range(num_ranks) for j in range(i + 1, num_ranks)]
+    overrides = {
+        pair: Link(latency_s=1e-5, bandwidth_Bps=bandwidth * rng.uniform(0.3, 1))
+        for pair in pairs
+        if rng.random() < 0.5
+    }
+    default = Link(latency_s=rng.uniform(0, 5e-5), bandwidth_Bps=bandwidth, shared=rng.random() < 0.3)
+    return Cluster(
+        compute=compute,
+        speed=[rng.uniform(0.4, 1) for _ in range(num_ranks)],
+        links=Links(num_ranks, default, overrides),
+        kv_bytes_per_token=rng.choice([2048, LLAMA_KV_BYTES]),
+        transfer=rng.choice(list(Transfer)),
+        layers_in_flight=rng.choice([2, 3, 4]),
+    )
+
+
+def random_clusters(num_ranks: int, max_layers: int = 6) -> st.SearchStrategy[Cluster]:
+    seeds, layers = st.integers(0, 10**6), st.integers(1, max_layers)
+    return st.builds(lambda seed, depth: random_cluster(random.Random(seed), num_ranks, depth), seeds, layers)
+
+
+def partitions(num_ranks: int, num_tokens: int = 4096) -> st.SearchStrategy[tuple[int, ...]]:
+    """Boundaries, many of them with empty chunks and chunks of one token."""
+    return boundaries(num_tokens, num_ranks)

@@ -1,0 +1,115 @@
+"""The simulation told once more, without events: all moments at once, recomputed from each other until none changes.
+
+Slow, and written from the runtime's side: who sends what is asked of the sender.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from partitioner.cluster import Cluster
+from runahead.context import ContextPartition
+from runahead.kv_transfer import TransferSchedule
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message of every layer; ranks are positions in the chain, `place` is its place in the receiver's order."""
+
+    sender: int
+    receiver: int
+    piece: int
+    place: int
+    num_bytes: float
+
+
+def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
+    chain, compute = partition.chain, cluster.compute
+    size, layers = len(chain), range(compute.num_layers)
+    schedules = [TransferSchedule(partition, rank, cluster.transfer, lambda layer, start: 0) for rank in chain]
+    messages = _messages(schedules, chain, cluster)
+    depth = [cluster.layers_in_flight + schedule.skew() - 1 for schedule in schedules]
+    chunks = [partition.chunk(rank) for rank in chain]
+    speed = [cluster.speed[rank] for rank in chain]
+
+    opened = [[0.0] * len(layers) for _ in chain]
+    closed = [[0.0] * len(layers) for _ in chain]
+    slot = [[0.0] * len(layers) for _ in chain]
+    seen: dict[tuple[Sent, int], float] = defaultdict(float)
+    left: dict[tuple[Sent, int], float] = defaultdict(float)
+    for _ in range(100 * len(layers) * size):
+        before = (
+            [list(row) for row in (*opened, *closed, *slot)],
+            dict(seen),
+            dict(left),
+        )
+        landed = _serve(messages, layers, chain, cluster, opened, slot, seen, left)
+        for i in range(size):
+            c, prefix = len(chunks[i]), chunks[i].start
+            last_seen = 0.0
+            incoming = sorted((m for m in messages if m.receiver == i), key=lambda m: m.place)
+            outgoing = [m for m in messages if m.sender == i]
+            for layer in layers:
+                for message in incoming:
+                    last_seen = seen[message, layer] = max(last_seen, landed[message, layer])
+                if layer >= depth[i]:
+                    gone = [left[m, layer - depth[i]] for m in outgoing]
+                    slot[i][layer] = max([slot[i][layer - 1], closed[i][layer - depth[i]], *gone])
+                known = closed[i][layer - 1] + compute.between(c) / speed[i] if layer else compute.first(c) / speed[i]
+                opened[i][layer] = max(known, slot[i][layer])
+                attended = max(opened[i][layer] + compute.own(c) / speed[i], last_seen)
+                closed[i][layer] = attended + compute.prefix(c, prefix) / speed[i]
+        if before == ([list(row) for row in (*opened, *closed, *slot)], dict(seen), dict(left)):
+            return closed[-1][-1] + compute.last(len(chunks[-1])) / speed[-1]
+    raise AssertionError("no fixed point")
+
+
+def _messages(schedules: list[TransferSchedule], chain: list[int], cluster: Cluster) -> list[Sent]:
+    messages = []
+    for i, schedule in enumerate(schedules):
+        theirs = [each for message in schedule.receives(0) for each in schedule.forwards(0, message.piece)]
+        for message in schedule.sends(0) + theirs:
+            j = chain.index(message.peer)
+            order = [received.piece for received in schedules[j].receives(0)]
+            num_bytes = (message.end - message.start) * cluster.kv_bytes_per_token
+            messages.append(Sent(i, j, message.piece, order.index(message.piece), num_bytes))
+    return messages
+
+
+def _serve(messages, layers, chain, cluster, opened, slot, seen, left):
+    """When every message lands; `left` is brought up to date."""
+    eligible, links = {}, {}
+    for message in messages:
+        i, j = message.sender, message.receiver
+        links[message] = None if cluster.links is None else cluster.links.between(chain[i], chain[j])
+        source = next((m for m in messages if m.receiver == i and m.piece == message.piece), None)
+        for layer in layers:
+            ready = opened[i][layer] if source is None else seen[source, layer]
+            if source is not None and not cluster.pass_on_as_landed:
+                ready = max(ready, opened[i][layer])
+            eligible[message, layer] = max(ready, slot[j][layer])
+
+    def occupy(moments, where):
+        free, ends = defaultdict(float), {}
+        order = sorted(moments, key=lambda key: (moments[key], key[1], key[0].receiver, key[0].place))
+        for message, layer in order:
+            link = links[message]
+            busy = 0.0 if link is None else message.num_bytes / link.bandwidth_Bps
+            begin = max(moments[message, layer], free[where(message)])
+            ends[message, layer] = begin, begin + busy
+            free[where(message)] = begin + busy
+        return ends
+
+    def is_shared(message):
+        return links[message] is not None and links[message].shared
+
+    out = occupy(eligible, lambda m: m.sender if is_shared(m) else (m.sender, m.receiver))
+    arriving = {key: begin for key, (begin, _) in out.items() if is_shared(key[0])}
+    into = occupy(arriving, lambda m: m.receiver)
+    landed = {}
+    for (message, layer), (_, end) in out.items():
+        left[message, layer] = end
+        end = into.get((message, layer), (0.0, end))[1]
+        landed[message, layer] = end + (0.0 if links[message] is None else links[message].latency_s)
+    return landed

@@ -1,0 +1,186 @@
+"""The search program: finds splits for a model, keeps what it measured, and tells every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from partitioner.lookup_table import LookupTable
+from partitioner.measure import LiveCost, ping, probe_compute
+from partitioner.options import SearchRun
+from partitioner.points import Points
+from partitioner.search import SEARCH, main
+from runahead import ContextPartition, PrefillOptions, Ranks, even
+from tests.conftest import RankPools
+from tests.ranks.tasks import tiny_model
+
+
+class Exited(BaseException):
+    """In place of os._exit."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    ).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(autouse=True)
+def no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure ends the test, not the tests."""
+
+    def leave(status: int) -> None:
+        raise Exited(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+
+def options(config: Path, table: Path, *more: str) -> list[str]:
+    return [
+        "model=random",
+        f"model.config={config}",
+        f"table={table}",
+        "search.lengths=[128,256]",
+        "search.ranks=[1,2,3]",
+        "search.repeats=1",
+        "ranks.threads=1",
+        "ranks.device=cpu",
+        *more,
+    ]
+
+
+def ended(args: list[str]) -> int:
+    """Exit status of a run that fails."""
+    try:
+        return main(args)
+    except Exited as exited:
+        return int(exited.args[0])
+
+
+@pytest.mark.parametrize("objective", ["replayed", "modelled"])
+def test_search_writes_a_table_with_every_length_and_number_of_ranks(
+    config: Path, tmp_path: Path, objective: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    assert main(options(config, path, f"search.objective={objective}", "link.gbps=10")) == 0
+    table = LookupTable.load(path)
+    assert [(entry.length, entry.ranks) for entry in table.entries] == [
+        (length, ranks) for length in (128, 256) for ranks in (1, 2, 3)
+    ]
+    assert {entry.objective for entry in table.entries} == {objective}
+    assert "128" in capsys.readouterr().out
+    assert {file.suffix for file in tmp_path.iterdir() if file.is_file()} >= {".json", ".png"}
+
+
+def test_layers_of_the_config_are_planned_for_though_fewer_are_run(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    more = ("model.layers=2", "link.gbps=10", "search.lengths=[128]", "search.ranks=[1]")
+    assert main(options(config, path, *more)) == 0
+    assert LookupTable.load(path).fingerprint.model.num_layers == 4
+
+
+def test_second_search_measures_no_compute_again(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    assert main(options(config, path, "link.gbps=10")) == 0
+    monkeypatch.setattr("partitioner.measure.probe_compute", None)  # calling it would fail
+    assert main(options(config, path, "link.gbps=10")) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["link.gbps=-1"], "link.gbps=-1.0 must be above 0"),
+        ([], "link.gbps=<1e9 bits per second> is needed"),
+        (["search.objective=measured"], "needs 3 ranks to be measured but 1 were started"),
+        (["link.gbps=1", "search.ranks=[8]", "search.method=grid"], "limited to 5 ranks"),
+        (["link.gbps=1", "prefill=single"], "prefill=single has no partition"),
+        (["link.gbps=1", "search.lengths=[]"], "search.lengths=[] must be a list"),
+        (["link.gbps=1", "serach.lengths=[1]"], "did you mean search.lengths?"),
+        (["link.gbps=1", "table=missing/t.json"], "there is no folder"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
+) -> None:
+    assert ended(options(config, tmp_path / "table.json", *more)) in (1, 2)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and message in errors[0], errors
+    assert not (tmp_path / "table.json").exists()
+
+
+def test_table_of_another_model_is_not_added_to(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    assert main(options(config, path, "link.gbps=10")) == 0
+    before = path.read_text()
+    settings = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps(settings | {"hidden_size": 64}))
+    capsys.readouterr()
+    assert ended(options(config, path, "link.gbps=10")) == 1
+    assert "model dim" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_every_option_has_a_default_in_conf() -> None:
+    assert SEARCH.compose(["table=t.json"]) == SearchRun(table="t.json")
+
+
+def test_points_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "points.jsonl"
+    points = Points(path, {"model": "a"})
+    cost = points.remembering(lambda partition: partition.boundaries[1] / 10)
+    assert cost(ContextPartition(boundaries=(0, 5, 10))) == 0.5
+    Points(path, {"model": "b"}).add((0, 7, 10), 9.0)
+    with path.open("a") as file:
+        file.write('{"purpose": {"model": "a"}, "bounda')
+    assert Points(path, {"model": "a"}).read() == {(0, 5, 10): 0.5}
+
+
+def probe(ranks: Ranks) -> tuple[dict[int, float], dict[tuple[int, int], float], float]:
+    """Runs on a rank: compute, and the link."""
+    cost = probe_compute(tiny_model("gemma2"), chunks=[8, 64], prefixes=[16, 64], repeats=1, num_layers=9)
+    link = ping(ranks, num_bytes=1 << 16, rounds=2)
+    assert cost.num_layers == 9
+    return cost.own_s, cost.prefix_s, 0.0 if link is None else link.bandwidth_Bps
+
+
+def live(ranks: Ranks) -> tuple[float, float, float]:
+    """Runs on a rank: two partitions' costs and the best."""
+    cost = LiveCost(tiny_model("llama"), ranks, PrefillOptions(), 48, repeats=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return cost(even(48, ranks.size)), cost(ContextPartition(boundaries=(0, 40, 48))), cost.best_s
+
+
+def test_compute_and_link_are_measured_on_live_ranks(rank_pools: RankPools) -> None:
+    for own_s, prefix_s, bandwidth in rank_pools.run(2, probe):
+        assert set(own_s) == {8, 64}
+        assert set(prefix_s) == {(8, 16), (8, 64), (64, 16), (64, 64)}
+        assert all(seconds > 0 for seconds in (*own_s.values(), *prefix_s.values()))
+        assert bandwidth > 0
+
+
+def test_live_cost_is_the_same_on_all_ranks(rank_pools: RankPools) -> None:
+    first, second = rank_pools.run(2, live)
+    assert first == second
+    assert first[2] == min(first[:2])
