@@ -1,0 +1,106 @@
+"""What only a GPU can show: fused kernels, a prefill and decoding on the device, staging and NCCL between two."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
+from runahead.attention import AttentionTerms, attend, blockwise_attention, merge
+from runahead.config import Transfer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Against the plain fallback in the same dtype, for inputs of spread 1: a few units in the last place."""
+
+
+def model(device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=211,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    return Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("num_queries", "num_prefix"), [(1, 300), (200, 0), (200, 131)])
+def test_fused_kernels_equal_the_fallback(dtype: torch.dtype, num_queries: int, num_prefix: int) -> None:
+    end, terms = num_prefix + num_queries, AttentionTerms(scaling=0.125)
+    torch.manual_seed(1)
+    q = torch.randn(2, num_queries, 8, 64, device="cuda", dtype=dtype).transpose(1, 2)
+    slab = torch.randn(end, 2, 2, 128, device="cuda", dtype=dtype).permute(1, 2, 0, 3)
+    k, v = slab[..., :64], slab[..., 64:]
+    expected, expected_lse = blockwise_attention(q, k, v, terms, q_start=num_prefix, k_start=0)
+    own = attend(q, k[:, :, num_prefix:], v[:, :, num_prefix:], terms, q_start=num_prefix, k_start=num_prefix)
+    prefix = attend(q, k[:, :, :num_prefix], v[:, :, :num_prefix], terms, q_start=num_prefix, k_start=0)
+    out, lse = merge(*own, *prefix)
+    assert torch.allclose(out.float(), expected.float(), atol=TOLERANCE[dtype], rtol=0)
+    assert torch.allclose(lse.float(), expected_lse.float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_one_gpu_without_a_launcher_says_what_the_cpu_says() -> None:
+    ids = torch.randint(211, (600,), generator=torch.Generator().manual_seed(2)).tolist()
+    outcomes = []
+    for device, backend in ((torch.device("cpu"), "gloo"), (torch.device("cuda", 0), "nccl")):
+        ranks = Ranks(0, 1, device=device, backend=backend, timeout_s=20)
+        batch = Engine(model(device), ranks).generate([ids, ids[100:]], GenerationOptions(max_new_tokens=8))
+        outcomes.append([generation.new_token_ids for generation in batch.generations])
+    assert outcomes[0] == outcomes[1]
+
+
+def _serve(rank: int, size: int, port: int, backend: str, gpus: int, transfer: Transfer, pipe: Connection) -> None:
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    with Ranks(rank, size, device=device, backend=backend, timeout_s=60, store=store) as ranks:
+        shares = [0.5, 0.3, 0.2][:size] if size == 3 else [0.6, 0.4]
+        engine = Engine(model(device), ranks, prefill=PrefillOptions(transfer=transfer), partition=from_ratios(shares))
+        ids = torch.randint(211, (900,), generator=torch.Generator().manual_seed(3)).tolist()
+        for prompts in ([[5, 6]], [ids], [ids, ids[:500]]):  # the first leaves ranks idle
+            batch = engine.generate(prompts, GenerationOptions(max_new_tokens=8), record_timeline=True)
+        pipe.send([generation.new_token_ids for generation in batch.generations])
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("nccl", 2), ("nccl", 3)])
+def test_ranks_on_gpus_equal_one(backend: str, size: int, transfer: Transfer) -> None:
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and gpus < size:
+        pytest.skip(f"NCCL wants a GPU per rank, and {gpus} are there")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=_serve, args=(rank, size, port, backend, gpus, transfer, pipes[rank][1]), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        results = [pipe.recv() if pipe.poll(120) else None for pipe, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+    device = torch.device("cuda", 0)
+    alone = Ranks(0, 1, device=device, backend="gloo", timeout_s=60)
+    ids = torch.randint(211, (900,), generator=torch.Generator().manual_seed(3)).tolist()
+    batch = Engine(model(device), alone).generate([ids, ids[:500]], GenerationOptions(max_new_tokens=8))
+    assert results == [[generation.new_token_ids for generation in batch.generations]] * size
