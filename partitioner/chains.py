@@ -11,9 +11,10 @@ from itertools import accumulate, pairwise
 
 from partitioner.evaluations import Evaluations, on_grid
 
-PROMISING = 1.1
-"""A chain is searched if a rough split over it costs at most this much more than the best so far."""
-TRIED = 3
+PROMISING = 0.6
+"""A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, with p ranks
+at work. Without one that does its part, the others take 1 + 1 / (p - 1) times as long."""
+TRIED = 6
 """Chains searched, the most promising first, before the neighbours of the best one are looked at again."""
 
 
@@ -49,6 +50,7 @@ def search_other_chains(evaluations: Evaluations, min_stride: int, descend: Desc
         chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
         searched.add(tuple(chunks))
         before_s = evaluations.best_s
+        limit_s = (1 + PROMISING / max(1, len(chunks) - 1)) * before_s
         cheapest: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
         for lengths in _neighbours(chunks, num_ranks, min_stride):
             ranks = tuple(sorted(lengths))
@@ -57,7 +59,7 @@ def search_other_chains(evaluations: Evaluations, min_stride: int, descend: Desc
             cost_s = Chain(evaluations, ranks, num_ranks)(split)
             cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))
         for ranks, (cost_s, split) in sorted(cheapest.items(), key=lambda item: item[1])[:TRIED]:
-            if cost_s < before_s or (ranks not in searched and cost_s <= PROMISING * before_s):
+            if cost_s < before_s or (ranks not in searched and cost_s < limit_s):
                 searched.add(ranks)
                 descend(Chain(evaluations, ranks, num_ranks), split)
         if evaluations.best_s >= before_s:

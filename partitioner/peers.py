@@ -38,7 +38,7 @@ def simulate_tsp(
         in_step_s = max(ready_s) + (num_ranks - 1) * step_s
         follows = compute.last if layer == compute.num_layers - 1 else compute.between
         ready_s = [in_step_s + (attention_s[rank] + follows(c)) / cluster.speed[rank] for rank in range(num_ranks)]
-    return _simulated(ready_s[-1], c, attention_s, cluster)
+    return _simulated(ready_s, -1, c, attention_s, cluster)
 
 
 def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: bool = False) -> Simulated:
@@ -77,7 +77,7 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
                 now_s = max(now_s, arrived_s) + attends_s / speed
             ready_s[rank] = now_s + follows(2 * a) / speed
     attention_s = [local_s + sum(each) for each in steps_s]
-    return _simulated(ready_s[0], 2 * a, attention_s, cluster)
+    return _simulated(ready_s, 0, 2 * a, attention_s, cluster)
 
 
 def _ring_step_s(chunk: float, num_ranks: int, cluster: Cluster) -> float:
@@ -88,20 +88,20 @@ def _ring_step_s(chunk: float, num_ranks: int, cluster: Cluster) -> float:
     return max(cluster.links.between(rank, (rank + 1) % num_ranks).seconds(num_bytes) for rank in range(num_ranks))
 
 
-def _simulated(ttft_s: float, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:
-    """Every rank computes all layers, sends p - 1 chunks in each, and waits for the rest of the time."""
+def _simulated(ends_s: list[float], last: int, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:
+    """The first token is there when the rank with the prompt's last one ends; slower ranks may end after that."""
     compute, num_ranks = cluster.compute, len(attention_s)
     rest_s = compute.first(chunk) + (compute.num_layers - 1) * compute.between(chunk) + compute.last(chunk)
-    idle = [0.0] * (cluster.num_ranks - num_ranks)
     compute_s = [
         (rest_s + compute.num_layers * each_s) / speed
         for each_s, speed in zip(attention_s, cluster.speed, strict=False)
     ]
     sent_bytes = (num_ranks - 1) * chunk * cluster.kv_bytes_per_token * compute.num_layers
+    idle = [0.0] * (cluster.num_ranks - num_ranks)
     return Simulated(
-        ttft_s=ttft_s,
+        ttft_s=ends_s[last],
         compute_s=compute_s + idle,
-        wait_s=[max(0.0, ttft_s - each_s) for each_s in compute_s] + idle,
+        wait_s=[max(0.0, end_s - each_s) for end_s, each_s in zip(ends_s, compute_s, strict=True)] + idle,
         sent_bytes=[sent_bytes] * num_ranks + idle,
     )
 

@@ -69,19 +69,29 @@ class NumRanks:
 
 
 def best_num_ranks(
-    num_tokens: int, cluster: Cluster, *, min_stride: int, candidates: Iterable[int] | None = None
+    num_tokens: int,
+    cluster: Cluster,
+    *,
+    min_stride: int,
+    candidates: Iterable[int] | None = None,
+    tolerance: float = 0.0,
 ) -> NumRanks:
     """The best split over 1, 2, ... leading ranks, and the best of those; of equals, the fewest ranks.
 
     Args:
         candidates: numbers of ranks to look at; 1 is always one of them, and by default all are.
+        tolerance: TTFTs that differ by less than this share are equal: on slow links more ranks still gain a little,
+            by taking a few tokens each, and are not worth it.
 
     Raises:
-        ValueError: as for `best_split`.
+        ValueError: as for `best_split`, or a negative tolerance.
     """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance} must be a share of TTFT of at least 0")
     counts = sorted({1, *(range(1, cluster.num_ranks + 1) if candidates is None else candidates)})
     splits = {count: best_split(num_tokens, count, cluster, min_stride=min_stride) for count in counts}
-    return NumRanks(best=min(counts, key=lambda count: splits[count].cost_s), splits=splits)
+    limit_s = (1 + tolerance) * min(split.cost_s for split in splits.values())
+    return NumRanks(best=next(count for count in counts if splits[count].cost_s <= limit_s), splits=splits)
 
 
 @dataclass(kw_only=True)

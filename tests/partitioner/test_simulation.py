@@ -112,7 +112,8 @@ def test_more_bandwidth_never_hurts(transfer, as_landed, cluster, boundaries, fa
     cluster = replace(private(cluster), transfer=transfer, pass_on_as_landed=as_landed)
     slow, fast = (simulate(split(*boundaries), each).ttft_s for each in (cluster, faster(cluster, factor)))
     # A relay that passes pieces on as they land serves them in another order on faster links, and the own chunk may
-    # then come one piece later than before. Otherwise the order is fixed, and every moment is a maximum of sums.
+    # then come one piece later than before (0.3% is the worst of 12,000 draws). In a fixed order every moment is a
+    # maximum of sums of earlier ones.
     assert fast <= slow * (1.05 if transfer is Transfer.relay and as_landed else ROUNDING)
 
 
