@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 from partitioner.evaluations import Evaluations, on_grid
 
 PROMISING = 0.6
-"""A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, with p ranks
-at work. Without one that does its part, the others take 1 + 1 / (p - 1) times as long."""
-TRIED = 6
+"""A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, with p
+ranks at work. Without one that does its part, the others take 1 + 1 / (p - 1) times as long."""
+TRIED = 3
 """Chains searched, the most promising first, before the neighbours of the best one are looked at again."""
 
 
