@@ -11,7 +11,7 @@ from partitioner.equal_work import equal_work
 from partitioner.evaluations import SearchResult
 from partitioner.seeded_search import seeded_search
 from partitioner.simulation import simulate
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, even
 
 QUICK_EVALUATIONS = 40
 """For comparing orders, before the best ones are searched to the end."""
@@ -28,7 +28,7 @@ def best_split(
     seeds: Sequence[ContextPartition] = (),
     max_evaluations: int | None = None,
 ) -> SearchResult:
-    """The best partition over the leading ranks, searched from the cheapest of equal work and other seeds.
+    """The best partition over the leading ranks, searched from the cheapest of equal work, even chunks and `seeds`.
 
     Raises:
         ValueError: as for `seeded_search`, or more ranks than the cluster has.
@@ -40,12 +40,13 @@ def best_split(
         return simulate(partition, cluster).ttft_s
 
     balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
+    starts = [balanced, even(num_tokens, num_ranks), *seeds]
     return seeded_search(
         cost,
         num_tokens,
         num_ranks,
         min_stride=min_stride,
-        seed=min([balanced, *seeds], key=cost) if seeds else balanced,
+        seed=min(starts, key=cost),
         leave_out=not cluster.is_uniform,
         max_evaluations=max_evaluations,
     )

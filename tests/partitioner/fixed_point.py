@@ -6,9 +6,11 @@ Slow, and written from the runtime's side: who sends what is asked of the sender
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from partitioner.cluster import Cluster
+from partitioner.link import Link
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule
 
@@ -24,6 +26,10 @@ class Sent:
     num_bytes: float
 
 
+Moments = dict[tuple[Sent, int], float]
+"""(message, layer) -> seconds."""
+
+
 def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
     chain, compute = partition.chain, cluster.compute
     size, layers = len(chain), range(compute.num_layers)
@@ -36,8 +42,8 @@ def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
     opened = [[0.0] * len(layers) for _ in chain]
     closed = [[0.0] * len(layers) for _ in chain]
     slot = [[0.0] * len(layers) for _ in chain]
-    seen: dict[tuple[Sent, int], float] = defaultdict(float)
-    left: dict[tuple[Sent, int], float] = defaultdict(float)
+    seen: Moments = defaultdict(float)
+    left: Moments = defaultdict(float)
     for _ in range(100 * len(layers) * size):
         before = (
             [list(row) for row in (*opened, *closed, *slot)],
@@ -77,9 +83,19 @@ def _messages(schedules: list[TransferSchedule], chain: list[int], cluster: Clus
     return messages
 
 
-def _serve(messages, layers, chain, cluster, opened, slot, seen, left):
+def _serve(
+    messages: list[Sent],
+    layers: range,
+    chain: list[int],
+    cluster: Cluster,
+    opened: list[list[float]],
+    slot: list[list[float]],
+    seen: Moments,
+    left: Moments,
+) -> Moments:
     """When every message lands; `left` is brought up to date."""
-    eligible, links = {}, {}
+    eligible: Moments = {}
+    links: dict[Sent, Link | None] = {}
     for message in messages:
         i, j = message.sender, message.receiver
         links[message] = None if cluster.links is None else cluster.links.between(chain[i], chain[j])
@@ -90,8 +106,9 @@ def _serve(messages, layers, chain, cluster, opened, slot, seen, left):
                 ready = max(ready, opened[i][layer])
             eligible[message, layer] = max(ready, slot[j][layer])
 
-    def occupy(moments, where):
-        free, ends = defaultdict(float), {}
+    def occupy(moments: Moments, where: Callable[[Sent], object]) -> dict[tuple[Sent, int], tuple[float, float]]:
+        free: dict[object, float] = defaultdict(float)
+        ends = {}
         order = sorted(moments, key=lambda key: (moments[key], key[1], key[0].receiver, key[0].place))
         for message, layer in order:
             link = links[message]
@@ -101,15 +118,17 @@ def _serve(messages, layers, chain, cluster, opened, slot, seen, left):
             free[where(message)] = begin + busy
         return ends
 
-    def is_shared(message):
-        return links[message] is not None and links[message].shared
+    def is_shared(message: Sent) -> bool:
+        link = links[message]
+        return link is not None and link.shared
 
     out = occupy(eligible, lambda m: m.sender if is_shared(m) else (m.sender, m.receiver))
     arriving = {key: begin for key, (begin, _) in out.items() if is_shared(key[0])}
     into = occupy(arriving, lambda m: m.receiver)
-    landed = {}
+    landed: Moments = {}
     for (message, layer), (_, end) in out.items():
         left[message, layer] = end
-        end = into.get((message, layer), (0.0, end))[1]
-        landed[message, layer] = end + (0.0 if links[message] is None else links[message].latency_s)
+        _, received = into.get((message, layer), (0.0, end))
+        link = links[message]
+        landed[message, layer] = received + (0.0 if link is None else link.latency_s)
     return landed
