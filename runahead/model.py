@@ -135,10 +135,6 @@ class Model:
             return int(self.config.floor_scale)
         return None
 
-    def kv_bytes(self, num_tokens: int, batch: int = 1) -> int:
-        """Bytes of K,V of all layers."""
-        return sum(num_tokens * shape.bytes_per_token(batch) for shape in self.kv_shapes)
-
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
         """First token that a chunk starting at `start` attends to in a layer: 0, or less far back under a window."""
         rule = self._rules[layer]

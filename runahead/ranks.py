@@ -110,11 +110,6 @@ class Ranks:
             store=store,
         )
 
-    @property
-    def label(self) -> str:
-        """Prefix of this rank's messages."""
-        return f"[rank {self.rank}/{self.size}]"
-
     # Waiting: everything that may block on a peer goes through these.
 
     def progress(self) -> None:
