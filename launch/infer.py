@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.compose import read_command_line, this_rank
 from launch.ending import end_with, say
-from runahead.config import PrefillName, RunOptions, ineffective_settings
+from runahead.config import RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
     from launch.prompts import Prompts
@@ -73,7 +73,7 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
-    if run.prefill.name is not PrefillName.single:
+    if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
 
@@ -132,7 +132,7 @@ def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts
         seed=run.model.seed,
     )
     check_lengths(prompts.ids, max_new_tokens=run.generation.max_new_tokens, max_positions=max_positions(config))
-    if run.prefill.name is not PrefillName.single:
+    if run.prefill.takes_partition:
         partition(len(prompts.ids[0]), num_ranks)
     return prompts
 
@@ -161,7 +161,7 @@ def _write_files(
         batch = batches[-1]
         tokens = " + ".join(f"{rank.chunk_tokens:,}" for rank in batch.ranks)
         method = run.prefill.name.name
-        if run.prefill.name is not PrefillName.single:
+        if run.prefill.takes_partition:
             method += f", {run.prefill.transfer.name}"
         subject = f"{model.name}, {dtype} on {ranks.device.type}: {tokens} tokens, {method}"
         write_timeline(run.timeline, batch.spans, ttft_s=batch.ttft_s, subject=subject)

@@ -10,7 +10,7 @@ from launch.ending import say
 from partitioner.fingerprint import Fingerprint
 from partitioner.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
-from runahead.config import PartitionName, PartitionOptions, PrefillName, RunOptions
+from runahead.config import PartitionName, PartitionOptions, RunOptions
 from runahead.model import Model
 from runahead.ranks import Ranks
 
@@ -79,7 +79,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
 
 def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequence[int]) -> str | None:
     """What the paper calls the partition of a prompt: KVR-E, KVR-S or KVR-P; None where it has no name for it."""
-    if run.prefill.name is PrefillName.single:
+    if not run.prefill.takes_partition:
         return None
     if isinstance(partition, TablePartition):
         return partition.table.kvr_name(boundaries[-1], len(boundaries) - 1)

@@ -169,6 +169,11 @@ class PrefillOptions:
             "must be at least 2",
         )
 
+    @property
+    def takes_partition(self) -> bool:
+        """Is the prompt split as the user says?"""
+        return self.name is PrefillName.kv_runahead
+
 
 # How far the ratios may be from adding up to 1: people write thirds as 0.333.
 RATIO_SUM_TOLERANCE = 1.001e-3
@@ -264,11 +269,13 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     if not run.generation.do_sample:
         for name in _changed(run.generation, ["temperature", "top_p", "top_k", "seed"]):
             sentences.append(f"generation.{name} has no effect without generation.do_sample=true")
-    if run.prefill.name is PrefillName.single:
+    prefill = run.prefill.name
+    if prefill is not PrefillName.kv_runahead:
         for name in _changed(run.prefill, ["transfer", "layers_in_flight"]):
-            sentences.append(f"prefill.{name} has no effect with prefill=single")
+            sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
+    if not run.prefill.takes_partition:
         for name in _changed(run.partition, ["name"]):
-            sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill=single")
+            sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill={prefill.name}")
     if run.partition.name is not PartitionName.table:
         for name in _changed(run.partition, ["force"]):
             sentences.append(f"partition.{name} has no effect without partition=table")

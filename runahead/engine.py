@@ -11,9 +11,8 @@ import torch
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.decode import Decoded, Row, decode
-from runahead.kv_transfer import chain_links
 from runahead.model import Model
-from runahead.prefill import OWN_PARTITIONS, PREFILLS, Prefilled, PrefillJob, PromptBatch
+from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
 from runahead.token_stream import TokenStream
@@ -28,7 +27,11 @@ class Engine:
         model: this rank's copy of the model.
         ranks: the ranks of the job; `Ranks.start(RanksOptions())` without a launcher is one rank.
         prefill: how the KV cache is filled.
-        partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table.
+        partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table. Prefills
+            with a split of their own do not ask it.
+
+    Raises:
+        ValueError: the model cannot be prefilled like this on these ranks.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class Engine:
     ) -> None:
         self.model, self.ranks = model, ranks
         self.prefill = prefill or PrefillOptions()
-        self.partition = OWN_PARTITIONS.get(self.prefill.name, partition)
+        self.partition = partition
+        self._strategy = PREFILLS[self.prefill.name]
+        self._strategy.check(model, ranks.size)
         self._num_calls = 0
 
     def generate(
@@ -72,8 +77,7 @@ class Engine:
         """
         options = options or GenerationOptions()
         self._check(prompts, options)
-        partition = self.partition(max(map(len, prompts)), self.ranks.size)
-        partition = partition.check(max(map(len, prompts)), self.ranks.size)
+        partition = self._strategy.split(max(map(len, prompts)), self.ranks.size, self.partition)
         self._agree(prompts, options, partition.boundaries)
         with self.ranks.failing_together():
             result = self._generate(prompts, options, partition, on_tokens, record_timeline, first_index)
@@ -90,11 +94,10 @@ class Engine:
         first_index: int,
     ) -> GenerationBatch:
         batch = PromptBatch.of(prompts, self.ranks.device)
-        last = partition.chain[-1]
-        stream = TokenStream(self.ranks, source=last, num_rows=len(prompts), on_tokens=on_tokens)
-        if self.ranks.backend == "nccl":
-            with self.ranks.busy():
-                self.ranks.nccl_links(chain_links(partition, self.prefill.transfer))
+        source = self._strategy.first_token_rank(partition, self.ranks.size)
+        stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
+        with self.ranks.busy():
+            self._strategy.connect(self.ranks, partition, self.prefill)
         offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
         self.ranks.barrier("all ranks to hold the prompt")
         began_s = time.perf_counter()
@@ -107,11 +110,11 @@ class Engine:
             options=self.prefill,
             record=record_timeline,
         )
-        prefilled = PREFILLS[self.prefill.name](job)
+        prefilled = self._strategy.run(job)
         decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
         stream.relay()
         prefilled.cache = None
-        return self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, last)
+        return self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
 
     def _agree(self, prompts: list[list[int]], options: GenerationOptions, boundaries: tuple[int, ...]) -> None:
         """Ranks with different work would wait for each other for ever."""
@@ -164,7 +167,7 @@ class Engine:
         stream: TokenStream,
         first_index: int,
     ) -> Decoded | None:
-        """On the rank with all K,V: the first token and the following ones."""
+        """On the ranks with K,V and logits: the first token and the following ones."""
         if prefilled.logits_BV is None or prefilled.cache is None:
             return None
         rows = [
@@ -188,7 +191,7 @@ class Engine:
         boundaries: tuple[int, ...],
         began_s: float,
         offset_s: float,
-        last: int,
+        source: int,
     ) -> GenerationBatch:
         """What every rank found out, put together on all of them."""
         report = RankReport(
@@ -222,7 +225,7 @@ class Engine:
             "the end of the generation",
         )
         reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))
-        generations, ttft_s, tpot_s = outcomes[last]
+        generations, ttft_s, tpot_s = outcomes[source]
         return GenerationBatch(
             generations=generations,
             boundaries=list(boundaries),
@@ -230,7 +233,7 @@ class Engine:
             tpot_s=tpot_s,
             warm=self._num_calls > 0,
             ranks=reports,
-            spans=[[span.shifted(-began[last]) for span in of_rank] for of_rank in spans] if any(spans) else [],
+            spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],
         )
 
 

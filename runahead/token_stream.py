@@ -14,10 +14,10 @@ TAG = 3
 
 
 class TokenStream:
-    """Every step's tokens of one batch: the source calls `send`, then all ranks call `relay`.
+    """Every step's tokens of one batch: ranks that decode call `send`, then all ranks call `relay`.
 
     Args:
-        source: rank that decodes.
+        source: rank whose tokens are passed on, where several decode alike.
         num_rows: rows of the batch.
         on_tokens: what rank 0 does with a step's tokens (None for a row that has ended).
     """
@@ -36,6 +36,8 @@ class TokenStream:
     def send(self, tokens: list[int | None]) -> None:
         """Pass a step's tokens on without waiting for rank 0."""
         self._ranks.progress()
+        if self._ranks.rank != self._source:
+            return
         if self._source == 0:
             self._show(tokens)
         else:

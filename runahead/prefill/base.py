@@ -1,16 +1,17 @@
-"""What every way to fill the KV cache takes and gives."""
+"""What every way to fill the KV cache takes, gives and decides."""
 
 # Legend: B batch, S tokens of the padded prompt, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from runahead.config import PrefillOptions
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, Partitioner
 from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.ranks import Ranks
@@ -41,8 +42,8 @@ class PrefillJob:
     """One prompt batch to prefill on these ranks.
 
     Attributes:
-        partition: chunks of the padded prompt; the last rank with one gets all K,V and the logits.
-        capacity: tokens for which the K,V of that rank has room.
+        partition: chunks of the padded prompt, as the strategy split it.
+        capacity: tokens for which the K,V of a rank that decodes has room.
         record: keep what this rank did when.
     """
 
@@ -57,7 +58,7 @@ class PrefillJob:
 
 @dataclass(kw_only=True)
 class Prefilled:
-    """What a rank has after the prefill. Logits (B, V) and cache are there on the last rank of the chain only."""
+    """What a rank has after the prefill. Logits (B, V) and cache are there on the ranks that decode only."""
 
     logits_BV: Tensor | None = None
     cache: KVCache | None = None
@@ -69,3 +70,29 @@ class Prefilled:
     kv_peak_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
     """In seconds of this host's `time.perf_counter`."""
+
+
+class Prefill(ABC):
+    """A way to fill the KV cache. It has no state: one object serves every call."""
+
+    def check(self, model: Model, num_ranks: int) -> None:  # noqa: B027 (most have nothing to check)
+        """Raise a ValueError for a model that cannot be prefilled like this on so many ranks."""
+
+    @abstractmethod
+    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
+        """The chunks of a prompt: those of the user's `chosen` partitioner, or the strategy's own.
+
+        Raises:
+            ValueError: the chosen partition does not fit.
+        """
+
+    @abstractmethod
+    def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
+        """The rank that gets the first token, and streams all tokens."""
+
+    def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:  # noqa: B027
+        """Make what the run will need between ranks, before the clock starts. Every rank calls it."""
+
+    @abstractmethod
+    def run(self, job: PrefillJob) -> Prefilled:
+        """This rank's part."""

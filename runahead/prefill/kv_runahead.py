@@ -18,10 +18,13 @@ from torch import Tensor
 from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock, clock_for
+from runahead.config import PrefillOptions
+from runahead.context import ContextPartition, Partitioner
 from runahead.kv_cache import KVCache
-from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule
+from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_links
 from runahead.model import PrefillEndsHere
-from runahead.prefill.base import Prefilled, PrefillJob
+from runahead.prefill.base import Prefill, Prefilled, PrefillJob
+from runahead.ranks import Ranks
 from runahead.timeline import Span
 
 
@@ -47,8 +50,25 @@ class RunaheadAttention(CausalAttention):
         return out_BNCV
 
 
-def prefill(job: PrefillJob) -> Prefilled:
-    """This rank's part. Ranks with an empty chunk return at once."""
+class KVRunahead(Prefill):
+    """A chain of ranks along the user's partition."""
+
+    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
+        return chosen(num_tokens, num_ranks).check(num_tokens, num_ranks)
+
+    def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
+        return partition.chain[-1]
+
+    def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
+        if ranks.backend == "nccl":
+            ranks.nccl_links(chain_links(partition, options.transfer))
+
+    def run(self, job: PrefillJob) -> Prefilled:
+        return _run(job)
+
+
+def _run(job: PrefillJob) -> Prefilled:
+    """Ranks with an empty chunk return at once."""
     model, rank = job.model, job.ranks.rank
     chunk, pads = job.partition.chunk(rank), job.batch.pads
     if not chunk:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, Partitioner
+from runahead.prefill.kv_runahead import KVRunahead
 
 
-def partition(num_tokens: int, num_ranks: int) -> ContextPartition:
-    """All tokens on the last rank."""
-    return ContextPartition(boundaries=(0,) * num_ranks + (num_tokens,))
+class Single(KVRunahead):
+    """A chain of one rank."""
+
+    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
+        return ContextPartition(boundaries=(0,) * num_ranks + (num_tokens,))

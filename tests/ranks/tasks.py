@@ -64,7 +64,7 @@ def prefill(
         options=options,
     )
     with throughout(dtype):
-        done = PREFILLS[options.name](job)
+        done = PREFILLS[options.name].run(job)
     return PrefillOutcome(
         logits=None if done.logits_BV is None else done.logits_BV.tolist(),
         holds_cache=done.cache is not None,
