@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import RunOptions
-from runahead.timeline import Span
+from runahead.span import Span
 from runahead.whole_file import ensure_writable, write_whole
 
 __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "report_json", "write_whole"]

@@ -15,7 +15,7 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.ranks import Ranks
-from runahead.timeline import Span
+from runahead.span import Span
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_
 from runahead.model import PrefillEndsHere
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.ranks import Ranks
-from runahead.timeline import Span
+from runahead.span import Span
 
 
 class RunaheadAttention(CausalAttention):

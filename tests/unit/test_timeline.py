@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from runahead.skew_picture import skew_png
-from runahead.timeline import Span, picture_path, trace_json, write_timeline
+from runahead.span import Span
+from runahead.timeline import picture_path, trace_json, write_timeline
 
 
 def span(kind: str, start_s: float, end_s: float, layer: int | None = 0, detail: str = "") -> Span:
