@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.config import Backend, Device, RanksOptions
+from runahead.config import RanksOptions
+from runahead.devices import choose_backend, choose_device, default_threads
 from runahead.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -334,47 +335,6 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def choose_device(wanted: Device, local_rank: int, local_size: int) -> torch.device:
-    """One GPU per local rank, or the CPU.
-
-    Raises:
-        ValueError: CUDA is asked for and not there, or there are fewer GPUs than local ranks.
-    """
-    if wanted is Device.cpu or (wanted is Device.auto and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("ranks.device=cuda, but PyTorch sees no CUDA device; use ranks.device=cpu or check the driver")
-    if local_size > torch.cuda.device_count():
-        raise ValueError(
-            f"{local_size} ranks on this host but {torch.cuda.device_count()} GPUs; use --nproc-per-node "
-            f"{torch.cuda.device_count()} or ranks.device=cpu"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def choose_backend(wanted: Backend, device: torch.device) -> str:
-    """NCCL between GPUs, Gloo otherwise or where it is asked for.
-
-    Raises:
-        ValueError: NCCL is asked for on CPUs, or this PyTorch has none.
-    """
-    if wanted is Backend.nccl and device.type != "cuda":
-        raise ValueError("ranks.backend=nccl moves K,V between GPUs only; use ranks.backend=gloo on CPUs")
-    if wanted is Backend.gloo or device.type == "cpu":
-        return "gloo"
-    if not dist.is_nccl_available():
-        raise ValueError("ranks.backend=nccl, but this PyTorch was built without NCCL; use ranks.backend=gloo")
-    return "nccl"
-
-
-def default_threads(local_size: int) -> int:
-    """An even share of the processors that this process may use."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // local_size)
 
 
 def _meet(store: dist.Store, rank: int, size: int, patience_s: float) -> None:
