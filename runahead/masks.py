@@ -39,6 +39,11 @@ class MaskRule:
         mask = torch.as_tensor(mask, device=q_C.device)
         return mask.expand(1, 1, len(q_C), len(kv_S))[0, 0]
 
+    @property
+    def sees_everything(self) -> bool:
+        """Does every query see all keys before it, however many there are?"""
+        return self._is_causal
+
     def first_key(self, query: int) -> int:
         """Position of the earliest key that a query sees (rules only ever move forward with the query)."""
         if self._is_causal:

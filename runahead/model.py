@@ -58,7 +58,7 @@ class Model:
         try:
             trace = self._trace()
             self.kv_shapes = [shape for shape, _ in trace]
-            self._rules = [rule for _, rule in trace]
+            self.rules = [rule for _, rule in trace]
             if check:
                 self._check_against_transformers()
         except (torch.OutOfMemoryError, ValueError):
@@ -137,7 +137,7 @@ class Model:
 
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
         """First token that a chunk starting at `start` attends to in a layer: 0, or less far back under a window."""
-        rule = self._rules[layer]
+        rule = self.rules[layer]
         return 0 if rule is None else min(pad + rule.first_key(max(0, start - pad)) for pad in pads)
 
     @torch.inference_mode()
@@ -149,6 +149,7 @@ class Model:
         start: int,
         pads: list[int],
         length: int | None = None,
+        index_C: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
 
@@ -159,11 +160,14 @@ class Model:
             pads: left padding per row.
             length: tokens of the whole padded prompt, which length-dependent RoPE must know; by default the
                 prompt ends with these tokens.
+            index_C: increasing indices of the tokens in the padded batch, from `start` on, where they do not lie
+                side by side.
 
         Raises:
             PrefillEndsHere: `attention` raised it.
         """
-        index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
+        if index_C is None:
+            index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
         pads_B = torch.tensor(pads, device=ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:

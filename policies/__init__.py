@@ -1,0 +1,20 @@
+"""Cache policies, one file each. To add one: a file, a line here, a YAML in conf/policy/, a row in the test matrix."""
+
+from __future__ import annotations
+
+from policies.base import Policy
+from policies.full import Full
+from policies.h2o import H2O
+from policies.pyramidkv import PyramidKV
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
+from policies.window import Window
+
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "window": Window,
+    "streaming_llm": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+}

@@ -1,0 +1,40 @@
+"""H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048): heavy hitters, the tokens that received most attention so far.
+
+Half of the budget is the recent window, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from policies.base import LayerView, Scorer
+
+
+@dataclass(kw_only=True)
+class H2O(Scorer):
+    """Score: attention probabilities summed over all queries since a token was there, of a KV head's group.
+
+    Attributes:
+        recent_share: of the budget, for the last tokens.
+    """
+
+    recent_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.recent_share <= 1:
+            raise ValueError(f"policy.recent_share={self.recent_share} must be a share of the budget in [0, 1]")
+
+    def carry(self, view: LayerView) -> Tensor:
+        received_BKn = view.by_kv_head(view.signals.received())
+        return received_BKn if view.carried_BKn is None else view.carried_BKn + received_BKn
+
+    def score(self, view: LayerView) -> Tensor:
+        assert view.carried_BKn is not None
+        return view.carried_BKn
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        recent = max(self.recent, round(self.recent_share * self.slots(view)))
+        return Scorer.keep(replace(self, recent=min(recent, self.slots(view) - self.sinks)), view)

@@ -1,0 +1,57 @@
+"""SnapKV (Li et al., NeurIPS 2024, arXiv 2404.14469): the tokens that the end of the prompt looks at.
+
+The prompt's last `window` queries vote by their attention probabilities; votes are pooled over neighbours, so that what
+is kept is a piece of text rather than single tokens. Generated tokens are all kept, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from policies.base import LayerView, Phase, Scorer
+
+
+class Pool(Enum):
+    max = "max"
+    avg = "avg"
+
+
+@dataclass(kw_only=True)
+class SnapKV(Scorer):
+    """Score: pooled votes of the window, averaged over a KV head's group. The window itself is kept.
+
+    Attributes:
+        window: queries that vote.
+        kernel: neighbours that a vote counts for, an odd number.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pool: Pool = Pool.max
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pool = Pool(self.pool) if isinstance(self.pool, str) else self.pool
+        if self.window < 1:
+            raise ValueError(f"policy.window={self.window} must be at least 1 token")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"policy.kernel={self.kernel} must be an odd number of tokens")
+        self.recent = max(self.recent, self.window)
+        if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
+            raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")
+
+    def score(self, view: LayerView) -> Tensor:
+        before = max(0, view.num_slots - self.window)
+        votes_BKn = view.by_kv_head(view.signals.votes(self.window))
+        pooled = max_pool1d if self.pool is Pool.max else avg_pool1d
+        # Only what is before the window is pooled: within it, later tokens had fewer voters.
+        if before:
+            votes_BKn[..., :before] = pooled(votes_BKn[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
+        return votes_BKn
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        return None if view.phase is Phase.decode else super().keep(view)

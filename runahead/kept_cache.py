@@ -1,0 +1,157 @@
+"""K,V that a cache policy has thinned out: one layer at a time, with room for what comes next.
+
+As in the KV cache a slab is token-major, (T, B, K, H + V). A slot holds a token; which one may differ from row to row
+and from KV head to KV head, but slots are in the order of the tokens' positions and padding is on the left, so causal
+attention needs no mask. Cutting a layer back copies what is kept and frees the rest.
+"""
+
+# Legend: T slots with room, n stored slots, m kept ones, B batch, K kv heads, X = H + V key and value dims.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runahead.kv_cache import KVShape, KVSlab
+
+
+@dataclass(kw_only=True)
+class KeptLayer:
+    """One layer's K,V.
+
+    Attributes:
+        slab_TBKX: slots, of which the first `num_slots` are in use.
+        positions_TBK: of each slot's token in its row, below 0 on padding; (T, B, 1) while all KV heads have the same.
+        pads: slots on the left of each row that are padding.
+        first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
+        carried_TBK: what a policy accumulates per slot.
+    """
+
+    shape: KVShape
+    slab_TBKX: Tensor
+    positions_TBK: Tensor
+    pads: list[int]
+    num_slots: int = 0
+    first: int = 0
+    carried_TBK: Tensor | None = None
+
+    @classmethod
+    def empty(cls, shape: KVShape, *, pads: list[int], room: int, device: torch.device) -> KeptLayer:
+        """A layer with room for so many tokens."""
+        slab = torch.empty(
+            room, len(pads), shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
+        )
+        positions = torch.empty(room, len(pads), 1, dtype=torch.int32, device=device)
+        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=list(pads))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated: K,V, positions, and what is carried."""
+        carried = 0 if self.carried_TBK is None else self.carried_TBK.nbytes
+        return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried
+
+    def slab(self) -> KVSlab:
+        """The slots in use."""
+        return KVSlab(slab_TBKX=self.slab_TBKX[: self.num_slots], key_dim=self.shape.key_dim, first=self.first)
+
+    @property
+    def end(self) -> int:
+        """Number of the next slot."""
+        return self.first + self.num_slots
+
+    def keys_BKnH(self) -> Tensor:  # noqa: N802
+        return self.slab().read(self.first, self.end)[0]
+
+    def positions_BKn(self) -> Tensor:  # noqa: N802
+        return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor) -> None:
+        """Store new tokens behind the others, making room if there is none."""
+        num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
+        if end > self.slab_TBKX.shape[0]:
+            self._grow(end)
+        self.num_slots = end
+        self.slab().write(self.end - num_new, k_BKCH, v_BKCV)
+        self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
+        if self.carried_TBK is not None:
+            self.carried_TBK[end - num_new : end] = 0
+
+    def carry(self, values_BKn: Tensor) -> None:
+        """Carry values along with the slots from now on."""
+        if self.carried_TBK is None:
+            self.carried_TBK = torch.zeros(
+                self.slab_TBKX.shape[:3], dtype=values_BKn.dtype, device=self.slab_TBKX.device
+            )
+        self.carried_TBK[: self.num_slots] = values_BKn.permute(2, 0, 1)
+
+    def carried_BKn(self) -> Tensor | None:  # noqa: N802
+        return None if self.carried_TBK is None else self.carried_TBK[: self.num_slots].permute(1, 2, 0)
+
+    def cut_back(self, slots_BKm: Tensor, *, room: int) -> None:
+        """Keep these slots, (B, K, m) or (B, 1, m), and make room for so many more tokens."""
+        assert self.first == 0, self.first
+        num_kept = slots_BKm.shape[2]
+        slots_mBK = slots_BKm.permute(2, 0, 1)
+        pads_B = torch.tensor(self.pads, device=slots_mBK.device)
+        kept_pads_BK = (slots_mBK < pads_B[:, None]).sum(dim=0)
+        self.slab_TBKX = _taken(self.slab_TBKX, slots_mBK, room)
+        if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
+            self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
+        self.positions_TBK = _taken(self.positions_TBK, slots_mBK, room)
+        if self.carried_TBK is not None:
+            self.carried_TBK = _taken(self.carried_TBK, slots_mBK, room)
+        self.num_slots = num_kept
+        # Which padding is dropped is the same for all KV heads: it is never kept before a token is.
+        self.pads = kept_pads_BK[:, 0].tolist()
+        assert (kept_pads_BK == kept_pads_BK[:, :1]).all(), "KV heads keep different amounts of padding"
+
+    def _grow(self, room: int) -> None:
+        """More room, and an eighth of what is there, so that growing token by token stays cheap."""
+        room += self.num_slots // 8
+
+        def grown(old: Tensor) -> Tensor:
+            new = old.new_empty(room, *old.shape[1:])
+            new[: self.num_slots] = old[: self.num_slots]
+            return new
+
+        self.slab_TBKX, self.positions_TBK = grown(self.slab_TBKX), grown(self.positions_TBK)
+        if self.carried_TBK is not None:
+            self.carried_TBK = grown(self.carried_TBK)
+
+
+def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
+    """A new tensor with room behind these slots of (T, B, K, ...)."""
+    num_kept = slots_mBK.shape[0]
+    _, batch, heads = source.shape[:3]
+    taken = source.new_empty(num_kept + room, *source.shape[1:])
+    rows_B1 = torch.arange(batch, device=source.device)[:, None]
+    heads_K = torch.arange(heads, device=source.device)
+    # Rows of a flat view: whole contiguous runs are copied, not single numbers.
+    flat_mBK = (slots_mBK * batch + rows_B1) * heads + heads_K
+    flat = source.reshape(-1, *source.shape[3:])
+    torch.index_select(flat, 0, flat_mBK.flatten(), out=taken[:num_kept].view(-1, *source.shape[3:]))
+    return taken
+
+
+@dataclass(kw_only=True)
+class KeptCache:
+    """All layers. `peak_bytes` is the most that was allocated at a time."""
+
+    layers: list[KeptLayer]
+    peak_bytes: int = field(default=0)
+
+    @classmethod
+    def empty(cls, shapes: Sequence[KVShape], *, pads: list[int], device: torch.device) -> KeptCache:
+        return cls(layers=[KeptLayer.empty(shape, pads=pads, room=0, device=device) for shape in shapes])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def num_slots(self) -> list[int]:
+        """Stored slots per layer."""
+        return [layer.num_slots for layer in self.layers]

@@ -1,0 +1,60 @@
+"""One process, one model, a policy: prompts in chunks, then tokens that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from policies.base import Phase, Policy
+from runahead.kept_attention import KeptAttention
+from runahead.kept_cache import KeptCache
+from runahead.model import Model
+from tests.families import throughout
+
+
+class Run:
+    """Left-padded prompts through a model whose cache the steps cut back. Logits (B, V) in the model's dtype."""
+
+    def __init__(self, model: Model, steps: list[Policy], prompts: list[list[int]]) -> None:
+        longest = max(map(len, prompts))
+        self.model, self.steps = model, steps
+        self.pads = [longest - len(prompt) for prompt in prompts]
+        self.ids_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        self.prompt_tokens = longest
+        self.kept = KeptCache.empty(model.kv_shapes, pads=self.pads, device=model.device)
+        self.seen = 0
+
+    def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:
+        """Logits behind the prompt, which goes in chunks of these lengths; policies cut back behind the last one."""
+        for chunk in chunks or [self.ids_BS.shape[1]]:
+            ids_BC = self.ids_BS[:, self.seen : self.seen + chunk]
+            logits_BV = self._forward(ids_BC, Phase.prefill, cuts_back=self.seen + chunk == self.prompt_tokens)
+        return logits_BV
+
+    def decode(self, token: int) -> Tensor:
+        """Logits behind one more token, the same in every row."""
+        return self._forward(torch.full((len(self.pads), 1), token), Phase.decode)
+
+    def next_prompt(self, ids: list[int]) -> Tensor:
+        """Logits behind another turn's prompt, the same in every row."""
+        self.prompt_tokens = self.seen + len(ids)
+        return self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
+
+    def _forward(self, ids_BC: Tensor, phase: Phase, cuts_back: bool = True) -> Tensor:
+        attention = KeptAttention(
+            self.kept,
+            self.steps,
+            start=self.seen,
+            pads=self.pads,
+            phase=phase,
+            prompt_tokens=self.prompt_tokens,
+            cuts_back=cuts_back,
+        )
+        with throughout(self.model.dtype):
+            logits_BV = self.model.forward(
+                ids_BC, attention, start=self.seen, pads=self.pads, length=max(self.prompt_tokens, self.seen + 1)
+            )
+        self.seen += ids_BC.shape[1]
+        return logits_BV

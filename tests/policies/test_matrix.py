@@ -1,0 +1,172 @@
+"""Every policy of the table, on models of every kind, does what a policy must do whatever it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from policies import POLICIES
+from policies.base import Policy
+from runahead.causal_attention import CausalAttention
+from runahead.kv_cache import KVCache
+from tests.families import prompt, throughout
+from tests.policies.policy_odd_tokens import OddTokens
+from tests.policies.running import Run
+from tests.ranks.tasks import tiny_model
+
+FAMILIES = [
+    "llama",  # two query heads per KV head
+    "gpt2",  # a KV head for each
+    "gpt_bigcode",  # one for all
+    "qwen3",
+    "deepseek_v3",  # keys and values of different width
+    "gpt_oss",  # sinks in the softmax, windows in every second layer
+    "gemma2",  # soft caps and windows
+]
+OPTIONS = {
+    "full": {},
+    "window": {},
+    "streaming_llm": {"sinks": 2},
+    "h2o": {},
+    "snapkv": {"window": 4, "kernel": 3},
+    "pyramidkv": {"window": 4, "kernel": 3, "beta": 2.0},
+}
+NUM_TOKENS, BUDGET = 40, 16
+GENERATED = [5, 7, 11, 13]
+
+
+def policy(name: str, budget: int | float = BUDGET) -> Policy:
+    if name == "odd_tokens":
+        return OddTokens(budget=budget)
+    return POLICIES[name](**OPTIONS[name], **({} if name == "full" else {"budget": budget}))
+
+
+def test_every_policy_is_in_the_matrix() -> None:
+    assert OPTIONS.keys() == POLICIES.keys()
+
+
+every_policy = pytest.mark.parametrize("name", [*POLICIES, "odd_tokens"])
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+@every_policy
+def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(name: str, family: str) -> None:
+    model, ids = tiny_model(family), prompt(NUM_TOKENS)
+    run = Run(model, [policy(name, 1000)], [ids])
+    ours = [run.prefill(), *(run.decode(token) for token in GENERATED)]
+    total = NUM_TOKENS + len(GENERATED)
+    cache = KVCache(
+        model.kv_shapes,
+        batch=1,
+        spans=[(0, total)] * model.num_layers,
+        num_slots=model.num_layers,
+        device=model.device,
+    )
+    start, full = 0, []
+    for chunk in [ids, *([token] for token in GENERATED)]:
+        with throughout(model.dtype):
+            attention = CausalAttention(cache, start=start, pads=[0])
+            full.append(model.forward(torch.tensor([chunk]), attention, start=start, pads=[0]))
+        start += len(chunk)
+    for a, b in zip(ours, full, strict=True):
+        assert torch.equal(a, b)
+
+
+@every_family
+@every_policy
+def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
+    model = tiny_model(family)
+    if model.uneven_limit is not None:
+        pytest.skip("its rows cannot be of different lengths")
+    prompts = [prompt(length, seed) for seed, length in enumerate((NUM_TOKENS, 23, 7))]
+    together = Run(model, [policy(name)], prompts)
+    logits = [together.prefill(), *(together.decode(token) for token in GENERATED)]
+    for row, ids in enumerate(prompts):
+        alone = Run(model, [policy(name)], [ids])
+        for ours, theirs in zip(logits, [alone.prefill(), *(alone.decode(t) for t in GENERATED)], strict=True):
+            torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)  # float64
+
+
+@every_policy
+def test_chunks_of_a_prompt_do_not_matter(name: str) -> None:
+    model, ids = tiny_model("llama"), prompt(NUM_TOKENS)
+    whole, pieces = Run(model, [policy(name)], [ids]), Run(model, [policy(name)], [ids])
+    torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
+    assert whole.kept.num_slots == pieces.kept.num_slots
+    for layer, other in zip(whole.kept.layers, pieces.kept.layers, strict=True):
+        assert torch.equal(layer.positions_BKn(), other.positions_BKn())
+    torch.testing.assert_close(whole.decode(5), pieces.decode(5), atol=1e-9, rtol=0)
+
+
+@every_family
+@every_policy
+def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str) -> None:
+    model = tiny_model(family)
+    run = Run(model, [policy(name)], [prompt(NUM_TOKENS)])
+    run.prefill()
+    before = sum(shape.bytes_per_token() * NUM_TOKENS for shape in model.kv_shapes)
+    expected = 0
+    for layer, (shape, rule) in enumerate(zip(model.kv_shapes, model.rules, strict=True)):
+        left_alone = name == "full" or (rule is not None and not rule.sees_everything)
+        slots = NUM_TOKENS if left_alone else _slots(name, layer, model.num_layers)
+        assert run.kept.layers[layer].num_slots == slots, layer
+        expected += shape.bytes_per_token() * slots
+    kv_bytes = sum(layer.slab_TBKX.nbytes for layer in run.kept.layers)
+    assert kv_bytes == expected
+    assert kv_bytes == before if name == "full" else kv_bytes < before
+    assert run.kept.num_bytes - kv_bytes < 0.3 * kv_bytes  # positions, and what is carried along
+
+
+def _slots(name: str, layer: int, num_layers: int) -> int:
+    if name != "pyramidkv":
+        return BUDGET
+    first, last = 2 * 12 - 12 / 2, 12 / 2  # 12 tokens beside the window, beta 2
+    return min(NUM_TOKENS, 4 + round(first + (last - first) * layer / (num_layers - 1)))
+
+
+@every_policy
+def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
+    """With room for all it is as if the turns had been one prompt; cut back, it still answers."""
+    model, ids, more = tiny_model("llama"), prompt(NUM_TOKENS), prompt(9, seed=5)
+    roomy = Run(model, [policy(name, 1000)], [ids])
+    roomy.prefill()
+    roomy.decode(5)
+    joint = Run(model, [policy("full")], [[*ids, 5, *more]])
+    torch.testing.assert_close(roomy.next_prompt(more), joint.prefill(), atol=1e-9, rtol=0)
+    tight = Run(model, [policy(name)], [ids])
+    tight.prefill()
+    tight.decode(5)
+    assert tight.next_prompt(more).isfinite().all()
+    if name not in ("full", "pyramidkv"):
+        assert set(tight.kept.num_slots) == {BUDGET}
+
+
+@pytest.mark.parametrize("name", ["window", "streaming_llm", "h2o", "odd_tokens"])
+def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
+    model = tiny_model("llama")
+    run = Run(model, [policy(name)], [prompt(NUM_TOKENS), prompt(11, seed=1)])
+    run.prefill()
+    sizes = []
+    for token in range(3, 40):
+        run.decode(token)
+        sizes.append(set(run.kept.num_slots))
+    assert max(max(size) for size in sizes) < BUDGET + 16
+    assert {BUDGET} in sizes
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "full"])
+def test_generated_tokens_are_kept(name: str) -> None:
+    run = Run(tiny_model("llama"), [policy(name)], [prompt(NUM_TOKENS)])
+    run.prefill()
+    before = run.kept.num_slots
+    for token in range(3, 30):
+        run.decode(token)
+    assert run.kept.num_slots == [slots + 27 for slots in before]
+
+
+def test_a_prompt_shorter_than_the_window_is_kept_whole() -> None:
+    for name in POLICIES:
+        run = Run(tiny_model("llama"), [policy(name)], [prompt(3)])
+        run.prefill()
+        assert set(run.kept.num_slots) == {3}
