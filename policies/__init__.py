@@ -5,6 +5,7 @@ from __future__ import annotations
 from policies.base import Policy
 from policies.full import Full
 from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
@@ -17,4 +18,5 @@ POLICIES: dict[str, type[Policy]] = {
     "h2o": H2O,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
+    "pyramidinfer": PyramidInfer,
 }

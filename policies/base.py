@@ -5,7 +5,7 @@ positions; padding is on the left of each row. A policy keeps equally many slots
 is kept is one dense tensor; a row with fewer tokens than that keeps some of its padding.
 """
 
-# Legend: B batch, N query heads, K kv heads, n stored slots, m kept slots, H key dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, m kept slots, H key dim, V value dim.
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -28,10 +28,10 @@ class Phase(Enum):
 class Signals(Protocol):
     """What the newest queries tell about the stored tokens. Computed when asked for, in O(block) memory."""
 
-    def votes(self, num_queries: int) -> Tensor:
+    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.
 
-        Queries that are padding have no say.
+        Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding have no say.
         """
         ...
 
@@ -48,6 +48,8 @@ class LayerView:
         layer, num_layers: which of how many.
         phase: of the new tokens.
         num_new: slots of the new tokens, which are the last ones.
+        chunk_tokens: new tokens before any layer narrowed them.
+        new_positions_BC: positions of the new tokens in their rows, below 0 on padding.
         prompt_tokens: length of the padded prompt so far; what budgets that are shares refer to.
         pads: slots on the left of each row that are padding.
         k_BKnH, v_BKnV: the stored keys, rotated to their positions, and values.
@@ -59,6 +61,8 @@ class LayerView:
     num_layers: int
     phase: Phase
     num_new: int
+    chunk_tokens: int
+    new_positions_BC: Tensor
     prompt_tokens: int
     pads: list[int]
     k_BKnH: Tensor
@@ -79,16 +83,26 @@ class LayerView:
         return x_BNn.unflatten(1, (self.num_kv_heads, -1)).mean(dim=2)
 
 
-class Policy(ABC):
+class Policy:
     """A policy has options only; what belongs to a sequence is in the view."""
+
+    narrows: ClassVar[bool] = False
+    """Does `narrow` ever drop tokens?"""
 
     def carry(self, view: LayerView) -> Tensor | None:
         """New values (B, K, n) to carry along with the slots, if this policy accumulates."""
         return None
 
-    @abstractmethod
     def keep(self, view: LayerView) -> Tensor | None:
         """Slots to keep: (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all of them."""
+        return None
+
+    def narrow(self, view: LayerView) -> Tensor | None:
+        """Which of the new tokens deeper layers compute: (B, c), ascending, the last one among them. None: all.
+
+        Deeper layers neither compute nor store anything of the others. Asked in the prefill only.
+        """
+        return None
 
 
 Budget = int | float
@@ -110,7 +124,7 @@ def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Scorer(Policy):
+class Scorer(Policy, ABC):
     """Keeps the sink tokens, the recent ones, and of the others those with the highest scores.
 
     Attributes:

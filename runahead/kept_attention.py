@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy
 from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.kept_cache import KeptCache, KeptLayer
+from runahead.new_tokens import NewTokens
 from runahead.signals import QuerySignals
 
 
@@ -46,15 +46,15 @@ class KeptAttention(CausalAttention):
     ) -> None:
         self.kept, self.steps, self.phase, self.prompt_tokens = kept, steps, phase, prompt_tokens
         self.room, self.cuts_back = room, cuts_back
-        self._index, self._row_pads = start, pads
+        self.new_tokens = NewTokens(start, pads)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         kept, num_new = self.kept.layers[layer], q_BNCH.shape[2]
+        queries_BC = self.new_tokens.positions_BC(num_new, q_BNCH.device)
+        start = kept.end
+        kept.append(k_BKCH, v_BKCV, queries_BC, self.new_tokens.pads(num_new))
         # From here on positions are those of slots, which are in causal order.
-        self.start, self.pads = kept.end, kept.pads
-        index_C = torch.arange(self._index, self._index + num_new, device=q_BNCH.device)
-        queries_BC = index_C - torch.tensor(self._row_pads, device=q_BNCH.device)[:, None]
-        kept.append(k_BKCH, v_BKCV, queries_BC)
+        self.start, self.pads = start, kept.pads
         self.kept.peak_bytes = max(self.kept.peak_bytes, self.kept.num_bytes)
         out_BNCV = self.attend_to_slab(kept.slab(), q_BNCH, terms)
         if terms.rule is None or terms.rule.sees_everything:
@@ -62,16 +62,18 @@ class KeptAttention(CausalAttention):
                 signals = QuerySignals(
                     q_BNCH, kept.keys_BKnH(), terms, queries_BC=queries_BC, keys_BKn=kept.positions_BKn()
                 )
-                self._cut_back(policy, layer, kept, num_new, signals)
+                self._cut_back(policy, layer, kept, queries_BC, signals)
         return out_BNCV
 
-    def _cut_back(self, policy: Policy, layer: int, kept: KeptLayer, num_new: int, signals: QuerySignals) -> None:
+    def _cut_back(self, policy: Policy, layer: int, kept: KeptLayer, queries_BC: Tensor, signals: QuerySignals) -> None:
         k_BKnH, v_BKnV = kept.slab().read(0, kept.end)
         view = LayerView(
             layer=layer,
             num_layers=len(self.kept.layers),
             phase=self.phase,
-            num_new=num_new,
+            num_new=queries_BC.shape[1],
+            chunk_tokens=self.new_tokens.chunk_tokens,
+            new_positions_BC=queries_BC,
             prompt_tokens=self.prompt_tokens,
             pads=kept.pads,
             k_BKnH=k_BKnH,
@@ -84,5 +86,8 @@ class KeptAttention(CausalAttention):
             kept.carry(carried_BKn)
             view = replace(view, carried_BKn=carried_BKn)
         slots_BKm = policy.keep(view) if self.cuts_back else None
+        selected_Bc = policy.narrow(view) if policy.narrows and self.phase is Phase.prefill else None
         if slots_BKm is not None:
             kept.cut_back(slots_BKm, room=self.room)
+        if selected_Bc is not None:
+            self.new_tokens.narrow(selected_Bc)

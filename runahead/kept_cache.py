@@ -39,13 +39,13 @@ class KeptLayer:
     carried_TBK: Tensor | None = None
 
     @classmethod
-    def empty(cls, shape: KVShape, *, pads: list[int], room: int, device: torch.device) -> KeptLayer:
+    def empty(cls, shape: KVShape, *, batch: int, room: int, device: torch.device) -> KeptLayer:
         """A layer with room for so many tokens."""
         slab = torch.empty(
-            room, len(pads), shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
+            room, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
         )
-        positions = torch.empty(room, len(pads), 1, dtype=torch.int32, device=device)
-        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=list(pads))
+        positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
+        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch)
 
     @property
     def num_bytes(self) -> int:
@@ -68,12 +68,18 @@ class KeptLayer:
     def positions_BKn(self) -> Tensor:  # noqa: N802
         return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
 
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor) -> None:
-        """Store new tokens behind the others, making room if there is none."""
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+        """Store new tokens behind the others, making room if there is none.
+
+        Args:
+            positions_BC: of the new tokens in their rows.
+            new_pads: how many of them are padding, in each row.
+        """
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
         if end > self.slab_TBKX.shape[0]:
             self._grow(end)
         self.num_slots = end
+        self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
         self.slab().write(self.end - num_new, k_BKCH, v_BKCV)
         self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
         if self.carried_TBK is not None:
@@ -144,8 +150,8 @@ class KeptCache:
     peak_bytes: int = field(default=0)
 
     @classmethod
-    def empty(cls, shapes: Sequence[KVShape], *, pads: list[int], device: torch.device) -> KeptCache:
-        return cls(layers=[KeptLayer.empty(shape, pads=pads, room=0, device=device) for shape in shapes])
+    def empty(cls, shapes: Sequence[KVShape], *, batch: int, device: torch.device) -> KeptCache:
+        return cls(layers=[KeptLayer.empty(shape, batch=batch, room=0, device=device) for shape in shapes])
 
     @property
     def num_bytes(self) -> int:

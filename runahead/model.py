@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from runahead import loading
@@ -18,8 +22,13 @@ from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, r
 from runahead.causal_attention import CausalAttention
 from runahead.config import ModelOptions
 from runahead.kv_cache import KVCache, KVShape
+from runahead.loading.sharing import share_out
 from runahead.masks import MaskRule
+from runahead.narrowing import decoder_layers, narrowing
+from runahead.new_tokens import NewTokens
 from runahead.rope_length import length_dependent_rotaries, rotary_length
+
+Run = Callable[[Callable[[], Tensor]], Tensor]
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a family is checked against transformers when it is loaded."""
@@ -48,6 +57,8 @@ class Model:
         self.config = module.config.get_text_config(decoder=True)
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
+        self.num_shares = 1
+        self._run: Run = lambda forward: forward()
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
         if not self._passes_keywords:
@@ -56,11 +67,10 @@ class Model:
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         try:
-            trace = self._trace()
-            self.kv_shapes = [shape for shape, _ in trace]
-            self.rules = [rule for _, rule in trace]
+            self._look_at_layers()
             if check:
-                self._check_against_transformers()
+                ids_1S = self._check_ids()
+                self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
         except (torch.OutOfMemoryError, ValueError):
             raise
         except Exception as error:  # whatever a family's own code does with what it does not expect
@@ -89,6 +99,30 @@ class Model:
             ranks_on_host=ranks_on_host,
         )
         return cls(loaded.module, loaded.tokenizer, name=loaded.name)
+
+    def share_out(self, group: dist.ProcessGroup, run: Run) -> None:
+        """Keep this rank's share of every layer, by transformers' tensor parallelism.
+
+        From then on K,V shapes are those of this rank's heads, logits are the same on all ranks, and every rank of the
+        group makes the same calls, in step.
+
+        Args:
+            group: of the ranks, for nothing else meanwhile.
+            run: runs a forward, which waits for the other ranks.
+
+        Raises:
+            ValueError: transformers cannot share this model out, or the shares give other logits than the whole.
+        """
+        ids_1S = self._check_ids()
+        whole_BV = self._transformers_logits(ids_1S)
+        share_out(self.module, group, self.device)
+        self.num_shares, self._run = group.size(), run
+        self._look_at_layers()
+        self._require_logits(whole_BV, ids_1S, "the whole model")
+
+    @cached_property
+    def _layers(self) -> list[nn.Module]:
+        return decoder_layers(self.module, self.num_layers)
 
     @property
     def num_layers(self) -> int:
@@ -150,6 +184,7 @@ class Model:
         pads: list[int],
         length: int | None = None,
         index_C: Tensor | None = None,
+        tokens: NewTokens | None = None,
     ) -> Tensor:
         """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
 
@@ -162,6 +197,7 @@ class Model:
                 prompt ends with these tokens.
             index_C: increasing indices of the tokens in the padded batch, from `start` on, where they do not lie
                 side by side.
+            tokens: narrowed by `attention` from layer to layer, if a policy does that.
 
         Raises:
             PrefillEndsHere: `attention` raised it.
@@ -177,8 +213,9 @@ class Model:
         if self._passes_keywords:
             keywords["runahead"] = attention
         length = start + ids_BC.shape[1] if length is None else length
-        with rotary_length(self._rotaries, [length - pad for pad in pads]):
-            logits_BCV = self.module(input_ids=ids_BC, **keywords).logits
+        narrowed = nullcontext() if tokens is None else narrowing(self._layers, tokens, ids_BC.shape[1])
+        with rotary_length(self._rotaries, [length - pad for pad in pads]), narrowed:
+            logits_BCV = self._run(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         return logits_BCV[:, -1].to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
     def _trace(self) -> list[tuple[KVShape, MaskRule | None]]:
@@ -193,11 +230,17 @@ class Model:
             )
         return [(shape, rule) for _, shape, rule in trace.calls]
 
-    @torch.inference_mode()
-    def _check_against_transformers(self) -> None:
-        """Two chunks through our attention against one pass through transformers' own."""
+    def _look_at_layers(self) -> None:
+        trace = self._trace()
+        self.kv_shapes = [shape for shape, _ in trace]
+        self.rules = [rule for _, rule in trace]
+
+    def _check_ids(self) -> Tensor:
+        return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size
+
+    def _require_logits(self, theirs_BV: Tensor, ids_1S: Tensor, whose: str) -> None:
+        """Compare two chunks through our attention with logits of the last token that are known to be right."""
         first, second = CHECK_TOKENS
-        ids = (torch.arange(first + second, device=self.device) * 7 + 3)[None] % self.vocab_size
         cache = KVCache(
             self.kv_shapes,
             batch=1,
@@ -205,20 +248,21 @@ class Model:
             num_slots=self.num_layers,
             device=self.device,
         )
-        for start, chunk in ((0, ids[:, :first]), (first, ids[:, first:])):
+        for start, chunk in ((0, ids_1S[:, :first]), (first, ids_1S[:, first:])):
             attention = CausalAttention(cache, start=start, pads=[0])
-            ours = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
-        theirs = self._transformers_logits(ids)
-        scale, off = theirs.double().std().item(), (ours.double() - theirs.double()).abs().max().item()
+            ours_BV = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
+        theirs_BV = theirs_BV.double()
+        scale, off = theirs_BV.std().item(), (ours_BV.double() - theirs_BV).abs().max().item()
         # Rounding of the weights' dtype against the spread of the logits; a wrong mask, position or scale is far above.
         # transformers' eager attention takes its softmax in float32 even for float64.
         bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(self.dtype, 0.2)
         if not off <= bound * max(scale, 1e-6):
             raise ValueError(
                 f"model {self.name} ({self.config.model_type}) gives other logits through our attention than through "
-                f"transformers' own (off by {off:.2g}, spread {scale:.2g}); this family is not supported"
+                f"{whose} (off by {off:.2g}, spread {scale:.2g}); this family is not supported"
             )
 
+    @torch.inference_mode()
     def _transformers_logits(self, ids: Tensor) -> Tensor:
         """Logits (B, V) of the last token by transformers' own attention."""
         modules = [] if self._passes_keywords else self.module.modules()

@@ -36,26 +36,37 @@ class QuerySignals:
         assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn = queries_BC, keys_BKn
+        self._votes: dict[tuple[int, float], Tensor] = {}
 
-    def votes(self, num_queries: int) -> Tensor:
+    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """As `policies.base.Signals.votes`."""
-        num_queries = min(num_queries, self._q_BNCH.shape[2])
-        voters_B = (self._queries_BC[:, -num_queries:] >= 0).sum(dim=1).clamp_min(1)
-        return self._sum_over(num_queries) / voters_B[:, None, None]
+        asked = num_queries, newest
+        if asked not in self._votes:
+            self._votes[asked] = self._mean_over(min(num_queries, self._q_BNCH.shape[2]), newest)
+        return self._votes[asked]
+
+    def _mean_over(self, num_queries: int, newest: float) -> Tensor:
+        weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
+        if num_queries == 1:
+            weights_w.fill_(newest)
+        voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
+        return self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
 
     def received(self) -> Tensor:
         """As `policies.base.Signals.received`."""
-        return self._sum_over(self._q_BNCH.shape[2])
+        return self._sum_over(torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device))
 
-    def _sum_over(self, num_queries: int) -> Tensor:
-        """Probabilities (B, N, n) summed over the last so many queries."""
+    def _sum_over(self, weights_w: Tensor) -> Tensor:
+        """Probabilities (B, N, n) summed over the last w queries."""
         batch, num_heads, num_new, _ = self._q_BNCH.shape
         total_BNn = torch.zeros(batch, num_heads, self._k_BKnH.shape[2], device=self._q_BNCH.device)
-        for first in range(num_new - num_queries, num_new, QUERY_BLOCK):
-            self._add(first, min(first + QUERY_BLOCK, num_new), total_BNn)
+        before = num_new - len(weights_w)
+        for first in range(before, num_new, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, num_new)
+            self._add(first, last, weights_w[first - before : last - before], total_BNn)
         return total_BNn
 
-    def _add(self, first: int, last: int, total_BNn: Tensor) -> None:
+    def _add(self, first: int, last: int, weights_q: Tensor, total_BNn: Tensor) -> None:
         """Add the probabilities of the new tokens [first, last)."""
         batch, num_heads, n = total_BNn.shape
         width = max(1, BLOCK_SCORES // (batch * num_heads * (last - first)))
@@ -70,7 +81,7 @@ class QuerySignals:
         lse_BNq1 = lse_BNq1.nan_to_num(neginf=0.0)  # a query that is padding sees nothing
         for start, stop in spans:
             scores = self._scores(first, last, start, stop) if only is None else only
-            total_BNn[:, :, start:stop] += (scores - lse_BNq1).exp_().sum(dim=2)
+            total_BNn[:, :, start:stop] += weights_q.to(scores.dtype) @ (scores - lse_BNq1).exp_()
 
     def _scores(self, first: int, last: int, start: int, stop: int) -> Tensor:
         """Scores (B, N, q, s) of the new tokens [first, last) with the keys [start, stop), -inf where unseen."""

@@ -23,7 +23,7 @@ class Run:
         self.pads = [longest - len(prompt) for prompt in prompts]
         self.ids_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         self.prompt_tokens = longest
-        self.kept = KeptCache.empty(model.kv_shapes, pads=self.pads, device=model.device)
+        self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device)
         self.seen = 0
 
     def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:
@@ -54,7 +54,12 @@ class Run:
         )
         with throughout(self.model.dtype):
             logits_BV = self.model.forward(
-                ids_BC, attention, start=self.seen, pads=self.pads, length=max(self.prompt_tokens, self.seen + 1)
+                ids_BC,
+                attention,
+                start=self.seen,
+                pads=self.pads,
+                length=max(self.prompt_tokens, self.seen + 1),
+                tokens=attention.new_tokens,
             )
         self.seen += ids_BC.shape[1]
         return logits_BV

@@ -85,6 +85,8 @@ def keep(policy: Policy, n: int, num_new: int | None = None, seed: int = 0, laye
         num_layers=layers,
         phase=Phase.prefill,
         num_new=num_new or n,
+        chunk_tokens=num_new or n,
+        new_positions_BC=torch.arange(n - (num_new or n), n)[None],
         prompt_tokens=n,
         pads=[0],
         k_BKnH=k_BKnH,

@@ -1,0 +1,86 @@
+"""Fewer tokens in deeper layers: what a policy has dropped is taken out of the hidden states in front of a layer.
+
+By forward pre-hooks on the model's decoder layers, whose code stays untouched. What goes along with the hidden states
+(rotary tables, position ids) is made once for the whole chunk and cut to what is left.
+"""
+
+# Legend: B batch, C new tokens of the chunk, c those that are left.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runahead.new_tokens import NewTokens
+
+
+def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
+    """The layers of a model, in order.
+
+    Raises:
+        ValueError: it keeps them in no list of their own.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return list(child)
+    raise ValueError(
+        f"{type(module).__name__} has no list of its {num_layers} layers, so none can compute fewer tokens; "
+        "use a policy that only evicts"
+    )
+
+
+@contextmanager
+def narrowing(layers: list[nn.Module], tokens: NewTokens, num_new: int) -> Iterator[None]:
+    """While it is open, layers compute only what is left of a chunk of `num_new` tokens."""
+
+    def narrowed(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
+        if tokens.left_Bc is None:
+            return None
+        hidden = args[0] if args else keywords["hidden_states"]
+        if tokens.pending_Bc is not None:
+            hidden = _taken(hidden, tokens.pending_Bc)
+            tokens.pending_Bc = None
+        rest = {
+            name: _cut(value, num_new, tokens.left_Bc) for name, value in keywords.items() if name != "hidden_states"
+        }
+        if args:
+            return (hidden, *(_cut(value, num_new, tokens.left_Bc) for value in args[1:])), rest
+        return args, {"hidden_states": hidden, **rest}
+
+    def widened(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if tokens.left_Bc is None:
+            return None
+        hidden = output[0] if isinstance(output, tuple) else output
+        whole = hidden.new_zeros(hidden.shape[0], num_new, hidden.shape[2])
+        whole.scatter_(1, tokens.left_Bc[:, :, None].expand_as(hidden), hidden)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    hooks = [layer.register_forward_pre_hook(narrowed, with_kwargs=True) for layer in layers]
+    # What comes behind the layers may rely on the length that it knows; only the last token's part of it is used.
+    hooks.append(layers[-1].register_forward_hook(widened))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _cut(value: Any, num_new: int, left_Bc: Tensor) -> Any:
+    """A tensor (B or 1, C, ...), or several of them, at what is left; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, num_new, left_Bc) for part in value)
+    if isinstance(value, dict):
+        return {name: _cut(part, num_new, left_Bc) for name, part in value.items()}
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == num_new:
+        return _taken(value, left_Bc)
+    return value
+
+
+def _taken(x_BCx: Tensor, index_Bc: Tensor) -> Tensor:
+    """(B or 1, C, ...) at indices (B, c) -> (B, c, ...)."""
+    rows_B1 = torch.arange(len(index_Bc), device=x_BCx.device)[:, None]
+    return x_BCx.expand(len(index_Bc), *x_BCx.shape[1:])[rows_B1, index_Bc]

@@ -1,0 +1,48 @@
+"""The new tokens of one forward: all of a chunk at first, fewer from layer to layer where a policy narrows them."""
+
+# Legend: B batch, C new tokens of the chunk, c those that are left.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class NewTokens:
+    """Which tokens of the chunk [start, start + C) of a left-padded batch the layers still compute.
+
+    Every row has equally many left. A row with fewer tokens than that keeps some of its padding, on its left.
+
+    Args:
+        start: index of the chunk's first token.
+        pads: left padding of every row.
+    """
+
+    def __init__(self, start: int, pads: list[int]) -> None:
+        self.start, self.row_pads = start, pads
+        self.left_Bc: Tensor | None = None
+        """Indices within the chunk; None is all of them."""
+        self.pending_Bc: Tensor | None = None
+        """Of those that were left before, the ones that the next layer is to compute."""
+        self.chunk_tokens = 0
+        """Before any layer narrowed them."""
+
+    def positions_BC(self, num_new: int, device: torch.device) -> Tensor:  # noqa: N802
+        """Positions in their rows of the tokens that are left, below 0 on padding."""
+        if self.left_Bc is None:
+            self.chunk_tokens = num_new
+            index_BC = torch.arange(self.start, self.start + num_new, device=device)[None]
+        else:
+            index_BC = self.start + self.left_Bc
+        assert index_BC.shape[1] == num_new, (index_BC.shape, num_new)
+        return index_BC - torch.tensor(self.row_pads, device=device)[:, None]
+
+    def pads(self, num_new: int) -> list[int]:
+        """How many of the tokens that are left are padding, by row: padding goes before tokens do."""
+        tokens = [min(self.chunk_tokens, max(0, self.start + self.chunk_tokens - pad)) for pad in self.row_pads]
+        return [max(0, num_new - each) for each in tokens]
+
+    def narrow(self, selected_Bc: Tensor) -> None:
+        """Go on with these of the tokens that are left, ascending, from the next layer on."""
+        self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)
+        self.pending_Bc = selected_Bc
