@@ -73,7 +73,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
     """
     if not isinstance(partition, TablePartition) or ranks.size == 1:
         return
-    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, transfer=run.prefill.transfer)
+    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
     ranks.agree("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
 
 

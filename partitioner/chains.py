@@ -42,8 +42,14 @@ def search_all_ranks(evaluations: Evaluations, start: tuple[int, ...], descend: 
     descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
 
 
-def search_other_chains(evaluations: Evaluations, min_stride: int, descend: Descend) -> None:
-    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper."""
+def search_other_chains(
+    evaluations: Evaluations, min_stride: int, descend: Descend, *, ranks_alike: bool = False
+) -> None:
+    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper.
+
+    Args:
+        ranks_alike: all ranks and all links are. Then only their number counts, and the leading ranks work.
+    """
     num_ranks = len(evaluations.best) - 1
     searched = {tuple(range(num_ranks))}
     while True:
@@ -55,6 +61,8 @@ def search_other_chains(evaluations: Evaluations, min_stride: int, descend: Desc
         for lengths in _neighbours(chunks, num_ranks, min_stride):
             ranks = tuple(sorted(lengths))
             ends = accumulate((lengths[rank] for rank in ranks), initial=0.0)
+            if ranks_alike:
+                ranks = tuple(range(len(ranks)))
             split = on_grid([round(end) for end in ends], min_stride)
             cost_s = Chain(evaluations, ranks, num_ranks)(split)
             cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partitioner.link import BITS_PER_BYTE, Link
-from runahead.config import Transfer
+from runahead.config import PrefillOptions
 from runahead.report import library_versions
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Fingerprint:
         device: name of the processor or GPU that a rank computes on.
         threads: intra-op threads of a rank; None on a GPU.
         transfer: "relay" or "direct".
+        layers_in_flight: as `prefill.layers_in_flight`.
+        speeds: of the ranks, relative to the device; () if all are like it, None where unknown, as in a run that only
+            looks splits up.
         link: between ranks; None where unknown, as in a run that only looks splits up.
         link_measured: by a ping, not given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -67,6 +71,8 @@ class Fingerprint:
     transfer: str
     link: Link | None = None
     link_measured: bool = True
+    layers_in_flight: int = 3
+    speeds: tuple[float, ...] | None = ()
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -78,10 +84,11 @@ class Fingerprint:
         *,
         device: torch.device,
         backend: str,
-        transfer: Transfer,
+        prefill: PrefillOptions,
         num_layers: int | None = None,
         link: Link | None = None,
         link_measured: bool = True,
+        speeds: Sequence[float] | None = None,
     ) -> Fingerprint:
         """Of this process's model and device.
 
@@ -89,6 +96,7 @@ class Fingerprint:
             num_layers: layers to plan for, if `model` was loaded with fewer of them.
             link: between ranks, if known.
             link_measured: whether it was measured rather than given.
+            speeds: of the ranks, if known.
         """
         import torch  # late: reading and drawing tables should not wait for it
 
@@ -98,9 +106,11 @@ class Fingerprint:
             device=device_name(device),
             threads=None if device.type == "cuda" else torch.get_num_threads(),
             backend=backend,
-            transfer=transfer.name,
+            transfer=prefill.transfer.name,
             link=link,
             link_measured=link_measured,
+            layers_in_flight=prefill.layers_in_flight,
+            speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
             date=now(),
@@ -116,7 +126,8 @@ class Fingerprint:
     def key(self) -> str:
         """One line that is the same for runs whose measurements may be put together.
 
-        Without the link: what one device or live ranks take does not depend on how a ping went.
+        Without the link and the speeds: what one device or live ranks take depends neither on how a ping went nor on
+        what is planned.
         """
         values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
         return "|".join(str(value) for value in values)
@@ -132,6 +143,8 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name} {mine}, not {theirs}")
+        if self.speeds is not None and other.speeds is not None and self.speeds != other.speeds:
+            found.append(f"{_speeds_text(self.speeds)}, not {_speeds_text(other.speeds)}")
         if self.link is not None and other.link is not None and not self._link_fits(other):
             found.append(f"a link of {link_text(self.link)}, not {link_text(other.link)}")
         return found
@@ -151,14 +164,19 @@ class Fingerprint:
             self,
             link=linked.link,
             link_measured=linked.link_measured,
+            speeds=other.speeds if self.speeds is None else self.speeds,
             name=self.name or other.name,
             versions=newer.versions,
             date=newer.date,
         )
 
 
-COMPARED = ("dtype", "device", "threads", "backend", "transfer")
-"""Fields that must agree, besides the model's shape and the link."""
+COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
+"""Fields that must agree, besides the model's shape, the link and the speeds."""
+
+
+def _speeds_text(speeds: Sequence[float]) -> str:
+    return f"ranks of speeds {', '.join(f'{speed:g}' for speed in speeds)}" if speeds else "ranks all alike"
 
 
 def link_text(link: Link) -> str:

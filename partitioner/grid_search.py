@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise, product
@@ -22,6 +23,8 @@ from runahead.context import even
 
 OFFSETS = (-2, -1, 0, 1, 2)
 """Of every inner boundary, in strides: 5 values, so 5^(p-1) partitions at each level."""
+GOLDEN = (1 + 5**0.5) / 2
+"""By which an evaluation of two ranks shortens the interval."""
 MAX_RANKS = 5
 """5^4 = 625 partitions a level; the paper's 8 ranks took it 33 hours."""
 
@@ -33,6 +36,7 @@ def grid_search(
     *,
     min_stride: int,
     leave_out: bool = True,
+    ranks_alike: bool = False,
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
@@ -46,7 +50,8 @@ def grid_search(
 
     Args:
         min_stride: inner boundaries are multiples of it.
-        leave_out: also try to leave ranks out. Where ranks and links are alike, fewer leading ranks do as well.
+        leave_out: also try to leave ranks out.
+        ranks_alike: and so are links: the last ranks are left out, since it does not matter which.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 
@@ -70,8 +75,26 @@ def grid_search(
     with suppress(OutOfEvaluations):
         search_all_ranks(evaluations, even(num_tokens, num_ranks).boundaries, descend)
         if leave_out:
-            search_other_chains(evaluations, min_stride, descend)
+            search_other_chains(evaluations, min_stride, descend, ranks_alike=ranks_alike)
     return evaluations.result()
+
+
+def evaluations_left(
+    num_tokens: int, num_ranks: int, *, min_stride: int, stride: int | None = None, at_stride: int = 0
+) -> int:
+    """How many evaluations a search has probably before it.
+
+    Args:
+        stride: at which it is; None before its start.
+        at_stride: evaluations at that stride so far.
+    """
+    if num_ranks == 1:
+        return 0 if stride else 1
+    if num_ranks == 2:
+        return math.ceil(math.log(max(1, (stride or num_tokens) / min_stride), GOLDEN))
+    stride = stride or coarse_stride(num_tokens / (4 * num_ranks), min_stride)
+    level = len(OFFSETS) ** (num_ranks - 1)
+    return max(0, level - at_stride) + level * ((stride // min_stride).bit_length() - 1)
 
 
 def _golden_section(chain: Chain, num_tokens: int, min_stride: int) -> None:

@@ -9,12 +9,12 @@ import math
 import os
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from partitioner.fingerprint import Fingerprint
-from partitioner.table_entry import Entry
+from partitioner.table_entry import Entry, from_shares
 from partitioner.table_format import read_table, table_json, table_name
 from runahead.context import ContextPartition, Partitioner
 from runahead.whole_file import write_whole
@@ -23,8 +23,12 @@ SHORTEST_CHUNK = 16
 """Tokens. Of a prompt shorter than all of a table's, ranks that would get less get none: their hop would cost more than
 they save."""
 
-WORTHWHILE = 0.01
-"""More ranks are taken if they shorten TTFT by more than this share; less is noise, or leaves some of them idle."""
+WORTHWHILE = 0.05
+"""Twice as many ranks are taken if the first token is earlier by at least this share.
+
+On slow links more ranks always gain a little, by taking a few tokens each. But a replayed TTFT is off by about that
+much itself, and each further rank and link is one more that a prompt waits for when it is busy.
+"""
 
 REMEDY = "search splits for this model and device with python -m partitioner.search table=<another file>"
 
@@ -115,8 +119,9 @@ class LookupTable:
         """The split of a prompt over exactly so many ranks.
 
         An entry of that length is taken as it is (KVR-S). Between two lengths every rank's ratio is interpolated
-        linearly (KVR-P); if different ranks are idle at the two, nothing is between them, and the nearer one's ratios
-        are taken. Beyond the table those of its first or last length are, with a warning.
+        linearly (KVR-P). If other ranks are idle at the two, nothing is between them, and the nearer one's ratios are
+        taken; but where ranks are alike and as many work at both, it does not matter which. Beyond the table the ratios
+        of its first or last length are taken, with a warning.
 
         Raises:
             ValueError: no entry for this number of ranks, or no tokens.
@@ -137,10 +142,10 @@ class LookupTable:
                     stacklevel=2,
                 )
             return _clamped(below, length)
-        return _between(below, above, length)
+        return _between(below, above, length, ranks_alike=self.fingerprint.speeds == ())
 
     def best_ranks(self, length: int, max_ranks: int | None = None) -> int:
-        """The number of ranks, at most `max_ranks`, whose first token is the earliest, or fewer if they nearly get it.
+        """The number of ranks, at most `max_ranks`, whose first token is the earliest for what they are (`worthwhile`).
 
         TTFT per token is interpolated between lengths. Numbers of ranks are compared that have entries around this
         length; if none has, those that have the nearest.
@@ -204,9 +209,11 @@ class LookupTable:
 
 
 def worthwhile(costs: Mapping[int, float]) -> int:
-    """Of numbers of ranks and their costs, the smallest number whose cost is nearly the least."""
-    enough = min(costs.values()) * (1 + WORTHWHILE)
-    return min(ranks for ranks, cost in costs.items() if cost <= enough)
+    """Of numbers of ranks and their TTFTs, the number from which doublings bring less than WORTHWHILE each.
+
+    So 8 ranks are preferred to 2 if their first token is earlier by that share twice over; of equals, the fewest are.
+    """
+    return min(costs, key=lambda ranks: (costs[ranks] * (1 - WORTHWHILE) ** -math.log2(ranks), ranks))
 
 
 def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:
@@ -224,36 +231,28 @@ def _share(below: Entry, above: Entry, length: int) -> float:
     return 0.0 if below is above else (length - below.length) / (above.length - below.length)
 
 
-def _between(below: Entry, above: Entry, length: int) -> ContextPartition:
+def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> ContextPartition:
     share = _share(below, above, length)
-    if below.partition.chain != above.partition.chain:
-        return _scaled(below if share < 0.5 else above, length)
-    ends = [
-        (1 - share) * (first / below.length) + share * (second / above.length)
-        for first, second in zip(below.boundaries, above.boundaries, strict=True)
-    ]
-    return _from_shares(ends, length)
+    nearer = below if share < 0.5 else above
+    chains = below.partition.chain, above.partition.chain
+    if chains[0] != chains[1] and not (ranks_alike and len(chains[0]) == len(chains[1])):
+        return nearer.scaled(length)
+    ends = [0.0] * (nearer.ranks + 1)
+    for rank, *theirs in zip(nearer.partition.chain, *chains, strict=True):
+        first, second = (
+            entry.boundaries[r + 1] / entry.length for entry, r in zip((below, above), theirs, strict=True)
+        )
+        ends[rank + 1] = (1 - share) * first + share * second
+    return from_shares(accumulate(ends, max), length)
 
 
 def _clamped(entry: Entry, length: int) -> ContextPartition:
     """An entry's ratios; for a shorter prompt chunks that would be too short go to their neighbours."""
-    partition = _scaled(entry, length)
+    partition = entry.scaled(length)
     if length >= entry.length:
         return partition
     shortest = min(SHORTEST_CHUNK, *(chunk for chunk in entry.partition.chunk_lengths if chunk))
     return _without_crumbs(partition, shortest)
-
-
-def _scaled(entry: Entry, length: int) -> ContextPartition:
-    if length == entry.length:
-        return entry.partition
-    return _from_shares([end / entry.length for end in entry.boundaries], length)
-
-
-def _from_shares(ends: Iterable[float], length: int) -> ContextPartition:
-    """From the share of the prompt before each boundary; floats that do not decrease stay so when rounded."""
-    inner = [min(round(end * length), length) for end in ends][1:-1]
-    return ContextPartition(boundaries=(0, *inner, length))
 
 
 def _without_crumbs(partition: ContextPartition, shortest: int) -> ContextPartition:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.compute_cost import MeasuredCost
 from partitioner.link import Link
+from partitioner.measured_cost import MeasuredCost
 from runahead.attention import AttentionTerms, attend
 from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock, clock_for

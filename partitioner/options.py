@@ -49,7 +49,8 @@ class SearchOptions:
     `reach` bounds how far, as a share of the prompt, a boundary may move from where a search starts; boundaries are
     multiples of `min_stride` tokens. `repeats` are runs per measured point. `probe_chunks` and `probe_prefixes` are the
     lengths whose compute is measured; `probe_layers` how many layers are run for it. `speeds` are the ranks' speeds
-    relative to the measured device. `force` searches anew what earlier runs measured.
+    relative to the measured device. `max_loss` is the share of TTFT that a lookup between two lengths may cost
+    before a simulated search adds a length there; None: it adds none. `force` searches anew what earlier runs measured.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
@@ -63,6 +64,7 @@ class SearchOptions:
     probe_prefixes: list[int] | None = None
     probe_layers: int = 4
     speeds: list[float] | None = None
+    max_loss: float | None = 0.01
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -81,8 +83,22 @@ class SearchOptions:
                 raise ValueError(f"search.{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.reach <= 1:
             raise ValueError(f"search.reach={self.reach} must be a share of the prompt above 0 and at most 1")
+        if self.max_loss is not None and not 0 < self.max_loss < math.inf:
+            raise ValueError(f"search.max_loss={self.max_loss} must be a share of TTFT above 0, or null")
         if self.speeds is not None and any(not 0 < speed < math.inf for speed in self.speeds):
             raise ValueError(f"search.speeds={self.speeds} must be above 0, 1 being the measured device")
+
+    def stride(self, length: int, count: int) -> int:
+        """`min_stride`, or less where a prompt's chunks are short."""
+        return min(self.min_stride, max(1, length // (8 * count)))
+
+    def reach_tokens(self, length: int, count: int) -> int | None:
+        """How far a boundary may move. None is anywhere: live runs are dear, and the best split is near equal work, but
+        on slow simulated links it may be far from it.
+        """
+        if self.objective is not Objective.measured:
+            return None
+        return max(self.stride(length, count), int(self.reach * length))
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,10 @@
 """TTFT of what KV-Runahead is compared with: even chunks whose K,V all ranks gather in every layer.
 
-Both keep ranks in step: a layer's gathering begins when the slowest rank has its K,V, and is a ring of p - 1 steps, in
-each of which every rank sends C/p tokens' K,V to the next; the slowest link of the ring decides. The cost of compute
-is the same as for `simulate`, so its measurements serve both.
+Both keep ranks in step: a layer's gathering begins when the slowest rank has its K,V, and the slowest link decides how
+long it takes. With a cluster's relay transfer it is a ring of p - 1 steps, in each of which every rank sends C/p
+tokens' K,V to the next. With direct transfer every rank sends them to all others: at once where every pair has a wire
+of its own, one after the other through a shared port. The cost of compute is the same as for `simulate`, so its
+measurements serve both.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from partitioner.bounds import Attention
 from partitioner.cluster import Cluster
 from partitioner.simulation import Simulated
+from runahead.config import Transfer
 
 
 def simulate_tsp(
@@ -31,11 +34,11 @@ def simulate_tsp(
         compute.prefix(c, num_tokens) if attention is Attention.dense else compute.own(c) + compute.prefix(c, rank * c)
         for rank in range(num_ranks)
     ]
-    step_s = _ring_step_s(c, num_ranks, cluster)
+    gather_s = max(_arrivals_s(c, num_ranks, cluster), default=0.0)
     in_step_s = 0.0  # the moment at which the slowest rank has a layer's K,V
     ready_s = [compute.first(c) / cluster.speed[rank] for rank in range(num_ranks)]
     for layer in range(compute.num_layers):
-        in_step_s = max(ready_s) + (num_ranks - 1) * step_s
+        in_step_s = max(ready_s) + gather_s
         follows = compute.last if layer == compute.num_layers - 1 else compute.between
         ready_s = [in_step_s + (attention_s[rank] + follows(c)) / cluster.speed[rank] for rank in range(num_ranks)]
     return _simulated(ready_s, -1, c, attention_s, cluster)
@@ -45,7 +48,7 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
     """Context parallelism with a balanced split: of 2p chunks of a = C/2p tokens, rank i has chunks i and 2p - 1 - i.
 
     Every rank then attends to equally many keys, with a causal kernel. While K,V are gathered it attends to its own
-    two chunks. The prompt's last token is on rank 0.
+    two chunks, in one call, since they are causal in the order in which they lie. The prompt's last token is on rank 0.
 
     Args:
         ring: ring attention: each of the p - 1 steps' K,V are attended to while the next ones travel, in a call of
@@ -56,7 +59,7 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
     """
     _check(num_tokens, num_ranks, cluster)
     compute, a, p = cluster.compute, num_tokens / (2 * num_ranks), num_ranks
-    local_s = 2 * compute.own(a) + compute.prefix(a, a)
+    local_s = compute.own(2 * a)
     steps_s: list[list[float]] = []  # of each rank: what it attends to after its own, in the order of arrival
     for rank in range(p):
         if ring:  # of an earlier rank both chunks need the first, of a later rank the second needs both
@@ -64,7 +67,9 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
             steps_s.append([compute.prefix(2 * a, a) if j < rank else compute.prefix(a, 2 * a) for j in sources])
         else:
             steps_s.append([compute.prefix(a, rank * a) + compute.prefix(a, (2 * p - 2 - rank) * a)])
-    step_s = _ring_step_s(2 * a, p, cluster)
+    arrivals_s = _arrivals_s(2 * a, p, cluster)
+    if not ring:
+        arrivals_s = [max(arrivals_s, default=0.0)]
     ready_s = [compute.first(2 * a) / cluster.speed[rank] for rank in range(p)]
     for layer in range(compute.num_layers):
         began_s = max(ready_s)
@@ -72,20 +77,28 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
         for rank in range(p):
             speed = cluster.speed[rank]
             now_s = ready_s[rank] + local_s / speed
-            for step, attends_s in enumerate(steps_s[rank], start=1):
-                arrived_s = began_s + (step if ring else p - 1) * step_s
-                now_s = max(now_s, arrived_s) + attends_s / speed
+            for arrival_s, attends_s in zip(arrivals_s, steps_s[rank], strict=True):
+                now_s = max(now_s, began_s + arrival_s) + attends_s / speed
             ready_s[rank] = now_s + follows(2 * a) / speed
     attention_s = [local_s + sum(each) for each in steps_s]
     return _simulated(ready_s, 0, 2 * a, attention_s, cluster)
 
 
-def _ring_step_s(chunk: float, num_ranks: int, cluster: Cluster) -> float:
-    """Seconds in which every rank sends a chunk's K,V to the next."""
-    if cluster.links is None or num_ranks == 1:
-        return 0.0
+def _arrivals_s(chunk: float, num_ranks: int, cluster: Cluster) -> list[float]:
+    """Seconds after which the chunk of the 1st, 2nd, ... rank before each has arrived, on the slowest link in use."""
+    links, steps = cluster.links, range(1, num_ranks)
+    if links is None:
+        return [0.0 for _ in steps]
+    ahead = (1,) if cluster.transfer is Transfer.relay else steps  # to whom a rank sends
+    used = [links.between(rank, (rank + each) % num_ranks) for rank in range(num_ranks) for each in ahead]
     num_bytes = chunk * cluster.kv_bytes_per_token
-    return max(cluster.links.between(rank, (rank + 1) % num_ranks).seconds(num_bytes) for rank in range(num_ranks))
+    slowest_s = max((link.seconds(num_bytes) for link in used), default=0.0)
+    if cluster.transfer is Transfer.relay:
+        return [step * slowest_s for step in steps]
+    if not any(link.shared for link in used):
+        return [slowest_s for _ in steps]
+    busy_s = max(num_bytes / link.bandwidth_Bps for link in used)
+    return [(step - 1) * busy_s + slowest_s for step in steps]
 
 
 def _simulated(ends_s: list[float], last: int, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:

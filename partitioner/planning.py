@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from partitioner.cluster import Cluster
 from partitioner.equal_work import equal_work
-from partitioner.evaluations import SearchResult
+from partitioner.evaluations import Cost, SearchResult, Step
 from partitioner.seeded_search import seeded_search
 from partitioner.simulation import simulate
 from runahead.context import ContextPartition, even
@@ -19,6 +19,11 @@ MOST_TRIED_IN_ALL_ORDERS = 4
 FINALISTS = 3
 
 
+def simulated_cost(cluster: Cluster) -> Cost:
+    """TTFT by simulation."""
+    return lambda partition: simulate(partition, cluster).ttft_s
+
+
 def best_split(
     num_tokens: int,
     num_ranks: int,
@@ -27,8 +32,11 @@ def best_split(
     min_stride: int,
     seeds: Sequence[ContextPartition] = (),
     max_evaluations: int | None = None,
+    on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
     """The best partition over the leading ranks, searched from the cheapest of equal work, even chunks and `seeds`.
+
+    Even chunks are the better start where links are so slow that compute hardly counts.
 
     Raises:
         ValueError: as for `seeded_search`, or more ranks than the cluster has.
@@ -36,9 +44,7 @@ def best_split(
     if not 1 <= num_ranks <= cluster.num_ranks:
         raise ValueError(f"search.ranks={num_ranks} must be 1 to {cluster.num_ranks}, the ranks of the cluster")
 
-    def cost(partition: ContextPartition) -> float:
-        return simulate(partition, cluster).ttft_s
-
+    cost = simulated_cost(cluster)
     balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
     starts = [balanced, even(num_tokens, num_ranks), *seeds]
     return seeded_search(
@@ -47,8 +53,9 @@ def best_split(
         num_ranks,
         min_stride=min_stride,
         seed=min(starts, key=cost),
-        leave_out=not cluster.is_uniform,
+        ranks_alike=cluster.is_uniform,
         max_evaluations=max_evaluations,
+        on_evaluation=on_evaluation,
     )
 
 

@@ -6,21 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.compose import Program, this_rank
-from launch.ending import end_with, say
+from launch.compose import Program
+from launch.program import run_program
 from partitioner.options import Method, Objective, SearchRun
 
 if TYPE_CHECKING:
-    from partitioner.compute_cost import ComputeCost, MeasuredCost
-    from partitioner.evaluations import Cost, SearchResult, Step
     from partitioner.fingerprint import Fingerprint
-    from partitioner.link import Link
-    from partitioner.lookup_table import Entry, LookupTable
-    from partitioner.simulation import Cluster
-    from runahead.context import ContextPartition
-    from runahead.model import Model
+    from partitioner.lookup_table import LookupTable
     from runahead.ranks import Ranks
 
 HELP = """\
@@ -34,7 +28,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
                          replayed: compute measured on one device, K,V on simulated links
                          modelled: a fitted cost model, for lengths and ranks far beyond this machine
   search.lengths=[1024,2048,4096]   search.ranks=[2,4,8]   search.method=seeded|grid
-  search.min_stride=32   search.reach=0.15   search.repeats=3   search.speeds=[1,0.5]
+  search.min_stride=32   search.reach=0.15   search.repeats=3   search.speeds=[1,0.5]   search.max_loss=0.01|null
   search.probe_chunks=[...]   search.probe_prefixes=[...]   search.probe_layers=4   search.force=false
   link.gbps=25   link.latency_us=10   link.shared=false
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
@@ -45,35 +39,18 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
 
 SEARCH = Program(name="search", options=SearchRun, help=HELP)
 
-SHORTEST_PROBE = 64
-
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The whole program. Its exit status: 0 done, 1 failed, 2 the command line is wrong, 130 interrupted."""
-    try:
-        command = SEARCH.read(sys.argv[1:] if args is None else args)
-    except ValueError as error:
-        say(str(error))
-        return 2
-    if command.to_print is not None:
-        if this_rank() == 0:
-            print(command.to_print, end="")
-        return 0
-    assert command.run is not None
-    ranks: Ranks | None = None
-    try:
-        from runahead.ranks import Ranks
+    """The exit status of `run_program`."""
+    return run_program(SEARCH, args, _print_table)
 
-        ranks = Ranks.start(command.run.ranks)
-        table = search(command.run, ranks)
-        if ranks.rank == 0:
-            from partitioner.show import table_text
 
-            print(table_text(table), end="")
-        ranks.close()
-    except BaseException as error:
-        end_with(error, ranks)
-    return 0
+def _print_table(run: SearchRun, ranks: Ranks) -> None:
+    table = search(run, ranks)
+    if ranks.rank == 0:
+        from partitioner.show import table_text
+
+        print(table_text(table), end="")
 
 
 def search(run: SearchRun, ranks: Ranks) -> LookupTable:
@@ -81,46 +58,52 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
 
     Raises: ValueError and OSError for a user's mistakes.
     """
+    from partitioner.calibration import Calibration, link_between
     from partitioner.fingerprint import Fingerprint
+    from partitioner.live_search import LiveSearch
     from partitioner.lookup_table import LookupTable
     from partitioner.pictures import save_pictures
+    from partitioner.search_progress import SearchProgress
+    from partitioner.simulated_search import SimulatedSearch
     from runahead.model import Model
 
     counts = run.search.ranks or list(range(1, ranks.size + 1))
     num_layers = ranks.agree("the search's options", lambda: _prepare(run, counts, ranks.size))
+    assert run.table is not None
+    path = Path(run.table)
     model = ranks.together(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
-    link = _link(run, ranks)
+    link = link_between(run, ranks)
     fingerprint = Fingerprint.of(
         model,
         num_layers=num_layers,
         device=ranks.device,
         backend=ranks.backend,
-        transfer=run.prefill.transfer,
+        prefill=run.prefill,
         link=link,
         link_measured=run.link.gbps is None,
+        speeds=run.search.speeds or (),
     )
-    table = ranks.agree("the table", lambda: _existing(run, fingerprint)) or LookupTable(fingerprint, [])
-    compute = _compute(run, ranks, model, max(run.search.lengths), num_layers, fingerprint)
-    searched = _Search(run, ranks, model, compute, link, fingerprint)
-    trails: dict[tuple[int, int], SearchResult] = {}
-    with searched.progress(len(run.search.lengths) * len(counts)):
-        for length in run.search.lengths:
-            for count in counts:
-                result = searched.one(length, count, table)
-                trails[length, count] = result
-                table = table.merge(LookupTable(fingerprint, [searched.entry(length, count, result)]))
-                if ranks.rank == 0:
-                    assert run.table is not None
-                    table.save(run.table)
+    table = ranks.agree("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
+    calibration = Calibration.of(run, ranks, model, link, num_layers, fingerprint)
+    known = {count: calibration.cluster(count) for count in counts}
+    clusters = {count: cluster for count, cluster in known.items() if cluster is not None}
+    entries = [(length, count) for length in run.search.lengths for count in counts]
+    progress = SearchProgress(entries, run.search, shown=ranks.rank == 0)
+    searched: LiveSearch | SimulatedSearch
+    if run.search.objective is Objective.measured:
+        searched = LiveSearch(table, run, ranks, model, calibration, progress)
+    else:
+        searched = SimulatedSearch(table, clusters, run.search, progress)
+    with progress:
+        for _ in searched.run(run.search.lengths):
+            if ranks.rank == 0:
+                searched.table.save(path)
     if ranks.rank == 0:
-        assert run.table is not None
-        simulated = {count: searched.cluster(count) for count in counts}
-        clusters = {count: cluster for count, cluster in simulated.items() if cluster is not None}
-        save_pictures(table, Path(run.table), trails=trails, clusters=clusters)
-    return table
+        save_pictures(searched.table, path, trails=searched.trails, clusters=clusters)
+    return searched.table
 
 
 def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
@@ -150,208 +133,15 @@ def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
     return int(whole.num_hidden_layers)
 
 
-def _link(run: SearchRun, ranks: Ranks) -> Link | None:
-    """As given, else as measured between two ranks."""
-    from partitioner.link import Link
-    from partitioner.measure import ping
-
-    if run.link.gbps is not None:
-        return Link.from_gbps(run.link.gbps, latency_s=run.link.latency_us * 1e-6, shared=run.link.shared)
-    return ping(ranks)
-
-
-def _existing(run: SearchRun, fingerprint: Fingerprint) -> LookupTable | None:
+def _existing(path: Path, fingerprint: Fingerprint) -> LookupTable | None:
     """The table that is there already, to be added to."""
     from partitioner.lookup_table import LookupTable
 
-    assert run.table is not None
-    if not Path(run.table).exists():
+    if not path.exists():
         return None
-    table = LookupTable.load(run.table)
+    table = LookupTable.load(path)
     table.check_fits(fingerprint, force=False)
     return table
-
-
-def _compute(
-    run: SearchRun, ranks: Ranks, model: Model, longest: int, num_layers: int, fingerprint: Fingerprint
-) -> ComputeCost:
-    """One device's compute: measured here, or by an earlier run, kept beside the table. All ranks measure at once."""
-    from partitioner.compute_cost import FittedCost, MeasuredCost
-    from partitioner.measure import probe_compute
-    from runahead.whole_file import write_whole
-
-    lengths = _doubling(SHORTEST_PROBE, max(longest, 2 * SHORTEST_PROBE))  # two points make a line
-    chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
-    path = Path(f"{run.table}.compute.json")
-    purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
-
-    def earlier() -> MeasuredCost | None:
-        if run.search.force or not path.exists():
-            return None
-        saved_purpose, _, text = path.read_text(encoding="utf-8").partition("\n")
-        return MeasuredCost.from_json(text) if saved_purpose == purpose else None
-
-    measured = ranks.agree("the compute cost", earlier)
-    if measured is None:
-        points = len(chunks) * (1 + len(prefixes))
-        with _bar(ranks, points, "measuring compute") as bar:
-
-            def tick(text: str) -> None:
-                bar.set_postfix_str(text, refresh=False)
-                bar.update()
-                ranks.progress()
-
-            measured = ranks.together(
-                "the compute cost",
-                lambda: probe_compute(
-                    model,
-                    chunks=chunks,
-                    prefixes=prefixes,
-                    repeats=run.search.repeats,
-                    num_layers=num_layers,
-                    probe_layers=run.search.probe_layers,
-                    on_progress=tick,
-                ),
-            )
-        measured = ranks.broadcast(measured, 0, "the compute cost")
-        if ranks.rank == 0:
-            write_whole(path, f"{purpose}\n{measured.to_json()}\n")
-    return FittedCost.fit(measured) if run.search.objective is Objective.modelled else measured
-
-
-class _Search:
-    """Searches one length and number of ranks after the other."""
-
-    def __init__(
-        self,
-        run: SearchRun,
-        ranks: Ranks,
-        model: Model,
-        compute: ComputeCost,
-        link: Link | None,
-        fingerprint: Fingerprint,
-    ) -> None:
-        self._run, self._ranks, self._model = run, ranks, model
-        self._compute, self._link, self._fingerprint = compute, link, fingerprint
-        self._spread: dict[tuple[int, ...], float] = {}
-
-    def progress(self, total: int) -> Any:
-        self._bar = _bar(self._ranks, total, "searching")
-        return self._bar
-
-    def one(self, length: int, count: int, table: LookupTable) -> SearchResult:
-        """The best partition of a prompt over `count` ranks."""
-        from partitioner.grid_search import grid_search
-        from partitioner.points import Points
-        from partitioner.seeded_search import seeded_search
-
-        purpose = {"fingerprint": self._fingerprint.key(), "objective": self._run.search.objective.name}
-        assert self._run.table is not None
-        live = self._run.search.objective is Objective.measured
-        keep = live and self._ranks.rank == 0
-        points = Points(Path(f"{self._run.table}.points.jsonl") if keep else None, purpose)
-        known = self._ranks.agree("earlier points", lambda: {} if self._run.search.force else points.read())
-        points.known = {key: value for key, value in known.items() if len(key) == count + 1 and key[-1] == length}
-        cost = points.remembering(self._cost(length, count))
-        self._best_s, self._evaluations = float("inf"), 0
-
-        def tick(step: Step) -> None:
-            self._best_s, self._evaluations = min(self._best_s, step.cost_s), self._evaluations + 1
-            self._bar.set_postfix_str(
-                f"{length} tokens, {count} ranks: best {self._best_s:.4g} s after {self._evaluations} evaluations, "
-                f"stride {step.stride}",
-                refresh=False,
-            )
-
-        stride = min(self._run.search.min_stride, max(1, length // (8 * count)))
-        if self._run.search.method is Method.grid:
-            result = grid_search(cost, length, count, min_stride=stride, on_evaluation=tick)
-        else:
-            result = seeded_search(
-                cost,
-                length,
-                count,
-                min_stride=stride,
-                seed=self._seed(length, count, table, cost),
-                # Live runs are dear, and near equal work; on slow simulated links the best split may be far from it.
-                reach=max(stride, int(self._run.search.reach * length)) if live else None,
-                leave_out=not live,
-                on_evaluation=tick,
-            )
-        self._bar.update()
-        return result
-
-    def entry(self, length: int, count: int, result: SearchResult) -> Entry:
-        """The table's line for a result."""
-        from partitioner.lookup_table import Entry
-
-        return Entry(
-            length=length,
-            ranks=count,
-            boundaries=result.partition.boundaries,
-            ttft_s=result.cost_s,
-            objective=self._run.search.objective.name,
-            spread=self._spread.get(result.partition.boundaries),
-        )
-
-    def cluster(self, count: int) -> Cluster | None:
-        """What a simulation of `count` ranks runs on; None where no link is known."""
-        from partitioner.link import Links
-        from partitioner.simulation import Cluster
-
-        if self._link is None and count > 1:
-            return None
-        speeds = self._run.search.speeds or [1.0] * count
-        links = None if self._link is None else Links(count, self._link)
-        return Cluster(
-            compute=self._compute,
-            speed=speeds[:count],
-            links=links,
-            kv_bytes_per_token=self._model.kv_shapes[0].bytes_per_token(),
-            transfer=self._run.prefill.transfer,
-            layers_in_flight=self._run.prefill.layers_in_flight,
-            pass_on_as_landed=self._ranks.backend == "gloo",
-        )
-
-    def _cost(self, length: int, count: int) -> Cost:
-        from partitioner.measure import LiveCost
-        from partitioner.simulation import simulate
-        from runahead.context import ContextPartition
-
-        if self._run.search.objective is Objective.measured:
-            live = LiveCost(self._model, self._ranks, self._run.prefill, length, repeats=self._run.search.repeats)
-            self._spread = live.spread
-            idle = (length,) * (self._ranks.size - count)
-            return lambda partition: live(ContextPartition(boundaries=partition.boundaries + idle))
-        cluster = self.cluster(count)
-        assert cluster is not None
-        return lambda partition: simulate(partition, cluster).ttft_s
-
-    def _seed(self, length: int, count: int, table: LookupTable, cost: Cost) -> ContextPartition:
-        """Where a search starts: equal work, or the ratios of the nearest known length where those cost less."""
-        from partitioner.equal_work import equal_work
-        from runahead.context import from_ratios
-
-        speeds = (self._run.search.speeds or [1.0] * count)[:count]
-        seeds = [equal_work(length, count, self._compute, speeds)]
-        known = table.entries_for(count)
-        if known and self._run.search.objective is not Objective.measured:  # where a look costs nothing
-            nearest = min(known, key=lambda entry: abs(entry.length - length))
-            seeds.append(from_ratios(nearest.ratios)(length, count))
-        return min(seeds, key=cost) if len(seeds) > 1 else seeds[0]
-
-
-def _doubling(first: int, last: int) -> list[int]:
-    lengths = [first]
-    while lengths[-1] < last:
-        lengths.append(min(2 * lengths[-1], last))
-    return lengths
-
-
-def _bar(ranks: Ranks, total: int, text: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=text, disable=ranks.rank != 0, leave=False, mininterval=0.5)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def seeded_search(
     seed: ContextPartition | None = None,
     reach: int | None = None,
     leave_out: bool = True,
+    ranks_alike: bool = False,
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
@@ -48,7 +49,8 @@ def seeded_search(
         min_stride: inner boundaries are multiples of it, unless the seed itself is the best of all.
         reach: tokens by which a boundary may end up away from the start of its search; by default any. The first
             stride is half of it, by default a quarter of an even chunk.
-        leave_out: also try to leave ranks out. Where ranks and links are alike, fewer leading ranks do as well.
+        leave_out: also try to leave ranks out.
+        ranks_alike: and so are links: the last ranks are left out, since it does not matter which.
         max_evaluations: stop there with the best so far.
         on_evaluation: called after each evaluation.
 
@@ -61,18 +63,46 @@ def seeded_search(
     seed = (seed or even(num_tokens, num_ranks)).check(num_tokens, num_ranks)
     evaluations = Evaluations(cost, max_evaluations=max_evaluations, on_evaluation=on_evaluation)
     start = on_grid(seed.boundaries, min_stride)
-    farthest = num_tokens / (4 * num_ranks) if reach is None else reach / 2
+    first_stride = _first_stride(num_tokens, num_ranks, min_stride, reach)
 
     def descend(chain: Chain, boundaries: tuple[int, ...]) -> None:
-        _PatternSearch(chain, boundaries, min_stride, reach).run(coarse_stride(farthest, min_stride))
+        _PatternSearch(chain, boundaries, min_stride, reach).run(first_stride)
 
     with suppress(OutOfEvaluations):
-        evaluations.stride = min_stride
+        evaluations.stride = first_stride
         evaluations(seed.boundaries)
         search_all_ranks(evaluations, start, descend)
         if leave_out:
-            search_other_chains(evaluations, min_stride, descend)
+            search_other_chains(evaluations, min_stride, descend, ranks_alike=ranks_alike)
     return evaluations.result()
+
+
+def evaluations_left(
+    num_tokens: int,
+    num_ranks: int,
+    *,
+    min_stride: int,
+    reach: int | None = None,
+    stride: int | None = None,
+    at_stride: int = 0,
+) -> int:
+    """How many evaluations a search has probably before it, from two sweeps at each stride: one helps, one does not.
+
+    Args:
+        stride: at which it is; None before its start.
+        at_stride: evaluations at that stride so far.
+    """
+    if num_ranks == 1:
+        return 0 if stride else 1
+    num_inner = num_ranks - 1
+    sweep = 2 * (len(list(_smooth_moves(num_inner))) + len(list(_local_moves(num_inner))))
+    stride = stride or _first_stride(num_tokens, num_ranks, min_stride, reach)
+    strides_after = (stride // min_stride).bit_length() - 1
+    return max(0, 2 * sweep - at_stride) + 2 * sweep * strides_after
+
+
+def _first_stride(num_tokens: int, num_ranks: int, min_stride: int, reach: int | None) -> int:
+    return coarse_stride(num_tokens / (4 * num_ranks) if reach is None else reach / 2, min_stride)
 
 
 class _PatternSearch:

@@ -20,7 +20,7 @@ Prints a lookup table that python -m partitioner.search wrote, and draws its pic
 """
 
 COLUMNS = ("", "tokens", "ranks", "TTFT", "speed-up", "ratios", "found by")
-NOTE = f"* the best number of ranks: the smallest whose first token is at most {WORTHWHILE:.0%} later than the earliest"
+NOTE = f"* the best number of ranks: twice as many have to bring the first token at least {WORTHWHILE:.0%} earlier"
 LEFT = ("ratios", "found by")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,6 +73,12 @@ class Entry:
         """Every rank's share of the prompt."""
         return [(end - start) / self.length for start, end in pairwise(self.boundaries)]
 
+    def scaled(self, length: int) -> ContextPartition:
+        """A prompt of another length in the same ratios."""
+        if length == self.length:
+            return self.partition
+        return from_shares([end / self.length for end in self.boundaries], length)
+
     @property
     def preference(self) -> tuple[int, str, float, tuple[int, ...]]:
         """Of two entries for one prompt the larger is kept: trust, then date, then TTFT.
@@ -79,6 +86,12 @@ class Entry:
         The boundaries only make it a strict order.
         """
         return TRUST[self.objective], self.date, -self.ttft_s, self.boundaries
+
+
+def from_shares(ends: Iterable[float], length: int) -> ContextPartition:
+    """From the share of the prompt before each boundary; floats that do not decrease stay so when rounded."""
+    inner = [min(round(end * length), length) for end in ends][1:-1]
+    return ContextPartition(boundaries=(0, *inner, length))
 
 
 def shown(value: object) -> str:

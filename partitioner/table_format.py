@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from math import inf
@@ -18,6 +18,9 @@ from partitioner.table_entry import DATE, Entry, shown
 
 FORMAT = "runahead lookup table"
 VERSION = 1
+
+LATER = {"layers_in_flight", "speeds"}
+"""Fields of a fingerprint that the first tables did not have. Where one is missing, it is as by default."""
 
 # How the type of a value is told to a reader.
 WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}
@@ -130,6 +133,10 @@ def _fingerprint(value: Any) -> Fingerprint:
     fingerprint = _read(Fingerprint, "fingerprint", value)
     if DATE.fullmatch(fingerprint.date) is None:
         raise ValueError(f"fingerprint: date {shown(fingerprint.date)} must look like 2026-01-31T12:00:00Z")
+    if fingerprint.layers_in_flight < 2:
+        raise ValueError(f"fingerprint: layers_in_flight {fingerprint.layers_in_flight} must be at least 2")
+    if any(not 0 < speed < inf for speed in fingerprint.speeds or ()):
+        raise ValueError(f"fingerprint: speeds {shown(list(fingerprint.speeds or ()))} must be above 0")
     for name in ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
         if (number := getattr(fingerprint.model, name)) < 1:
             raise ValueError(f"fingerprint.model: {name} {number} must be at least 1")
@@ -137,9 +144,10 @@ def _fingerprint(value: Any) -> Fingerprint:
 
 
 def _read(kind: type[T], about: str, value: Any) -> T:
-    """A dataclass from a JSON object that has exactly its fields, each of its type."""
+    """A dataclass from a JSON object that has exactly its fields, but for later ones, each of its type."""
     types = get_type_hints(kind)
-    _check_names(about, value, {field.name for field in fields(kind)})  # type: ignore[arg-type]
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    _check_names(about, value, names, may_miss=LATER if kind is Fingerprint else frozenset())
     read = {name: _typed(types[name], f"{about}: {name}", value[name]) for name in value}
     try:
         return kind(**read)
@@ -156,6 +164,11 @@ def _typed(kind: Any, about: str, value: Any) -> Any:
     if kind == tuple[int, ...]:
         _check_list(about, value)
         return tuple(_typed(int, about, each) for each in value)
+    if kind == tuple[float, ...] | None:
+        if value is None:
+            return None
+        _check_list(about, value, of="numbers")
+        return tuple(_typed(float, about, each) for each in value)
     if kind == dict[str, str | None]:
         if not isinstance(value, dict):
             raise ValueError(f"{about} {shown(value)} must be an object of texts")
@@ -177,15 +190,15 @@ def _link(value: Any) -> Link:
         raise ValueError(f"fingerprint.link: {error}") from error
 
 
-def _check_names(about: str, value: Any, names: set[str]) -> None:
+def _check_names(about: str, value: Any, names: set[str], *, may_miss: Set[str] = frozenset()) -> None:
     if not isinstance(value, dict):
         raise ValueError(f"{about} {shown(value)} must be an object with the fields {', '.join(sorted(names))}")
-    if missing := sorted(names - set(value)):
+    if missing := sorted(names - may_miss - set(value)):
         raise ValueError(f"{about} has no {', '.join(missing)}")
     if unknown := sorted(set(value) - names):
         raise ValueError(f"{about} has the unknown field {shown(unknown[0])}")
 
 
-def _check_list(about: str, value: Any) -> None:
+def _check_list(about: str, value: Any, of: str = "whole numbers") -> None:
     if not isinstance(value, list):
-        raise ValueError(f"{about} {shown(value)} must be a list of whole numbers")
+        raise ValueError(f"{about} {shown(value)} must be a list of {of}")

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import FittedCost
+from partitioner.fitted_cost import FittedCost
 from partitioner.link import Link, Links
 from runahead.config import Transfer
 from tests.partitions import boundaries

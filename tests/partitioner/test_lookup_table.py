@@ -18,12 +18,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.fingerprint import Fingerprint, ModelShape
-from partitioner.link import Link
+from partitioner.link import Link, Links
 from partitioner.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
+from partitioner.planning import best_split
 from partitioner.table_format import parse_table, table_json
 from runahead import Model
-from runahead.config import Transfer
+from runahead.config import PrefillOptions, Transfer
 from tests.families import build, throughout
+from tests.partitioner.clusters import llama, llama_cluster
 
 SHAPE = ModelShape(
     type="llama", num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152, mlp_dim=1536
@@ -133,6 +135,14 @@ def test_the_papers_10k_from_8k_and_12k() -> None:
     assert partition.chunk_lengths == [3200, 2560, 2240, 2240]
 
 
+def test_of_ranks_that_are_alike_it_does_not_matter_which_are_idle() -> None:
+    entries = from_shares(1000, [0.6, 0.0, 0.4]), from_shares(2000, [0.5, 0.5, 0.0])
+    assert table_of(*entries).lookup(1400, 3).chunk_lengths == [784, 0, 616]
+    assert table_of(*entries).lookup(1600, 3).chunk_lengths == [864, 736, 0]
+    unlike = LookupTable(replace(FINGERPRINT, speeds=(1.0, 0.5, 1.0)), list(entries))
+    assert unlike.lookup(1400, 3).chunk_lengths == [840, 0, 560]
+
+
 def test_where_other_ranks_are_idle_the_nearer_entrys_ratios_are_taken() -> None:
     table = table_of(from_shares(1000, [0.6, 0.4, 0.0]), from_shares(2000, [0.5, 0.3, 0.2]))
     assert table.lookup(1400, 3).chunk_lengths == [840, 560, 0]
@@ -208,6 +218,34 @@ def test_entries_around_the_length_decide_the_number_of_ranks() -> None:
     assert table.best_ranks(2000) == 2
     assert table.best_ranks(8000) == 4
     assert table.best_ranks(7000) == 4
+
+
+def test_twice_as_many_ranks_have_to_bring_the_first_token_a_twentieth_earlier() -> None:
+    for gain, best in ((0.04, 2), (0.06, 4)):
+        table = table_of(entry([0, 50, 100], ttft_s=1.0), entry([0, 20, 50, 80, 100], ttft_s=1 - gain))
+        assert table.best_ranks(100) == best
+    # Three quarters of a doubling and more: a third rank has less to bring.
+    assert table_of(entry([0, 50, 100], ttft_s=1.0), entry([0, 30, 60, 100], ttft_s=0.96)).best_ranks(100) == 3
+
+
+def test_a_table_takes_fewer_ranks_for_short_prompts_and_slow_links() -> None:
+    """The paper's Appendix B, out of tables of Llama 7B: one rank or two on slow links, all of them on fast ones."""
+    best: dict[float, list[int]] = {}
+    for GBps in (0.1, 1, 10, 300):
+        # Steps of 200 us: an eager forward of a short chunk is bound by launching its kernels.
+        links = Links(8, Link.from_GBps(GBps, latency_s=50e-6))
+        cluster = llama_cluster(8, None, compute=llama(step_s=200e-6), links=links)
+        found = []
+        for length, ranks in product((1024, 2048, 4096, 16384), (1, 2, 4, 8)):
+            split = best_split(length, ranks, cluster, min_stride=length // 64)
+            found.append(entry(list(split.partition.boundaries), ttft_s=split.cost_s, objective="modelled"))
+        best[GBps] = [each.ranks for each in table_of(*found).best_entries()]
+    for along_lengths in best.values():
+        assert along_lengths == sorted(along_lengths), best
+    for slower, faster in pairwise(best.values()):
+        assert all(a <= b for a, b in zip(slower, faster, strict=True)), best
+    assert best[0.1][0] == best[1][0] == 1 and best[300] == [8, 8, 8, 8], best
+    assert {2, 4} & set(best[1] + best[10]), best
 
 
 def test_fewer_ranks_are_taken_if_more_bring_next_to_nothing() -> None:
@@ -299,6 +337,8 @@ OTHERS = {
     "backend": "nccl",
     "transfer": "direct",
     "link": Link.from_gbps(100),
+    "layers_in_flight": 4,
+    "speeds": (1.0, 0.5),
     "model": replace(SHAPE, num_layers=32),
 }
 
@@ -334,6 +374,27 @@ def test_an_unknown_link_fits_and_a_measured_one_may_be_twice_as_fast() -> None:
     assert FINGERPRINT.differences(replace(pinged, link=Link.from_gbps(25, shared=True))) != []
 
 
+def test_unknown_speeds_fit_and_joining_keeps_the_known_ones() -> None:
+    unknown, unlike = replace(FINGERPRINT, speeds=None), replace(FINGERPRINT, speeds=(1.0, 0.5))
+    assert unlike.differences(unknown) == unknown.differences(unlike) == []
+    assert unknown.joined(unlike).speeds == unlike.joined(unknown).speeds == (1.0, 0.5)
+    assert unlike.differences(FINGERPRINT) == ["ranks of speeds 1, 0.5, not ranks all alike"]
+
+
+def test_a_table_without_the_later_fields_has_their_defaults() -> None:
+    for name in ("layers_in_flight", "speeds"):
+        fingerprint, _ = parse_table(damaged(f"fingerprint/{name}", ...))
+        assert fingerprint == FINGERPRINT
+    shipped = LookupTable.load(Path(__file__).parents[2] / "tables" / "smollm2-cpu-2.json")
+    assert (shipped.fingerprint.layers_in_flight, shipped.fingerprint.speeds) == (3, ())
+
+
+@pytest.mark.parametrize("speeds", [None, (), (1.0, 0.5)])
+def test_speeds_survive_the_file(speeds: tuple[float, ...] | None) -> None:
+    made = replace(FINGERPRINT, speeds=speeds, layers_in_flight=5)
+    assert parse_table(table_json(made, []).encode()) == (made, [])
+
+
 def test_given_links_must_be_the_same() -> None:
     given_link = replace(FINGERPRINT, link_measured=False)
     other = replace(given_link, link=Link.from_gbps(26, latency_s=1e-5))
@@ -343,7 +404,13 @@ def test_given_links_must_be_the_same() -> None:
 def test_the_fingerprint_of_a_model() -> None:
     with throughout(torch.float32):
         model = Model(build("llama", dtype=torch.float32), name="tiny")
-    made = Fingerprint.of(model, device=torch.device("cpu"), backend="gloo", transfer=Transfer.direct, num_layers=40)
+    made = Fingerprint.of(
+        model,
+        device=torch.device("cpu"),
+        backend="gloo",
+        prefill=PrefillOptions(transfer=Transfer.direct),
+        num_layers=40,
+    )
     config = model.config
     assert made.model == ModelShape(
         type="llama",
@@ -460,6 +527,9 @@ DAMAGE = {
     "unsorted entries": (damaged("entries", VALID["entries"][::-1]), "must ascend by length"),
     "repeated entries": (damaged("entries", VALID["entries"][:1] * 2), "must ascend by length"),
     "no layers": (damaged("fingerprint/model/num_layers", 0), "num_layers 0 must be at least 1"),
+    "a speed of 0": (damaged("fingerprint/speeds", [1, 0]), r"speeds \[1.0, 0.0\] must be above 0"),
+    "a speed in words": (damaged("fingerprint/speeds", "fast"), "speeds 'fast' must be a list of numbers"),
+    "one layer in flight": (damaged("fingerprint/layers_in_flight", 1), "layers_in_flight 1 must be at least 2"),
     "no model": (damaged("fingerprint/model", None), "fingerprint.model None must be an object"),
     "a missing model field": (damaged("fingerprint/model/head_dim", ...), "fingerprint.model has no head_dim"),
     "a line break": (damaged("fingerprint/device", "a\nb"), r"device 'a\\nb' must be printable text"),

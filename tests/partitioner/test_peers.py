@@ -12,6 +12,7 @@ from partitioner.link import Link, Links
 from partitioner.peers import simulate_tsp, simulate_zigzag
 from partitioner.planning import best_split
 from partitioner.simulation import simulate
+from runahead.config import Transfer
 from runahead.context import even
 from tests.partitioner.clusters import LLAMA_KV_BYTES, llama, llama_cluster, random_clusters
 
@@ -81,6 +82,29 @@ def test_the_slowest_link_of_the_ring_holds_everybody_up():
     assert simulate(even(8192, 4), cluster) == simulate(
         even(8192, 4), llama_cluster(4, None, links=Links(4, Link.from_GBps(100)))
     )
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_direct_gathering_uses_every_wire_and_gains_only_latency_at_a_shared_port(peer):
+    def ttft_s(transfer, *, shared, latency_s=0.0):
+        links = Links(4, Link.from_GBps(5, latency_s=latency_s, shared=shared))
+        return peer(4096, 4, llama_cluster(4, None, links=links, transfer=transfer)).ttft_s
+
+    for shared in (False, True):
+        assert ttft_s(Transfer.relay, shared=shared) == pytest.approx(ttft_s(Transfer.relay, shared=True))
+    assert ttft_s(Transfer.direct, shared=False) < ttft_s(Transfer.relay, shared=False)
+    assert ttft_s(Transfer.direct, shared=True) == pytest.approx(ttft_s(Transfer.relay, shared=True))
+    late = {transfer: ttft_s(transfer, shared=True, latency_s=1e-3) for transfer in Transfer}
+    assert late[Transfer.direct] < late[Transfer.relay]
+
+
+def test_zigzag_attends_to_its_own_chunks_in_one_call():
+    # Two calls of each chunk's queries against what came from others, one of own against own.
+    without, with_calls = (
+        simulate_zigzag(4096, 4, llama_cluster(4, None, compute=llama(step_s=step_s))) for step_s in (0.0, 1e-4)
+    )
+    calls = 32 * 3 + 1 + 31 + 1  # attention, first, between, last
+    assert with_calls.compute_s[1] - without.compute_s[1] == pytest.approx(calls * 1e-4)
 
 
 @pytest.mark.parametrize("GBps", [300, 10])

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import FittedCost, MeasuredCost
 from partitioner.evaluations import Evaluations, SearchResult
+from partitioner.fitted_cost import FittedCost
 from partitioner.grid_search import grid_search
 from partitioner.link import Link, Links
 from partitioner.lookup_table import LookupTable
+from partitioner.measured_cost import MeasuredCost
 from partitioner.picture_style import rows_and_columns, seconds, tokens
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png

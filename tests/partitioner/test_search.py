@@ -77,7 +77,8 @@ def test_search_writes_a_table_with_every_length_and_number_of_ranks(
     config: Path, tmp_path: Path, objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"
-    assert main(options(config, path, f"search.objective={objective}", "link.gbps=10")) == 0
+    # A tiny model's points are noise, which interpolation cannot follow: no lengths are added.
+    assert main(options(config, path, f"search.objective={objective}", "link.gbps=10", "search.max_loss=null")) == 0
     table = LookupTable.load(path)
     assert [(entry.length, entry.ranks) for entry in table.entries] == [
         (length, ranks) for length in (128, 256) for ranks in (1, 2, 3)
@@ -108,6 +109,7 @@ def test_second_search_measures_no_compute_again(config: Path, tmp_path: Path, m
         ([], "link.gbps=<1e9 bits per second> is needed"),
         (["search.objective=measured"], "needs 3 ranks to be measured but 1 were started"),
         (["link.gbps=1", "search.ranks=[8]", "search.method=grid"], "limited to 5 ranks"),
+        (["link.gbps=1", "search.max_loss=0"], "search.max_loss=0.0 must be a share of TTFT above 0"),
         (["link.gbps=1", "prefill=single"], "prefill=single has no partition"),
         (["link.gbps=1", "search.lengths=[]"], "search.lengths=[] must be a list"),
         (["link.gbps=1", "serach.lengths=[1]"], "did you mean search.lengths?"),
@@ -138,6 +140,28 @@ def test_table_of_another_model_is_not_added_to(
     capsys.readouterr()
     assert ended(options(config, path, "link.gbps=10")) == 1
     assert "model dim" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["prefill.layers_in_flight=4"], "holds for layers_in_flight 3, not 4; search splits for this model"),
+        (
+            ["search.speeds=[1,1,0.5]"],
+            "holds for ranks all alike, not ranks of speeds 1, 1, 0.5; search splits for this",
+        ),
+    ],
+)
+def test_table_of_another_plan_is_not_added_to(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    path = tmp_path / "table.json"
+    assert main(options(config, path, "link.gbps=10", "search.lengths=[128]")) == 0
+    before = path.read_text()
+    capsys.readouterr()
+    assert ended(options(config, path, "link.gbps=10", "search.lengths=[128]", *more)) == 1
+    assert message in capsys.readouterr().err
     assert path.read_text() == before
 
 

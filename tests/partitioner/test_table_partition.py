@@ -59,7 +59,9 @@ def test_a_table_for_another_model_ends_all_ranks_unless_it_is_forced(rank_pools
 
 def test_a_table_for_this_model_fits(rank_pools: RankPools, tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
-    mine = Fingerprint.of(model, device=torch.device("cpu"), backend="gloo", transfer=Transfer.relay)
+    mine = Fingerprint.of(
+        model, device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions(transfer=Transfer.relay)
+    )
     replace(TABLE, fingerprint=replace(mine, threads=1)).save(tmp_path / "mine.json")
     assert rank_pools.run(2, outcome_of_check, tmp_path / "mine.json", False) == ["fits", "fits"]
 

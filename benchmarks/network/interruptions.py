@@ -1,0 +1,53 @@
+"""Ctrl-C, SIGTERM and a closed terminal: they end a block as an exception would, but never half way through a change.
+
+Python runs signal handlers in the main thread only, so both do nothing in other threads.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """In this block, signals that would end the process at once raise SystemExit(128 + number) instead."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    replaced = [n for n in ENDING if _in_main_thread() and signal.getsignal(n) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Signals that arrive in this block are handled at its end."""
+    received: list[int] = []
+    replaced = {}
+    for number in (signal.SIGINT, *ENDING):
+        if _in_main_thread() and callable(handler := signal.getsignal(number)):
+            replaced[number] = handler
+            signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,77 @@
+"""A noisy network: a thread takes the rate of one link after the other down and up at random.
+
+The paper (Fig. 11) sends traffic both ways between a random pair of neighbours, which takes bandwidth from it; here the
+rate itself changes, both ways on one random link at a time, so that two runs with one seed meet the same noise.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from benchmarks.network.shaped_network import ShapedNetwork
+
+
+@dataclass(frozen=True)
+class RateChange:
+    at_s: float  # from the start of the noise
+    link: int
+    gbps: float
+
+
+class Noise:
+    """While the `with` block runs, every 0.5 to 1.5 times `period_s` a random link gets a random rate.
+
+    That is `low` to `high` times the network's rate; the other links have all of it, and at the end so do all.
+    `changes` tells what was done, in order.
+
+    Raises: ValueError for shares or a period that make no sense; on leaving the block what stopped the thread, if
+    something did.
+    """
+
+    def __init__(
+        self, network: ShapedNetwork, *, seed: int, low: float = 0.25, high: float = 1.0, period_s: float = 0.5
+    ) -> None:
+        if not 0 < low <= high:
+            raise ValueError(f"noise between {low} and {high} of the rate is not possible; use 0 < low <= high")
+        if period_s <= 0:
+            raise ValueError(f"noise with a period of {period_s} s is not possible; use a positive one")
+        self.changes: list[RateChange] = []
+        self._network = network
+        self._random = random.Random(seed)
+        self._low, self._high, self._period_s = low, high, period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link noise")
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        try:
+            stopped = False
+            while not stopped:
+                link = self._random.randrange(self._network.num_links)
+                gbps = self._network.gbps * self._random.uniform(self._low, self._high)
+                if self.changes and self.changes[-1].link != link:
+                    self._network.set_rate(self._network.gbps, link=self.changes[-1].link)
+                self._network.set_rate(gbps, link=link)
+                self.changes.append(RateChange(at_s=time.monotonic() - start, link=link, gbps=gbps))
+                stopped = self._stop.wait(self._period_s * self._random.uniform(0.5, 1.5))
+            self._network.set_rate(self._network.gbps)
+        except Exception as error:
+            self._error = error

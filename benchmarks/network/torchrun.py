@@ -1,0 +1,110 @@
+"""A distributed program on the hosts of a network: one torchrun in each, ended together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO
+
+from benchmarks.network import namespaces
+from benchmarks.network.interruptions import signals_deferred, signals_raise
+from benchmarks.network.shaped_network import INTERFACE, ShapedNetwork
+
+PORT = 29500  # of a namespace's own
+# Nothing resolves an address to a name in the namespaces, and PyTorch warns of that.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+# After the first failure the other hosts may still say why they end.
+LAST_WORDS_S = 5.0
+
+
+def run_in(
+    network: ShapedNetwork, args: Sequence[str], *, nproc_per_host: int = 1, env: Mapping[str, str] | None = None
+) -> int:
+    """Run `torchrun --nnodes=<hosts> --nproc-per-node=<nproc_per_host> <args>` in `network`; wait for all.
+
+    Where there are enough cores each host keeps to its own. Output of host 0 is shown, that of the others if one
+    fails; standard input is empty. `env` is added to this process's environment. Whatever ends this call, no process
+    of it is left.
+
+    Returns: 0, or the exit status of the host that failed first (128 + number where a signal ended it).
+    """
+    hosts: list[subprocess.Popen[bytes]] = []
+    environment = QUIET | os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    with signals_raise(), ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in network.hosts[1:]]
+        try:
+            for host, output in enumerate([None, *outputs]):
+                command = [*_on_host(network, host), *_torchrun(network, host, nproc_per_host), *args]
+                with signals_deferred():
+                    hosts.append(_start(command, environment | dict(env or {}), output))
+            status = _wait(hosts)
+        finally:
+            with signals_deferred():
+                _end(network, hosts)
+        if status:
+            for host, output in enumerate(outputs, start=1):
+                _show(output, host)
+        return status
+
+
+def _start(command: list[str], environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C goes to this process alone, which ends all of them."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+    )
+
+
+def _on_host(network: ShapedNetwork, host: int) -> list[str]:
+    """A prefix: in the host's namespace, on its cores, and ended should this process be killed."""
+    prefix = [*network.inside(host), "setpriv", "--pdeathsig", "TERM"]
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // len(network.hosts)
+    if each:
+        own = cores[host * each : (host + 1) * each]
+        prefix += ["taskset", "--cpu-list", ",".join(map(str, own))]
+    return prefix
+
+
+def _torchrun(network: ShapedNetwork, host: int, nproc_per_host: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nnodes={len(network.hosts)}",
+        f"--nproc-per-node={nproc_per_host}",
+        f"--node-rank={host}",
+        f"--master-addr={network.addresses[0]}",
+        f"--master-port={PORT}",
+    ]
+
+
+def _wait(hosts: list[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or some while after one failed; its status."""
+    status = 0
+    deadline = float("inf")
+    while any(host.poll() is None for host in hosts) and time.monotonic() < deadline:
+        failed = [code for host in hosts if (code := host.poll())]
+        if failed and not status:
+            status = failed[0]
+            deadline = time.monotonic() + LAST_WORDS_S
+        time.sleep(0.02)
+    status = status or next((code for host in hosts if (code := host.poll())), 0)
+    return 128 - status if status < 0 else status
+
+
+def _end(network: ShapedNetwork, hosts: list[subprocess.Popen[bytes]]) -> None:
+    """torchrun itself is killed: it only watches the ranks, and would say that it was interrupted in a page of text."""
+    for host in hosts:
+        host.kill()
+        host.wait()
+    namespaces.end_processes(network.hosts)
+
+
+def _show(output: IO[bytes], host: int) -> None:
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    if text:
+        print(f"output of host {host}:\n{text}", file=sys.stderr, end="", flush=True)

@@ -1,0 +1,370 @@
+"""The paper's relations by simulation: KV-Runahead against TSP, zigzag and its bounds, far beyond this machine.
+
+    python benchmarks/paper_relations.py
+    python benchmarks/paper_relations.py --draw-only
+
+Simulates everything and writes a JSON line per configuration to benchmarks/results/paper_relations.jsonl, as a whole;
+draws docs/paper_relations_*.png and prints the tables of docs/paper_relations.md from these lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.paper_relations_pictures import draw  # noqa: E402
+from benchmarks.paper_relations_tables import tables  # noqa: E402
+from partitioner.bounds import Attention, ttft_star  # noqa: E402
+from partitioner.cluster import Cluster  # noqa: E402
+from partitioner.compute_cost import ComputeCost  # noqa: E402
+from partitioner.equal_work import equal_work  # noqa: E402
+from partitioner.evaluations import SearchResult  # noqa: E402
+from partitioner.fitted_cost import FittedCost  # noqa: E402
+from partitioner.link import Link, Links  # noqa: E402
+from partitioner.peers import simulate_tsp, simulate_zigzag  # noqa: E402
+from partitioner.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
+from partitioner.seeded_search import seeded_search  # noqa: E402
+from partitioner.simulation import simulate  # noqa: E402
+from runahead.config import Transfer  # noqa: E402
+from runahead.context import ContextPartition, even  # noqa: E402
+from runahead.whole_file import ensure_writable, write_whole  # noqa: E402
+
+MATMUL_FLOPS = 200e12
+"""Of 312e12 that an A100 is rated for in fp16."""
+FUSED_FLOPS = 120e12
+"""Of a causal flash kernel, counting what causality leaves."""
+MEMORY_BPS = 2e12
+UNFUSED_BYTES = 20
+"""Of scores, masks and weights that attention without a fused kernel moves per query, key and head."""
+UNFUSED_STEP_S, FUSED_STEP_S = 50e-6, 20e-6
+"""Launch overhead of each step of a layer."""
+LATENCY_S = 10e-6
+BYTES = 2
+"""Of a number in fp16."""
+
+RANKS = [2, 4, 8]
+TRANSFER_EVALUATIONS = 300
+FAR_EVALUATIONS = 150
+NOISE = 0.5
+"""Bandwidth that is left to a pair of ranks beside other traffic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    model_dim: int
+    kv_dim: int
+    mlp_dim: int
+    vocab_size: int
+    head_dim: int = 128
+    num_layers: int = 32
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.kv_dim * BYTES
+
+    def compute(self, *, published: bool) -> ComputeCost:
+        """An A100: with dense attention in single operations as published, or with a causal fused kernel."""
+        pair_flops = 4 * self.head_dim
+        unfused_flops = pair_flops / (UNFUSED_BYTES / MEMORY_BPS + pair_flops / MATMUL_FLOPS)
+        fitted = FittedCost.from_shape(
+            num_layers=self.num_layers,
+            model_dim=self.model_dim,
+            kv_dim=self.kv_dim,
+            mlp_dim=self.mlp_dim,
+            vocab_size=self.vocab_size,
+            matmul_flops=MATMUL_FLOPS,
+            attention_flops=unfused_flops if published else FUSED_FLOPS,
+            step_s=UNFUSED_STEP_S if published else FUSED_STEP_S,
+            dense=published,
+        )
+        # A weight of two bytes is read in the time of this many multiply-adds with it.
+        return WeightBound(fitted, MATMUL_FLOPS * BYTES / (2 * MEMORY_BPS))
+
+
+LLAMA_7B = Shape(model_dim=4096, kv_dim=4096, mlp_dim=11008, vocab_size=32000)
+SHAPES = {
+    "Llama 7B": LLAMA_7B,
+    "Llama 7B, GQA8": replace(LLAMA_7B, kv_dim=1024),
+    "Llama 7B, MQA": replace(LLAMA_7B, kv_dim=128),
+    "Llama 3 8B": Shape(model_dim=4096, kv_dim=1024, mlp_dim=14336, vocab_size=128256),
+    # Its MLP has two matrices of 4 x 4544 rows, not three: two thirds of that.
+    "Falcon 7B": Shape(model_dim=4544, kv_dim=64, mlp_dim=4 * 4544 * 2 // 3, vocab_size=65024, head_dim=64),
+}
+
+
+@dataclass(frozen=True)
+class WeightBound:
+    """A cost in which matrix products take at least as long as reading the weights, that is, `shortest` tokens."""
+
+    fitted: FittedCost
+    shortest: float
+
+    @property
+    def num_layers(self) -> int:
+        return self.fitted.num_layers
+
+    def first(self, c: float) -> float:
+        return self.fitted.first(max(c, self.shortest))
+
+    def between(self, c: float) -> float:
+        return self.fitted.between(max(c, self.shortest))
+
+    def own(self, c: float) -> float:
+        return self.fitted.own(c)
+
+    def prefix(self, c: float, P: float) -> float:
+        return self.fitted.prefix(c, P)
+
+    def last(self, c: float) -> float:
+        return self.fitted.last(max(c, self.shortest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Models x lengths x bandwidths x RANKS."""
+
+    name: str
+    models: list[str]
+    tokens: list[int]
+    GBps: list[float]
+
+    @property
+    def published(self) -> bool:
+        return self.name == "published"
+
+
+K = 1024
+PUBLISHED = Study(
+    name="published",
+    models=["Llama 7B", "Llama 7B, GQA8", "Llama 7B, MQA", "Falcon 7B"],
+    tokens=[1 * K, 2 * K, 4 * K, 8 * K, 12 * K, 16 * K],
+    GBps=[300, 10, 1],
+)
+TODAY = Study(
+    name="today",
+    models=["Llama 7B", "Llama 3 8B", "Falcon 7B"],
+    tokens=[K << power for power in range(8)],
+    GBps=[300, 25, 10, 1],
+)
+SLOWER = Study(
+    name="more bandwidths",
+    models=["Llama 7B", "Llama 3 8B"],
+    tokens=TODAY.tokens,
+    GBps=[100, 4, 0.4, 0.1],
+)
+"""Of links, for the number of ranks; no other methods."""
+QUICK = [
+    replace(PUBLISHED, models=["Llama 7B"], tokens=[1 * K, 8 * K, 12 * K, 16 * K], GBps=[300, 10]),
+    replace(TODAY, models=["Llama 7B", "Llama 3 8B"], tokens=[1 * K, 8 * K], GBps=[300, 1]),
+    replace(SLOWER, models=["Llama 7B"], tokens=[1 * K, 8 * K], GBps=[0.1]),
+]
+
+Line = dict[str, Any]
+
+
+def cluster_of(
+    model: str,
+    num_ranks: int,
+    GBps: float,
+    *,
+    published: bool,
+    transfer: Transfer = Transfer.relay,
+    shared: bool = True,
+) -> Cluster:
+    link = Link.from_GBps(GBps, latency_s=LATENCY_S, shared=shared)
+    return Cluster(
+        compute=SHAPES[model].compute(published=published),
+        speed=[1.0] * num_ranks,
+        links=Links(num_ranks, link),
+        kv_bytes_per_token=SHAPES[model].kv_bytes_per_token,
+        transfer=transfer,
+    )
+
+
+def min_stride(num_tokens: int) -> int:
+    return max(16, num_tokens // 256)
+
+
+def lines_of(study: Study, model: str, num_tokens: int, ranks: list[int]) -> Iterator[Line]:
+    """All bandwidths and numbers of ranks for one prompt."""
+    most, stride = max(ranks), min_stride(num_tokens)
+    wide = cluster_of(model, most, study.GBps[0], published=study.published)
+    free = {p: practical_bound(num_tokens, p, wide, min_stride=stride) for p in ranks}
+    relayed = {
+        GBps: best_num_ranks(
+            num_tokens,
+            cluster_of(model, most, GBps, published=study.published),
+            min_stride=stride,
+            candidates=ranks,
+        )
+        for GBps in study.GBps
+    }
+    for p in ranks:
+        # The search for the bound is no better than the searches that it is to bound.
+        splits = [relayed[GBps].splits[p].partition for GBps in study.GBps]
+        uncommunicative = wide.without_communication()
+        bound_s = min([free[p].cost_s, *(simulate(split, uncommunicative).ttft_s for split in splits)])
+        for GBps in study.GBps:
+            split, one_s = relayed[GBps].splits[p], relayed[GBps].splits[1].cost_s
+            attention = Attention.dense if study.published else Attention.causal
+            cluster = cluster_of(model, p, GBps, published=study.published)
+            ttft_s = {
+                "one rank": one_s,
+                "KVR-E": simulate(even(num_tokens, p), cluster).ttft_s,
+                "KVR-S": split.cost_s,
+                "TTFT(p)": bound_s,
+                "TTFT*(p)": ttft_star(one_s, p, attention),
+            }
+            if study.published:
+                ttft_s["TSP"] = simulate_tsp(num_tokens, p, cluster).ttft_s
+            elif study.name == TODAY.name:
+                ttft_s |= _others(model, num_tokens, p, GBps, [split.partition, free[p].partition])
+            yield {
+                "study": study.name,
+                "model": model,
+                "ranks": p,
+                "GBps": GBps,
+                "tokens": num_tokens,
+                "boundaries": split.partition.boundaries,
+                "ttft_s": ttft_s,
+            }
+
+
+def _others(model: str, num_tokens: int, p: int, GBps: float, seeds: list[ContextPartition]) -> dict[str, float]:
+    """Direct transfer through one port per rank and on a wire per pair, and the peers, which send directly too."""
+    ttft_s = {}
+    for place, shared in (("", True), (", wire per pair", False)):
+        cluster = cluster_of(model, p, GBps, published=False, transfer=Transfer.direct, shared=shared)
+        direct = best_split(
+            num_tokens,
+            p,
+            cluster,
+            min_stride=min_stride(num_tokens),
+            seeds=seeds,
+            max_evaluations=TRANSFER_EVALUATIONS,
+        )
+        ttft_s[f"KVR-S direct{place}"] = direct.cost_s
+        for name, attention in (("TSP dense", Attention.dense), ("TSP causal", Attention.causal)):
+            ttft_s[name + place] = simulate_tsp(num_tokens, p, cluster, attention=attention).ttft_s
+        for name, ring in (("zigzag all-gather", False), ("zigzag ring", True)):
+            ttft_s[name + place] = simulate_zigzag(num_tokens, p, cluster, ring=ring).ttft_s
+    return ttft_s
+
+
+def noise_lines(published: list[Line]) -> Iterator[Line]:
+    """Fig. 11: splits that were found for quiet links, while a neighbouring pair has little bandwidth in both ways."""
+    for line in published:
+        p, tokens = line["ranks"], line["tokens"]
+        if line["model"] != "Llama 7B" or p < 4 or tokens < 8 * K or line["GBps"] < 10:
+            continue
+        quiet = cluster_of(line["model"], p, line["GBps"], published=True)
+        assert quiet.links is not None
+        link = quiet.links.default
+        slow = replace(link, bandwidth_Bps=NOISE * link.bandwidth_Bps)
+        noisy = [replace(quiet, links=Links(p, link, {(at, at + 1): slow, (at + 1, at): slow})) for at in range(p - 1)]
+        splits = {"KVR-E": even(tokens, p), "KVR-S": ContextPartition(boundaries=tuple(line["boundaries"]))}
+        ttft_s = {name: mean(simulate(split, each).ttft_s for each in noisy) for name, split in splits.items()}
+        ttft_s["TSP"] = mean(simulate_tsp(tokens, p, each).ttft_s for each in noisy)
+        slowdown = {name: seconds / line["ttft_s"][name] for name, seconds in ttft_s.items()}
+        names = ("model", "ranks", "GBps", "tokens")
+        yield {"study": "noise", **{name: line[name] for name in names}, "ttft_s": ttft_s, "slowdown": slowdown}
+
+
+def far_line() -> Line:
+    """Many more ranks and tokens than anybody here can measure."""
+    model, tokens, p, GBps = "Llama 3 8B", 1024 * K, 64, 25
+    cluster = cluster_of(model, p, GBps, published=False)
+
+    def searched(each: Cluster) -> SearchResult:
+        def cost(split: ContextPartition) -> float:
+            return simulate(split, each).ttft_s
+
+        seed = equal_work(tokens, p, each.compute)
+        return seeded_search(
+            cost, tokens, p, min_stride=64, seed=seed, leave_out=False, max_evaluations=FAR_EVALUATIONS
+        )
+
+    split = searched(cluster)
+    one = cluster_of(model, 1, GBps, published=False)
+    one_s = simulate(even(tokens, 1), one).ttft_s
+    direct = replace(cluster, transfer=Transfer.direct)
+    return {
+        "study": "far",
+        "model": model,
+        "ranks": p,
+        "GBps": GBps,
+        "tokens": tokens,
+        "boundaries": split.partition.boundaries,
+        "ttft_s": {
+            "one rank": one_s,
+            "KVR-E": simulate(even(tokens, p), cluster).ttft_s,
+            "KVR-S": split.cost_s,
+            "KVR-S direct": searched(direct).cost_s,
+            "TTFT(p)": min(
+                searched(cluster.without_communication()).cost_s,
+                simulate(split.partition, cluster.without_communication()).ttft_s,
+            ),
+            "TTFT*(p)": ttft_star(one_s, p, Attention.causal),
+            "TSP causal": simulate_tsp(tokens, p, direct, attention=Attention.causal).ttft_s,
+            "zigzag all-gather": simulate_zigzag(tokens, p, direct).ttft_s,
+            "zigzag ring": simulate_zigzag(tokens, p, direct, ring=True).ttft_s,
+        },
+    }
+
+
+def simulate_all(studies: list[Study], ranks: list[int], *, far: bool) -> list[Line]:
+    """The lines, with a progress bar on standard error."""
+    lines: list[Line] = []
+    prompts = [(study, model, tokens) for study in studies for model in study.models for tokens in study.tokens]
+    with tqdm(total=len(prompts) + far, unit="prompt") as progress:
+        for study, model, tokens in prompts:
+            progress.set_postfix_str(f"{study.name}, {model}, {tokens} tokens")
+            lines += lines_of(study, model, tokens, ranks)
+            progress.update()
+        lines += noise_lines([line for line in lines if line["study"] == "published"])
+        if far:
+            lines.append(far_line())
+            progress.update()
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few configurations, to see that everything runs")
+    parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines that are there")
+    parser.add_argument("--lines", default=str(ROOT / "benchmarks" / "results" / "paper_relations.jsonl"))
+    parser.add_argument("--pictures", default=str(ROOT / "docs"), help="folder for paper_relations_*.png")
+    options = parser.parse_args(arguments)
+    try:
+        if not Path(options.pictures).is_dir():
+            raise ValueError(f"--pictures {options.pictures} is not a folder; create it first")
+        if options.draw_only and not Path(options.lines).is_file():
+            raise ValueError(f"--lines {options.lines} is not there; run without --draw-only first")
+        if not options.draw_only:
+            ensure_writable(options.lines, option="--lines")
+    except ValueError as error:
+        sys.exit(str(error))
+
+    if not options.draw_only:
+        studies, ranks = (QUICK, [2, 4]) if options.quick else ([PUBLISHED, TODAY, SLOWER], RANKS)
+        lines = simulate_all(studies, ranks, far=not options.quick)
+        write_whole(options.lines, "".join(json.dumps(line) + "\n" for line in lines))
+    with open(options.lines, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    draw(lines, Path(options.pictures))
+    print(tables(lines))
+
+
+if __name__ == "__main__":
+    main()

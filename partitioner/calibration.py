@@ -1,0 +1,123 @@
+"""What a search's predictions are made of: links and the compute of one device, given or measured, as a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from partitioner.cluster import Cluster
+from partitioner.compute_cost import ComputeCost
+from partitioner.fingerprint import Fingerprint
+from partitioner.fitted_cost import FittedCost
+from partitioner.link import Link, Links
+from partitioner.measure import ping, probe_compute
+from partitioner.measured_cost import MeasuredCost
+from partitioner.options import Objective, SearchRun
+from runahead.model import Model
+from runahead.ranks import Ranks
+from runahead.whole_file import write_whole
+
+SHORTEST_PROBE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One device and one link.
+
+    Attributes:
+        link: None where none is known, as on a single rank without link.gbps.
+    """
+
+    run: SearchRun
+    compute: ComputeCost
+    link: Link | None
+    kv_bytes_per_token: float
+    pass_on_as_landed: bool
+
+    @classmethod
+    def of(
+        cls, run: SearchRun, ranks: Ranks, model: Model, link: Link | None, num_layers: int, fingerprint: Fingerprint
+    ) -> Calibration:
+        """Measure the compute, or read what an earlier run measured. Every rank makes the same call."""
+        return cls(
+            run=run,
+            compute=_compute(run, ranks, model, num_layers, fingerprint),
+            link=link,
+            kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+            pass_on_as_landed=ranks.backend == "gloo",
+        )
+
+    def speeds(self, count: int) -> list[float]:
+        """Of the leading ranks, relative to the measured device."""
+        return (self.run.search.speeds or [1.0] * count)[:count]
+
+    def cluster(self, count: int) -> Cluster | None:
+        """What a simulation of `count` ranks runs on; None where no link is known."""
+        if self.link is None and count > 1:
+            return None
+        return Cluster(
+            compute=self.compute,
+            speed=self.speeds(count),
+            links=None if self.link is None else Links(count, self.link),
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            transfer=self.run.prefill.transfer,
+            layers_in_flight=self.run.prefill.layers_in_flight,
+            pass_on_as_landed=self.pass_on_as_landed,
+        )
+
+
+def link_between(run: SearchRun, ranks: Ranks) -> Link | None:
+    """As given, else as measured between two ranks; None for a single rank."""
+    if run.link.gbps is not None:
+        return Link.from_gbps(run.link.gbps, latency_s=run.link.latency_us * 1e-6, shared=run.link.shared)
+    return ping(ranks)
+
+
+def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, fingerprint: Fingerprint) -> ComputeCost:
+    """One device's compute: measured here, or by an earlier run, kept beside the table. All ranks measure at once."""
+    lengths = _doubling(SHORTEST_PROBE, max(*run.search.lengths, 2 * SHORTEST_PROBE))  # two points make a line
+    chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
+    path = Path(f"{run.table}.compute.json")
+    purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
+
+    def earlier() -> MeasuredCost | None:
+        if run.search.force or not path.exists():
+            return None
+        saved_purpose, _, text = path.read_text(encoding="utf-8").partition("\n")
+        return MeasuredCost.from_json(text) if saved_purpose == purpose else None
+
+    measured = ranks.agree("the compute cost", earlier)
+    if measured is None:
+        points = len(chunks) * (1 + len(prefixes))
+        with tqdm(total=points, desc="measuring compute", disable=ranks.rank != 0, leave=False, mininterval=0.5) as bar:
+
+            def tick(text: str) -> None:
+                bar.set_postfix_str(text, refresh=False)
+                bar.update()
+                ranks.progress()
+
+            measured = ranks.together(
+                "the compute cost",
+                lambda: probe_compute(
+                    model,
+                    chunks=chunks,
+                    prefixes=prefixes,
+                    repeats=run.search.repeats,
+                    num_layers=num_layers,
+                    probe_layers=run.search.probe_layers,
+                    on_progress=tick,
+                ),
+            )
+        measured = ranks.broadcast(measured, 0, "the compute cost")
+        if ranks.rank == 0:
+            write_whole(path, f"{purpose}\n{measured.to_json()}\n")
+    return FittedCost.fit(measured) if run.search.objective is Objective.modelled else measured
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    lengths = [first]
+    while lengths[-1] < last:
+        lengths.append(min(2 * lengths[-1], last))
+    return lengths

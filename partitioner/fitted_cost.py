@@ -1,0 +1,161 @@
+"""Seconds of compute as polynomials: fitted to measured points, or counted from a model's shape."""
+
+# Legend: c chunk tokens, P prefix tokens.
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from partitioner.compute_cost import POINTS, ComputeCost, check_layers, check_seconds, parsed_fields
+from partitioner.measured_cost import MeasuredCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedCost:
+    """Polynomials with coefficients in seconds, lowest power first, for lengths far beyond what was measured.
+
+    Attributes:
+        first_s, between_s, last_s: (1, c).
+        own_s: (1, c, c^2).
+        prefix_s: (1, c, P, c P).
+
+    Raises:
+        ValueError: a coefficient is missing, negative or not finite.
+    """
+
+    num_layers: int
+    first_s: tuple[float, float]
+    between_s: tuple[float, float]
+    own_s: tuple[float, float, float]
+    prefix_s: tuple[float, float, float, float]
+    last_s: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        check_layers(self.num_layers)
+        for name, number in (("first_s", 2), ("between_s", 2), ("own_s", 3), ("prefix_s", 4), ("last_s", 2)):
+            check_seconds(name, getattr(self, name), number)
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+
+    def first(self, c: float) -> float:
+        return self.first_s[0] + self.first_s[1] * c
+
+    def between(self, c: float) -> float:
+        return self.between_s[0] + self.between_s[1] * c
+
+    def own(self, c: float) -> float:
+        return self.own_s[0] + (self.own_s[1] + self.own_s[2] * c) * c
+
+    def prefix(self, c: float, P: float) -> float:
+        x = self.prefix_s
+        return x[0] + x[1] * c + (x[2] + x[3] * c) * P if P > 0 else 0.0
+
+    def last(self, c: float) -> float:
+        return self.last_s[0] + self.last_s[1] * c
+
+    def to_json(self) -> str:
+        """What `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> FittedCost:
+        """The cost that was written.
+
+        Raises:
+            ValueError: one line that says what is wrong.
+        """
+        return cls(**parsed_fields(text, cls))
+
+    @classmethod
+    def fit(cls, measured: MeasuredCost) -> FittedCost:
+        """Non-negative least squares in relative errors, so that short chunks count as much as long ones."""
+        fitted: dict[str, Any] = {}
+        for name in POINTS:
+            c = np.array(list(getattr(measured, name)), dtype=float)
+            powers = [np.ones_like(c), c, c**2] if name == "own_s" else [np.ones_like(c), c]
+            fitted[name] = _nonnegative(np.column_stack(powers), list(getattr(measured, name).values()))
+        grid = np.array([(1.0, c, P, c * P) for c, P in measured.prefix_s])
+        fitted["prefix_s"] = _nonnegative(grid, list(measured.prefix_s.values()))
+        return cls(num_layers=measured.num_layers, **fitted)
+
+    @classmethod
+    def from_shape(
+        cls,
+        *,
+        num_layers: int,
+        model_dim: int,
+        kv_dim: int,
+        mlp_dim: int,
+        vocab_size: int,
+        matmul_flops: float,
+        attention_flops: float,
+        step_s: float = 0.0,
+        dense: bool = False,
+        batch: int = 1,
+    ) -> FittedCost:
+        """A decoder with a gated MLP, by counting its multiplications: what a datasheet says of a device.
+
+        Args:
+            kv_dim: K (or V) heads times their dim; equal to `model_dim` without grouped queries.
+            matmul_flops, attention_flops: floating-point operations per second that the device sustains; a
+                multiply-add is two.
+            step_s: fixed overhead of each of first, between, own, prefix and last.
+            dense: the masked half of the own attention is computed as well, as the paper's baseline does.
+        """
+        qkv = 2 * batch * model_dim * (model_dim + 2 * kv_dim) / matmul_flops
+        rest = 2 * batch * model_dim * (model_dim + 3 * mlp_dim) / matmul_flops
+        pair = 4 * batch * model_dim / attention_flops  # a query and a key: their product, and the weighted value
+        logits = 2 * batch * model_dim * vocab_size / matmul_flops
+        return cls(
+            num_layers=num_layers,
+            first_s=(step_s, qkv),
+            between_s=(step_s, rest + qkv),
+            own_s=(step_s, 0.0, pair if dense else pair / 2),
+            prefix_s=(step_s, 0.0, 0.0, pair),
+            last_s=(step_s + logits, rest),
+        )
+
+
+def fit_errors(fitted: ComputeCost, measured: MeasuredCost) -> dict[str, float]:
+    """Largest relative error at the measured points, per step: "first", "between", "own", "last", "prefix"."""
+    steps: dict[str, Callable[[float], float]] = {
+        "first_s": fitted.first,
+        "between_s": fitted.between,
+        "own_s": fitted.own,
+        "last_s": fitted.last,
+    }
+    errors = {
+        name.removesuffix("_s"): max(_relative(step(c), seconds) for c, seconds in getattr(measured, name).items())
+        for name, step in steps.items()
+    }
+    errors["prefix"] = max(_relative(fitted.prefix(c, P), seconds) for (c, P), seconds in measured.prefix_s.items())
+    return errors
+
+
+def _relative(value: float, truth: float) -> float:
+    return abs(value - truth) / max(truth, 1e-12)
+
+
+def _nonnegative(columns: np.ndarray, seconds: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients x >= 0 that minimise the relative error of columns @ x against the seconds.
+
+    The optimum is the plain least-squares solution on some of the columns; there are at most four, so all are tried.
+    """
+    y = np.array(seconds, dtype=float)
+    weights = 1.0 / np.maximum(y, 1e-9)
+    scale = np.abs(columns * weights[:, None]).max(axis=0)  # c P is a billion times 1
+    weighted, target = columns * weights[:, None] / scale, y * weights
+    best, best_error = np.zeros(columns.shape[1]), float(target @ target)
+    for number in range(columns.shape[1], 0, -1):
+        for chosen in itertools.combinations(range(columns.shape[1]), number):
+            x, *_ = np.linalg.lstsq(weighted[:, chosen], target, rcond=None)
+            error = float(np.square(weighted[:, chosen] @ x - target).sum())
+            if (x >= 0).all() and error < best_error:
+                best, best_error = np.zeros(columns.shape[1]), error
+                best[list(chosen)] = x
+    return tuple(float(value) for value in best / scale)

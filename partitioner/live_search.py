@@ -1,0 +1,97 @@
+"""Fills a lookup table by measuring TTFT on live ranks, where every look costs a prefill or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from partitioner.calibration import Calibration
+from partitioner.equal_work import equal_work
+from partitioner.evaluations import Cost, SearchResult
+from partitioner.grid_search import grid_search
+from partitioner.lookup_table import LookupTable
+from partitioner.measure import LiveCost
+from partitioner.options import Method, SearchRun
+from partitioner.points import Points
+from partitioner.search_progress import SearchProgress
+from partitioner.seeded_search import seeded_search
+from partitioner.table_entry import Entry
+from runahead.context import ContextPartition
+from runahead.model import Model
+from runahead.ranks import Ranks
+
+
+class LiveSearch:
+    """A table that grows. Every rank makes the same calls.
+
+    Attributes:
+        table: the entries so far.
+        trails: the searches that found them, by length and number of ranks.
+    """
+
+    def __init__(
+        self,
+        table: LookupTable,
+        run: SearchRun,
+        ranks: Ranks,
+        model: Model,
+        calibration: Calibration,
+        progress: SearchProgress,
+    ) -> None:
+        self.table, self.trails = table, dict[tuple[int, int], SearchResult]()
+        self._run, self._ranks, self._model = run, ranks, model
+        self._calibration, self._progress = calibration, progress
+
+    def run(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Search; gives way after each entry."""
+        for length in lengths:
+            for count in self._run.search.ranks or range(1, self._ranks.size + 1):
+                self._add(length, count)
+                yield
+
+    def _add(self, length: int, count: int) -> None:
+        options = self._run.search
+        live = LiveCost(self._model, self._ranks, self._run.prefill, length, repeats=options.repeats)
+        idle = (length,) * (self._ranks.size - count)
+
+        def cost(partition: ContextPartition) -> float:
+            return live(ContextPartition(boundaries=partition.boundaries + idle))
+
+        self._progress.begin(length, count)
+        result = self._search(length, count, self._remembered(self._progress.timed(cost), length, count))
+        self._progress.end()
+        self.trails[length, count] = result
+        entry = Entry(
+            length=length,
+            ranks=count,
+            boundaries=result.partition.boundaries,
+            ttft_s=result.cost_s,
+            objective=options.objective.name,
+            spread=live.spread.get(result.partition.boundaries + idle),
+        )
+        self.table = self.table.merge(LookupTable(self.table.fingerprint, [entry]))
+
+    def _search(self, length: int, count: int, cost: Cost) -> SearchResult:
+        options = self._run.search
+        stride = options.stride(length, count)
+        if options.method is Method.grid:
+            return grid_search(cost, length, count, min_stride=stride, on_evaluation=self._progress.tick)
+        return seeded_search(
+            cost,
+            length,
+            count,
+            min_stride=stride,
+            seed=equal_work(length, count, self._calibration.compute),
+            reach=options.reach_tokens(length, count),
+            leave_out=False,
+            on_evaluation=self._progress.tick,
+        )
+
+    def _remembered(self, cost: Cost, length: int, count: int) -> Cost:
+        """The cost with what earlier runs measured; rank 0 keeps it in a file beside the table."""
+        options = self._run.search
+        purpose = {"fingerprint": self.table.fingerprint.key(), "objective": options.objective.name}
+        points = Points(Path(f"{self._run.table}.points.jsonl") if self._ranks.rank == 0 else None, purpose)
+        known = self._ranks.agree("earlier points", lambda: {} if options.force else points.read())
+        points.known = {key: value for key, value in known.items() if len(key) == count + 1 and key[-1] == length}
+        return points.remembering(cost)

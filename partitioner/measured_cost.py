@@ -1,0 +1,152 @@
+"""Seconds of compute, interpolated between points that were measured on one device."""
+
+# Legend: c chunk tokens, P prefix tokens.
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from partitioner.compute_cost import POINTS, check_layers, check_seconds, parsed_fields
+
+
+@dataclass(kw_only=True)
+class MeasuredCost:
+    """Interpolates measured points.
+
+    `first`, `between` and `last` are piecewise linear in c, own(c) / c too (hence own is piecewise quadratic), and
+    `prefix` is piecewise bilinear in c and P. Outside the points the nearest piece goes on, never falling beyond the
+    last point, never below zero.
+
+    Attributes:
+        num_layers: layers of the model that is planned for; layers are alike, so fewer may have been measured.
+        first_s, between_s, own_s, last_s: chunk length -> seconds; the same lengths in all four.
+        prefix_s: (chunk length, prefix length) -> seconds, on a grid. A point that is missing because c + P was too
+            long to measure continues the two before it in its row and in its column.
+
+    Raises:
+        ValueError: points are missing, negative or not finite.
+    """
+
+    num_layers: int
+    first_s: dict[int, float]
+    between_s: dict[int, float]
+    own_s: dict[int, float]
+    last_s: dict[int, float]
+    prefix_s: dict[tuple[int, int], float]
+
+    def __post_init__(self) -> None:
+        check_layers(self.num_layers)
+        for name in POINTS:
+            points = getattr(self, name)
+            _check_lengths(name, list(points))
+            check_seconds(name, list(points.values()))
+            if set(points) != set(self.first_s):
+                raise ValueError(
+                    f"compute cost: {name} has the chunks {sorted(points)} but first_s {sorted(self.first_s)}"
+                )
+        check_seconds("prefix_s", list(self.prefix_s.values()))
+        self._chunks = sorted(self.first_s)
+        self._prefix_chunks = sorted({c for c, _ in self.prefix_s})
+        self._prefixes = sorted({P for _, P in self.prefix_s})
+        _check_lengths("prefix_s", self._prefix_chunks)
+        _check_lengths("prefix_s", self._prefixes)
+        self._first, self._between, self._last = (
+            [points[c] for c in self._chunks] for points in (self.first_s, self.between_s, self.last_s)
+        )
+        self._own_per_token = [self.own_s[c] / c for c in self._chunks]
+        self._prefix = self._without_gaps()
+
+    def first(self, c: float) -> float:
+        return _line(self._chunks, self._first, c)
+
+    def between(self, c: float) -> float:
+        return _line(self._chunks, self._between, c)
+
+    def own(self, c: float) -> float:
+        return c * _line(self._chunks, self._own_per_token, c)
+
+    def prefix(self, c: float, P: float) -> float:
+        if P <= 0:
+            return 0.0
+        row = _piece(self._prefix_chunks, c)
+        ends = [_line(self._prefixes, self._prefix[at], P) for at in (row, row + 1)]
+        return _line(self._prefix_chunks[row : row + 2], ends, c)
+
+    def last(self, c: float) -> float:
+        return _line(self._chunks, self._last, c)
+
+    def to_json(self) -> str:
+        """What `from_json` reads."""
+        values: dict[str, Any] = {"num_layers": self.num_layers}
+        values |= {name: sorted(getattr(self, name).items()) for name in POINTS}
+        values["prefix_s"] = [[c, P, seconds] for (c, P), seconds in sorted(self.prefix_s.items())]
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> MeasuredCost:
+        """The cost that was written.
+
+        Raises:
+            ValueError: one line that says what is wrong.
+        """
+        values = parsed_fields(text, cls)
+        for name, width in (*((name, 2) for name in POINTS), ("prefix_s", 3)):
+            rows = values[name]
+            if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != width for row in rows):
+                raise ValueError(f"compute cost: {name} must be a list of rows of {width} numbers")
+            try:
+                values[name] = {row[0] if width == 2 else (row[0], row[1]): row[-1] for row in rows}
+            except TypeError as error:
+                raise ValueError(f"compute cost: {name} holds a length that is not a number") from error
+        return cls(**values)
+
+    def _without_gaps(self) -> list[list[float]]:
+        """prefix_s as rows of a grid."""
+        rows: list[list[float]] = []
+        for i, c in enumerate(self._prefix_chunks):
+            rows.append([])
+            for j, P in enumerate(self._prefixes):
+                seconds = self.prefix_s.get((c, P))
+                if seconds is None:
+                    guesses = []
+                    if j >= 2:
+                        guesses.append(_line(self._prefixes[j - 2 : j], rows[i][j - 2 : j], P))
+                    if i >= 2:
+                        above = [rows[i - 2][j], rows[i - 1][j]]
+                        guesses.append(_line(self._prefix_chunks[i - 2 : i], above, c))
+                    if not guesses:
+                        raise ValueError(
+                            f"compute cost: prefix_s of a chunk of {c} tokens behind {P} is missing, and so are the "
+                            "points that it could be continued from; measure it"
+                        )
+                    seconds = sum(guesses) / len(guesses)
+                rows[i].append(seconds)
+        return rows
+
+
+def _piece(xs: Sequence[float], x: float) -> int:
+    """Index of the point at which the piece that holds x begins."""
+    return min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+
+
+def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Piecewise linear through (xs, ys); beyond the last point it does not fall; never negative."""
+    at = _piece(xs, x)
+    low, high = ys[at], ys[at + 1]
+    if x > xs[-1]:
+        high = max(low, high)
+        if high == low:
+            return max(0.0, ys[-1])
+    weight = (x - xs[at]) / (xs[at + 1] - xs[at])
+    return max(0.0, (1.0 - weight) * low + weight * high)
+
+
+def _check_lengths(name: str, lengths: list[Any]) -> None:
+    if len(lengths) < 2 or any(type(length) is not int or length < 1 for length in lengths):
+        raise ValueError(
+            f"compute cost: {name} has the lengths {lengths}, but at least two are needed, in whole tokens"
+        )

@@ -1,0 +1,33 @@
+"""Networks are made for real where the tests run as root and the kernel can; else those tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def netns() -> None:
+    """Asks the system directly, so that an error in what is tested fails rather than skips."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    missing = [tool for tool in ("ip", "tc", "setpriv", "taskset") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"no command {missing[0]}")
+    name = f"runahead-probe-{os.getpid()}"
+    commands = (
+        f"ip netns add {name}",
+        f"ip -n {name} link add name bridge type bridge",
+        f"ip -n {name} link add name a type veth peer name b",
+        f"tc -n {name} qdisc add dev a root tbf rate 1gbit burst 128k limit 1m",
+    )
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"{command}: {done.stderr.strip()}")
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
