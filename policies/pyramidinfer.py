@@ -107,15 +107,15 @@ class PyramidInfer(Policy):
             return lengths
         shape = [_DROP[self.schedule](i / max(1, num_layers - 1)) for i in range(num_layers)]
 
-        def lengths(h: float) -> list[int]:
+        def dropping(h: float) -> list[int]:
             return [max(least, round(recent + context * max(0.0, 1 - h * drop))) for drop in shape]
 
         # The mean falls with h: the first layer keeps all, and with the largest h the others only what they must.
         low, high = 0.0, 4.0 * num_layers**2
         for _ in range(BISECTIONS):
             h = (low + high) / 2
-            low, high = (h, high) if sum(lengths(h)) > self.mean_keep * num_tokens * num_layers else (low, h)
-        return lengths(low)
+            low, high = (h, high) if sum(dropping(h)) > self.mean_keep * num_tokens * num_layers else (low, h)
+        return dropping(low)
 
     def recent(self, num_tokens: int) -> int:
         """Recent tokens of a chunk, the last one included."""

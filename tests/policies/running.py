@@ -11,6 +11,8 @@ from policies.base import Phase, Policy
 from runahead.kept_attention import KeptAttention
 from runahead.kept_cache import KeptCache
 from runahead.model import Model
+from runahead.new_tokens import NewTokens
+from runahead.policy_steps import PolicySteps
 from tests.families import throughout
 
 
@@ -43,23 +45,23 @@ class Run:
         return self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
 
     def _forward(self, ids_BC: Tensor, phase: Phase, cuts_back: bool = True) -> Tensor:
-        attention = KeptAttention(
-            self.kept,
+        tokens = NewTokens(self.seen, self.pads)
+        steps = PolicySteps(
             self.steps,
-            start=self.seen,
-            pads=self.pads,
+            tokens,
             phase=phase,
             prompt_tokens=self.prompt_tokens,
+            num_layers=self.model.num_layers,
             cuts_back=cuts_back,
         )
         with throughout(self.model.dtype):
             logits_BV = self.model.forward(
                 ids_BC,
-                attention,
+                KeptAttention(self.kept, steps),
                 start=self.seen,
                 pads=self.pads,
                 length=max(self.prompt_tokens, self.seen + 1),
-                tokens=attention.new_tokens,
+                tokens=tokens,
             )
         self.seen += ids_BC.shape[1]
         return logits_BV

@@ -1,0 +1,90 @@
+"""Policies at work behind a layer's attention: each looks at the layer, cuts it back and narrows what goes on."""
+
+# Legend: B batch, N query heads, C new tokens, H head dim.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from policies.base import LayerView, Phase, Policy
+from runahead.attention import AttentionTerms
+from runahead.kept_cache import KeptLayer
+from runahead.new_tokens import NewTokens
+from runahead.signals import QuerySignals
+
+
+class PolicySteps:
+    """The policies of one forward.
+
+    Args:
+        tokens: the forward's new tokens, which are narrowed.
+        phase: of the new tokens.
+        prompt_tokens: length of the padded prompt, for budgets that are shares of it.
+        num_layers: of the model.
+        room: tokens for which cutting back leaves room.
+        cuts_back: False where nothing of the cache may go: in all chunks of a prompt but the last one, if the policies
+            are to see it whole, and on ranks that do not decode.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        tokens: NewTokens,
+        *,
+        phase: Phase,
+        prompt_tokens: int,
+        num_layers: int,
+        room: int = 0,
+        cuts_back: bool = True,
+    ) -> None:
+        self.policies, self.tokens, self.phase, self.prompt_tokens = policies, tokens, phase, prompt_tokens
+        self.num_layers, self.room, self.cuts_back = num_layers, room, cuts_back
+
+    def run(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms) -> None:
+        """Let the policies have their say, behind the attention of the new tokens to the layer.
+
+        A layer with a window of its own is left alone: it looks at recent tokens only, at their original distances.
+        """
+        if terms.rule is not None and not terms.rule.sees_everything:
+            return
+        positions_BC = self.tokens.positions_BC(q_BNCH.shape[2], q_BNCH.device)
+        for policy in self.policies:
+            self._step(policy, layer, kept, q_BNCH, terms, positions_BC)
+
+    def _step(
+        self,
+        policy: Policy,
+        layer: int,
+        kept: KeptLayer,
+        q_BNCH: Tensor,
+        terms: AttentionTerms,
+        positions_BC: Tensor,
+    ) -> None:
+        k_BKnH, v_BKnV = kept.slab().read(kept.first, kept.end)
+        view = LayerView(
+            layer=layer,
+            num_layers=self.num_layers,
+            phase=self.phase,
+            num_new=q_BNCH.shape[2],
+            chunk_tokens=self.tokens.chunk_tokens,
+            new_positions_BC=positions_BC,
+            prompt_tokens=self.prompt_tokens,
+            pads=kept.pads,
+            k_BKnH=k_BKnH,
+            v_BKnV=v_BKnV,
+            carried_BKn=kept.carried_BKn(),
+            signals=QuerySignals(q_BNCH, k_BKnH, terms, queries_BC=positions_BC, keys_BKn=kept.positions_BKn()),
+        )
+        carried_BKn = policy.carry(view)
+        if carried_BKn is not None:
+            kept.carry(carried_BKn)
+            view = replace(view, carried_BKn=carried_BKn)
+        slots_BKm = policy.keep(view) if self.cuts_back else None
+        selected_Bc = policy.narrow(view) if policy.narrows and self.phase is Phase.prefill else None
+        if slots_BKm is not None:
+            kept.cut_back(slots_BKm, room=self.room)
+        if selected_Bc is not None:
+            self.tokens.narrow(selected_Bc)
