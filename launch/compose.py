@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
+from types import UnionType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import yaml
@@ -39,6 +40,8 @@ FILE_NAMES = (
     "table",
     "report",
     "timeline",
+    "bench.results",
+    "bench.compute",
 )
 
 HELP = """\
@@ -54,6 +57,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
+          tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
   partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
                                partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
@@ -276,6 +280,7 @@ WORDS_FOR_TYPES = {
     str: "text",
     list[float]: "a list of numbers such as [0.6,0.4]",
     list[int]: "a list of whole numbers such as [1024,2048]",
+    list[str]: "a list of names such as [single,kvr_s]",
 }
 
 
@@ -288,7 +293,9 @@ def _in_our_words(error: OmegaConfBaseException, composed: DictConfig, options: 
         value = value[part] if isinstance(value, dict) and part in value else value
     if option not in kinds or (isinstance(value, str) and "${" in value):
         return f"{name}={_shown(str(value))} cannot be used: {_one_line(error)}"
-    [kind] = [part for part in getattr(kinds[option], "__args__", [kinds[option]]) if part is not type(None)] or [str]
+    kind = kinds[option]
+    if isinstance(kind, UnionType):
+        [kind] = [part for part in kind.__args__ if part is not type(None)]
     expected = f"one of {', '.join(kind.__members__)}" if isinstance(kind, type) and issubclass(kind, Enum) else ""
     return f"{name}={_shown('null' if value is None else str(value))} is not {expected or WORDS_FOR_TYPES[kind]}"
 

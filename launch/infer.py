@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +11,8 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# A lost connection is told in our one line; PyTorch's own warning about it brings a C++ stack trace.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-from launch.compose import read_command_line, this_rank
-from launch.ending import end_with, say
+from launch.compose import INFER
+from launch.program import run_program
 from runahead.config import RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
@@ -28,33 +24,14 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The whole program. Its exit status: 0 done, 1 failed, 2 the command line is wrong, 130 interrupted."""
-    try:
-        command = read_command_line(sys.argv[1:] if args is None else args)
-    except ValueError as error:
-        say(str(error))
-        return 2
-    if command.to_print is not None:
-        if this_rank() == 0:
-            print(command.to_print, end="")
-        return 0
-    assert command.run is not None
-    for sentence in ineffective_settings(command.run):
-        say(f"warning: {sentence}")
-    ranks: Ranks | None = None
-    try:
-        # Imported late: they bring torch and transformers, for which --help and a typing error should not
-        # wait.
-        from launch.partitions import partitioner
-        from runahead.ranks import Ranks
+    """The exit status of `run_program`."""
+    return run_program(INFER, args, _answer, warnings=ineffective_settings)
 
-        ranks = Ranks.start(command.run.ranks)
-        partition = partitioner(command.run.partition, ranks)
-        infer(command.run, ranks, partition)
-        ranks.close()
-    except BaseException as error:
-        end_with(error, ranks)
-    return 0
+
+def _answer(run: RunOptions, ranks: Ranks) -> None:
+    from launch.partitions import partitioner
+
+    infer(run, ranks, partitioner(run.partition, ranks))
 
 
 def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[GenerationBatch]:
@@ -67,12 +44,16 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
     from launch.summary import summary
     from runahead.engine import Engine
     from runahead.model import Model
+    from runahead.prefill import PREFILLS
+    from runahead.prefill.tensor import share_out
 
     prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, ranks.size))
     model = ranks.together(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
+    if PREFILLS[run.prefill.name].shares_model:
+        share_out(model, ranks)
     if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
@@ -113,6 +94,7 @@ def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts
     from launch.prompts import check_lengths, read_prompts
     from runahead import loading
     from runahead.model import max_positions
+    from runahead.prefill import PREFILLS
     from runahead.timeline import picture_path
     from runahead.whole_file import ensure_writable
 
@@ -125,6 +107,7 @@ def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts
         if run.report is not None and Path(run.report).resolve() in written:
             raise ValueError(f"report={run.report} and timeline={run.timeline} would overwrite each other; rename one")
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    PREFILLS[run.prefill.name].check_config(config, num_ranks)
     prompts = read_prompts(
         run.prompt,
         tokenizer=loading.load_tokenizer(run.model),
@@ -159,11 +142,10 @@ def _write_files(
         write_whole(run.report, text)
     if run.timeline is not None:
         batch = batches[-1]
-        tokens = " + ".join(f"{rank.chunk_tokens:,}" for rank in batch.ranks)
         method = run.prefill.name.name
         if run.prefill.takes_partition:
             method += f", {run.prefill.transfer.name}"
-        subject = f"{model.name}, {dtype} on {ranks.device.type}: {tokens} tokens, {method}"
+        subject = f"{model.name}, {dtype} on {ranks.device.type}: {batch.chunks}, {method}"
         write_timeline(run.timeline, batch.spans, ttft_s=batch.ttft_s, subject=subject)
 
 

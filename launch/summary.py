@@ -27,8 +27,7 @@ def summary(batches: Sequence[GenerationBatch]) -> str:
     )
     rows.append(("ranks", f"{len(first.ranks)}"))
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
-    chunks = " + ".join(f"{rank.chunk_tokens:,}" for rank in widest.ranks)
-    rows.append(("chunks", f"{chunks} tokens" + (" (longest prompt)" if len(batches) > 1 else "")))
+    rows.append(("chunks", widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")))
     rows.append(("TTFT", _times([(batch.ttft_s, batch.warm) for batch in batches])))
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
     rows.append(("TPOT", f"{_median(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"))

@@ -89,6 +89,14 @@ class Policy:
     narrows: ClassVar[bool] = False
     """Does `narrow` ever drop tokens?"""
 
+    def layer_tokens(self, num_tokens: int, num_layers: int) -> list[int]:
+        """Of a chunk of so many tokens, those that each layer computes: what ranks must know of each other's `narrow`.
+
+        Raises:
+            ValueError: it depends on what the tokens are.
+        """
+        return [num_tokens] * num_layers
+
     def carry(self, view: LayerView) -> Tensor | None:
         """New values (B, K, n) to carry along with the slots, if this policy accumulates."""
         return None

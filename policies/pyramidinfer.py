@@ -95,6 +95,14 @@ class PyramidInfer(Policy):
                 "layer keeps"
             )
 
+    def layer_tokens(self, num_tokens: int, num_layers: int) -> list[int]:
+        if self.select is Select.top_p:
+            raise ValueError(
+                "policy.select=top_p keeps as many tokens as the votes say, which other ranks cannot know ahead; "
+                "use policy.select=top_k, or one rank"
+            )
+        return self.lengths(num_tokens, num_layers)
+
     def lengths(self, num_tokens: int, num_layers: int) -> list[int]:
         """Tokens that each layer computes of a chunk, with the schedule alone deciding."""
         recent = self.recent(num_tokens)

@@ -62,7 +62,7 @@ def attend(
     assert own or k_end <= q_start or (num_queries == 1 and k_end == q_end), (q_start, q_end, k_start, k_end)
     plain = terms.rule is None or terms.rule.is_causal(q_start, q_end, min(k_start, q_start))
     if plain and not terms.needs_scores:
-        kernel = _fused_kernel(q_BNCH, k_BKSH, v_BKSV)
+        kernel = fused_kernel(q_BNCH, k_BKSH, v_BKSV)
         if kernel is not None:
             return kernel(q_BNCH, k_BKSH, v_BKSV, own and num_queries > 1, terms.scaling)
     return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
@@ -85,9 +85,19 @@ def add_sinks(out: Tensor, lse: Tensor, sinks_N: Tensor) -> Tensor:
 
 
 def blockwise_attention(
-    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, *, q_start: int, k_start: int
+    q_BNCH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    terms: AttentionTerms,
+    *,
+    q_start: int,
+    k_start: int,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, in plain PyTorch, for every term and every dtype, in O(block) memory."""
+    """As `attend`, in plain PyTorch, for every term and every dtype, in O(block) memory.
+
+    `dense` skips no block, and keys may lie anywhere.
+    """
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
     num_queries, k_end = q_BNCH.shape[2], k_start + k_BKSH.shape[2]
     outs, lses = [], []
@@ -96,6 +106,8 @@ def blockwise_attention(
         queries = torch.arange(q_start + row, q_start + row + q_block.shape[2], device=q_BNCH.device)
         first = k_start if terms.rule is None else max(k_start, terms.rule.first_key(q_start + row))
         last = min(k_end, int(q_start + row + q_block.shape[2]))
+        if dense:
+            first, last = k_start, k_end
         out, lse = _nothing(q_block, v_BKSV, wide)
         for col in range(first, last, KEY_BLOCK):
             keys = torch.arange(col, min(col + KEY_BLOCK, last), device=q_BNCH.device)
@@ -140,7 +152,7 @@ def _nothing(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -
 Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 
-def _fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
+def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
     """The fused kernel for these tensors, by device, dtype and shape only: never by what happens to be ready."""
     head_dim = q_BNCH.shape[-1]
     if v_BKSV.shape[-1] != head_dim:  # latent attention: keys and values of different width

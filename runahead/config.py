@@ -48,10 +48,24 @@ class Device(Enum):
 class PrefillName(Enum):
     kv_runahead = "kv_runahead"
     single = "single"
+    tsp = "tsp"
+    zigzag = "zigzag"
+    tensor = "tensor"
 
 
 class Transfer(Enum):
     relay = "relay"
+    direct = "direct"
+
+
+class Attention(Enum):
+    dense = "dense"
+    causal = "causal"
+
+
+class Exchange(Enum):
+    all_gather = "all_gather"
+    ring = "ring"
     direct = "direct"
 
 
@@ -152,15 +166,22 @@ class RanksOptions:
 
 @dataclass(kw_only=True)
 class PrefillOptions:
-    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V are under way at a time."""
+    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V are under way at a time.
+
+    `transfer` and `layers_in_flight` are for kv_runahead, `attention` is for tsp, and `exchange` for zigzag.
+    """
 
     name: PrefillName = PrefillName.kv_runahead
     transfer: Transfer = Transfer.relay
     layers_in_flight: int = 3
+    attention: Attention = Attention.causal
+    exchange: Exchange = Exchange.all_gather
 
     def __post_init__(self) -> None:
         self.name = _choice("prefill", PrefillName, self.name)
         self.transfer = _choice("prefill.transfer", Transfer, self.transfer)
+        self.attention = _choice("prefill.attention", Attention, self.attention)
+        self.exchange = _choice("prefill.exchange", Exchange, self.exchange)
         # With one layer in flight no transfer could overlap the next layer's compute.
         _require(
             self.layers_in_flight >= 2,
@@ -272,6 +293,9 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     prefill = run.prefill.name
     if prefill is not PrefillName.kv_runahead:
         for name in _changed(run.prefill, ["transfer", "layers_in_flight"]):
+            sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
+    for name, reader in (("attention", PrefillName.tsp), ("exchange", PrefillName.zigzag)):
+        if prefill is not reader and _changed(run.prefill, [name]):
             sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
     if not run.prefill.takes_partition:
         for name in _changed(run.partition, ["name"]):

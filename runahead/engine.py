@@ -46,6 +46,12 @@ class Engine:
         self.prefill = prefill or PrefillOptions()
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
+        if model.num_shares != (ranks.size if self._strategy.shares_model else 1):
+            whose = "that is shared out over these ranks" if self._strategy.shares_model else "that each rank has whole"
+            raise ValueError(
+                f"prefill={self.prefill.name.name} needs a model {whose}, and this one has {model.num_shares} shares; "
+                "see runahead.prefill.tensor.share_out"
+            )
         self._strategy.check(model, ranks.size)
         self._num_calls = 0
 

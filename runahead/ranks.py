@@ -69,8 +69,10 @@ class Ranks:
         self.timeout_s = timeout_s
         self.local_size = size if local_size is None else local_size
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._nccl_group: dist.ProcessGroup | None = None
         self._heartbeat: Heartbeat | None = None
         self._post_error: Exception | None = None
+        self._collective: _Worker | None = None
         if size == 1:
             return
         try:
@@ -319,6 +321,53 @@ class Ranks:
                     torch.cuda.synchronize(self.device)
         return self._links
 
+    def nccl_group(self) -> dist.ProcessGroup:
+        """An NCCL group of all ranks with all pairs connected, made on first use by all ranks."""
+        if self._nccl_group is None:
+            group = dist.new_group(backend="nccl", timeout=NEVER, device_id=self.device)
+            token = torch.zeros(self.size, device=self.device)
+            peers = [peer for peer in range(self.size) if peer != self.rank]
+            receives = [dist.P2POp(dist.irecv, token[peer : peer + 1], peer, group) for peer in peers]
+            sends = [dist.P2POp(dist.isend, token[self.rank : self.rank + 1], peer, group) for peer in peers]
+            for work in dist.batch_isend_irecv(receives + sends):
+                work.wait()
+            torch.cuda.synchronize(self.device)
+            self._nccl_group = group
+        return self._nccl_group
+
+    def collective_group(self) -> dist.ProcessGroup:
+        """A group of all ranks for collectives, which carries K,V at other times. Every rank calls it."""
+        return self.nccl_group() if self.backend == "nccl" else self._kv_group
+
+    def collectively(self, what: str, call: Callable[[], T]) -> T:
+        """Result of a call that runs collectives of `collective_group`, in a thread of their own, watched over.
+
+        Whether it computes or waits cannot be told, so meanwhile this rank counts as alive as long as its process runs.
+
+        Raises:
+            PeerFailure: as in `wait_until`, or a connection was lost.
+            whatever else `call` raises.
+        """
+        if self._collective is None:
+            self._collective = _Worker("collectives")
+            if self.device.type == "cuda":
+                self._collective.submit(lambda: torch.cuda.set_device(self.device))  # threads do not inherit it
+
+        def finished() -> T:
+            result = call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return result
+
+        job = self._collective.submit(finished)
+        self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size))
+        if job.error is None:
+            return job.result
+        if isinstance(job.error, dist.DistError) or "gloo" in str(job.error).lower():
+            message = f"lost the connection to another rank while waiting for {what}; see that rank's messages"
+            raise PeerFailure(message) from job.error
+        raise job.error
+
     def close(self) -> None:
         """Leave the job: every rank calls it once all went well."""
         if self.size == 1 or not dist.is_initialized():
@@ -327,6 +376,8 @@ class Ranks:
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._worker.close()
+        if self._collective is not None:
+            self._collective.close()
         dist.destroy_process_group()
 
     def __enter__(self) -> Ranks:

@@ -62,6 +62,14 @@ class GenerationBatch:
     ranks: list[RankReport]
     spans: list[list[Span]] = field(default_factory=list)
 
+    @property
+    def chunks(self) -> str:
+        """Tokens by rank, for readers."""
+        lengths = [rank.chunk_tokens for rank in self.ranks]
+        if len(lengths) > 1 and min(lengths) == self.boundaries[-1]:
+            return f"all {lengths[0]:,} tokens on every rank"
+        return " + ".join(f"{length:,}" for length in lengths) + " tokens"
+
 
 def report_json(
     run: RunOptions,

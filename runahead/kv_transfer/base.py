@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runahead.clock import Clock
 from runahead.kv_cache import KVCache
-from runahead.kv_transfer.schedule import Message, TransferSchedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks import Ranks
 
 
@@ -28,10 +28,12 @@ class TransferLog:
 class KVTransfer(ABC):
     """K,V of one prefill on their way. For every layer in order: open, (write own K,V), send, await_prefix, close.
 
+    Layers in which a rank attends to what arrived piece by piece have several `await_pieces` for the `await_prefix`.
+
     At most `depth` layers are in flight: a layer's slot is taken again only once its K,V were attended to and left.
     """
 
-    def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.log = TransferLog()
 
@@ -41,11 +43,15 @@ class KVTransfer(ABC):
 
     @abstractmethod
     def send(self, layer: int) -> None:
-        """Start sending the own chunk's K,V, which are in the cache, without waiting for them to leave."""
+        """Start sending the own K,V, which are in the cache, without waiting for them to leave."""
 
     @abstractmethod
     def await_prefix(self, layer: int) -> None:
-        """Return once the prefix of the layer may be read (on a GPU: by work queued from now on)."""
+        """Return once all that is received of the layer may be read (on a GPU: by work queued from now on)."""
+
+    @abstractmethod
+    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+        """Return once what these messages bring may be read."""
 
     @abstractmethod
     def close(self, layer: int) -> None:

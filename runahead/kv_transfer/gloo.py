@@ -21,20 +21,21 @@ from torch import Tensor
 from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
-from runahead.kv_transfer.schedule import Message, TransferSchedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks import PeerFailure, Ranks
 
 
 class GlooTransfer(KVTransfer):
     """As `KVTransfer`, between CPUs or staged through host memory."""
 
-    def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
         layers = range(cache.num_layers)
         staged = cache.device.type == "cuda" and len(schedule.chain) > 1
         self._staging = _Staging(cache, depth) if staged else None
         self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
         self._arrived = [threading.Event() for _ in layers]
+        self._pieces = {(layer, each.piece): threading.Event() for layer in layers for each in schedule.receives(layer)}
         self._closed = [threading.Event() for _ in layers]
         self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
         self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any]]]] = queue.SimpleQueue()
@@ -72,6 +73,13 @@ class GlooTransfer(KVTransfer):
 
     def await_prefix(self, layer: int) -> None:
         self._wait(self._arrived[layer], layer, f"the K,V of layer {layer} from", self._sources(layer))
+        if self._staging is not None:
+            self._staging.await_upload(layer)
+
+    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+        for message in messages:
+            arrived = self._pieces[layer, message.piece]
+            self._wait(arrived, layer, f"the K,V of layer {layer} from", [message.peer])
         if self._staging is not None:
             self._staging.await_upload(layer)
 
@@ -115,7 +123,7 @@ class GlooTransfer(KVTransfer):
             body()
         except Exception as error:
             self._error = self._error or error
-            for events in (self._free, self._arrived, self._closed, self._left):
+            for events in (self._free, self._arrived, self._closed, self._left, self._pieces.values()):
                 for event in events:
                     event.set()
 
@@ -150,6 +158,7 @@ class GlooTransfer(KVTransfer):
                     self._isend(onward)
                 if self._staging is not None:
                     self._staging.bring_up(self.cache, message)
+                self._pieces[layer, message.piece].set()
             self._arrived[layer].set()
 
     def _see_sends_out(self) -> None:

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
-from runahead.kv_transfer.schedule import Message, TransferSchedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks import Ranks
 
 
 class NcclTransfer(KVTransfer):
     """As `KVTransfer`, between GPUs."""
 
-    def __init__(self, schedule: TransferSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
         self._groups = ranks.nccl_links(())  # all ranks made this prompt's before it began
         self._receives: dict[int, list[tuple[Message, dist.Work]]] = {}
@@ -54,9 +54,13 @@ class NcclTransfer(KVTransfer):
         self._sends[layer] = works
 
     def await_prefix(self, layer: int) -> None:
+        self.await_pieces(layer, [message for message, _ in self._receives.get(layer, [])])
+
+    def await_pieces(self, layer: int, messages: list[Message]) -> None:
         begin = self.clock.mark()
-        for _, work in self._receives.get(layer, []):
-            work.wait()
+        for message, work in self._receives.get(layer, []):
+            if message in messages:
+                work.wait()
         self.log.waits.append((layer, begin, self.clock.mark()))
 
     def close(self, layer: int) -> None:
@@ -77,7 +81,7 @@ class NcclTransfer(KVTransfer):
 
     def _watch(self, event: torch.cuda.Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
-        self.ranks.wait_until(lambda block_s: _queried(event, block_s), what, peers)
+        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, peers)
 
     def _post_receives(self, layer: int) -> None:
         self._receives[layer] = []
@@ -102,7 +106,7 @@ class NcclTransfer(KVTransfer):
         return work
 
 
-def _queried(event: torch.cuda.Event, block_s: float) -> bool:
+def queried(event: torch.cuda.Event, block_s: float) -> bool:
     """Has the event happened, now or within block_s?"""
     deadline = time.perf_counter() + block_s
     while not event.query():

@@ -1,12 +1,14 @@
-"""Who sends which K,V to whom: derived on both sides from the same partition, so no shapes travel.
+"""Who sends which K,V to whom: derived on both sides from the same split, so no shapes travel.
 
-One directed chain, never back. `relay` is the paper's: rank i passes the whole prefix on to rank i + 1, here piece by
-piece (a piece is one rank's chunk), the own chunk first. `direct` sends each chunk straight to every later rank.
+KV-Runahead has one directed chain, never back. `relay` is the paper's: rank i passes the whole prefix on to rank
+i + 1, here piece by piece (a piece is one rank's chunk), the own chunk first. `direct` sends each chunk straight to
+every later rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runahead.config import Transfer
@@ -25,14 +27,43 @@ class Message:
     tag: int
 
 
-class TransferSchedule:
-    """The messages of one rank.
+class Schedule(ABC):
+    """The messages of one rank. `chain` are the ranks with work, in the order of their last tokens."""
+
+    chain: list[int]
+    position: int
+
+    @property
+    def is_last(self) -> bool:
+        """Does this rank get all K,V, and with them the first token?"""
+        return self.position == len(self.chain) - 1
+
+    @abstractmethod
+    def receives(self, layer: int) -> list[Message]:
+        """Messages with other ranks' K,V of a layer, in the order in which they are sent on each link."""
+
+    @abstractmethod
+    def sends(self, layer: int) -> list[Message]:
+        """Messages with this rank's own K,V."""
+
+    @abstractmethod
+    def forwards(self, layer: int, piece: int) -> list[Message]:
+        """Messages that pass on a piece which arrived."""
+
+    @abstractmethod
+    def links(self) -> list[tuple[int, int]]:
+        """Directed links (from rank, to rank) between all ranks."""
+
+
+class TransferSchedule(Schedule):
+    """The messages of one rank of the chain.
 
     Args:
         partition: chunks; ranks with an empty one take no part.
         rank: whose messages.
         first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
             decreases with the start, so a relay always holds what the next rank needs.
+        by_layer: the chunks of each layer, where deeper layers compute fewer tokens.
     """
 
     def __init__(
@@ -41,34 +72,28 @@ class TransferSchedule:
         rank: int,
         transfer: Transfer,
         first_needed: Callable[[int, int], int],
+        by_layer: Sequence[ContextPartition] | None = None,
     ) -> None:
         self.chain = partition.chain
         self.position = self.chain.index(rank)
         self.transfer = transfer
-        self._partition, self._first_needed = partition, first_needed
-
-    @property
-    def is_last(self) -> bool:
-        """Does this rank get all K,V, and with them the first token?"""
-        return self.position == len(self.chain) - 1
+        self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
 
     def receives(self, layer: int) -> list[Message]:
-        """Messages with the prefix of a layer, in the order in which they are sent on each link."""
+        """The prefix, piece by piece."""
         nearest_first = range(self.position - 1, -1, -1)
         return self._messages(layer, [(self._source(piece), piece, self.position) for piece in nearest_first])
 
     def sends(self, layer: int) -> list[Message]:
-        """Messages with this rank's own chunk."""
+        """The own chunk."""
         return self._messages(layer, [(target, self.position, target) for target in self._targets()])
 
     def forwards(self, layer: int, piece: int) -> list[Message]:
-        """Messages that pass on a piece which arrived."""
         if self.transfer is Transfer.direct or self.is_last:
             return []
         return self._messages(layer, [(self.position + 1, piece, self.position + 1)])
 
     def links(self) -> list[tuple[int, int]]:
-        """Directed links (from rank, to rank) of the whole chain."""
         return chain_links(self._partition, self.transfer)
 
     def skew(self) -> int:
@@ -85,9 +110,10 @@ class TransferSchedule:
     def _messages(self, layer: int, routes: list[tuple[int, int, int]]) -> list[Message]:
         """Messages for (peer, piece, receiver), all as positions in the chain; empty ones are left out."""
         messages = []
+        partition = self._partition if self._by_layer is None else self._by_layer[layer]
         for peer, piece, receiver in routes:
-            chunk = self._partition.chunk(self.chain[piece])
-            start = max(chunk.start, self._first_needed(layer, self._partition.chunk(self.chain[receiver]).start))
+            chunk = partition.chunk(self.chain[piece])
+            start = max(chunk.start, self._first_needed(layer, partition.chunk(self.chain[receiver]).start))
             if start < chunk.stop:
                 tag = layer * len(self.chain) + piece
                 messages.append(

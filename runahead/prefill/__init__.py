@@ -6,10 +6,16 @@ from runahead.config import PrefillName
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.single import Single
+from runahead.prefill.tensor import TensorParallel
+from runahead.prefill.tsp import TSP
+from runahead.prefill.zigzag import Zigzag
 
 PREFILLS: dict[PrefillName, Prefill] = {
     PrefillName.single: Single(),
     PrefillName.kv_runahead: KVRunahead(),
+    PrefillName.tsp: TSP(),
+    PrefillName.zigzag: Zigzag(),
+    PrefillName.tensor: TensorParallel(),
 }
 
 __all__ = ["PREFILLS", "Prefill", "PrefillJob", "Prefilled", "PromptBatch"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,12 @@ class Prefilled:
 
 class Prefill(ABC):
     """A way to fill the KV cache. It has no state: one object serves every call."""
+
+    shares_model = False
+    """Every rank holds a share of the weights instead of all of them."""
+
+    def check_config(self, config: Any, num_ranks: int) -> None:  # noqa: B027
+        """As `check`, before the weights are loaded. `config` is transformers', of the text model."""
 
     def check(self, model: Model, num_ranks: int) -> None:  # noqa: B027 (most have nothing to check)
         """Raise a ValueError for a model that cannot be prefilled like this on so many ranks."""

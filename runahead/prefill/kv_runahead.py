@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -20,12 +19,12 @@ from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock, clock_for
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.kv_cache import KVCache
+from runahead.kv_cache import KVCache, KVSlab
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_links
 from runahead.model import PrefillEndsHere
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
+from runahead.prefill.chunk_run import run_chunk
 from runahead.ranks import Ranks
-from runahead.span import Span
 
 
 class RunaheadAttention(CausalAttention):
@@ -38,16 +37,24 @@ class RunaheadAttention(CausalAttention):
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.transfer.open(layer)
+        self.enter(layer)
         slab = self.cache.layer(layer)
         slab.write(self.start, k_BKCH, v_BKCV)
         self.transfer.send(layer)
         if layer == self.cache.num_layers - 1 and not self.transfer.schedule.is_last:
             raise PrefillEndsHere  # all that later ranks need of this one is on its way
         out_BNCV = self.attend_to_slab(slab, q_BNCH, terms, partial(self.transfer.await_prefix, layer))
+        self.leave(layer, slab, q_BNCH, terms)
         self.transfer.close(layer)
         self.transfer.ranks.progress()
         self.layer_ends.append(self._clock.mark())
         return out_BNCV
+
+    def enter(self, layer: int) -> None:
+        """Before the layer's own K,V are stored."""
+
+    def leave(self, layer: int, slab: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
+        """While the layer's K,V are still there."""
 
 
 class KVRunahead(Prefill):
@@ -64,12 +71,12 @@ class KVRunahead(Prefill):
             ranks.nccl_links(chain_links(partition, options.transfer))
 
     def run(self, job: PrefillJob) -> Prefilled:
-        return _run(job)
+        return run_in_chain(job, job.ranks.rank)
 
 
-def _run(job: PrefillJob) -> Prefilled:
-    """Ranks with an empty chunk return at once."""
-    model, rank = job.model, job.ranks.rank
+def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
+    """The part of `rank` in the chain. Ranks with an empty chunk return at once."""
+    model = job.model
     chunk, pads = job.partition.chunk(rank), job.batch.pads
     if not chunk:
         return Prefilled()
@@ -89,61 +96,4 @@ def _run(job: PrefillJob) -> Prefilled:
     began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
     attention = RunaheadAttention(cache, transfer, clock, start=chunk.start, pads=pads)
-    logits_BV = None
-    try:
-        ids_BC = job.batch.ids_BS[:, chunk.start : chunk.stop]
-        logits_BV = model.forward(ids_BC, attention, start=chunk.start, pads=pads, length=job.batch.num_tokens)
-    except PrefillEndsHere:
-        pass
-    computed = clock.mark()
-    transfer.finish()
-    computed_s = clock.seconds(computed)
-    log = transfer.log
-    waits = [(clock.seconds(begin), clock.seconds(end)) for _, begin, end in log.waits]
-    result = Prefilled(
-        logits_BV=logits_BV,
-        cache=cache if schedule.is_last else None,
-        chunk_tokens=len(chunk),
-        prefill_s=computed_s - began_s,
-        wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
-        kv_sent_bytes=log.sent_bytes,
-        kv_received_bytes=log.received_bytes,
-        kv_peak_bytes=cache.num_bytes,
-    )
-    if job.record:
-        result.spans = _spans(attention, transfer, clock, computed_s)
-    return result
-
-
-def _spans(attention: RunaheadAttention, transfer: KVTransfer, clock: Clock, computed_s: float) -> list[Span]:
-    """A layer's compute runs from the end of the attention before it to the end of its own, less the waiting."""
-    ends = [clock.seconds(mark) for mark in attention.layer_ends]
-    layers = list(pairwise([*ends, computed_s]))
-    names = {len(layers) - 1: "last MLP and logits"} if transfer.schedule.is_last else {}
-    spans = []
-    for layer, (start, end) in enumerate(layers):
-        waits = [(clock.seconds(b), clock.seconds(e)) for at, b, e in transfer.log.waits if at == layer]
-        waits = [(b, e) for b, e in waits if e <= end]  # what comes after is the wait for the last sends
-        edges = [start, *(moment for wait in waits for moment in wait), end]
-        spans += [
-            Span(
-                kind="compute",
-                layer=None if layer in names else layer,
-                start_s=b,
-                end_s=e,
-                detail=names.get(layer, ""),
-            )
-            for b, e in zip(edges[::2], edges[1::2], strict=True)
-        ]
-        spans += [Span(kind="wait", layer=layer, start_s=b, end_s=e, detail="prefix") for b, e in waits]
-    for layer, begin, done, detail in transfer.log.sends:
-        spans.append(
-            Span(
-                kind="send",
-                layer=layer,
-                start_s=clock.seconds(begin),
-                end_s=clock.seconds(done),
-                detail=detail,
-            )
-        )
-    return spans
+    return run_chunk(job, attention, clock, [chunk], began_s=began_s)

@@ -195,7 +195,13 @@ def test_cfg_job_prints_what_would_run():
     assert to_print is not None
     printed = yaml.safe_load(to_print)
     assert printed["prompt"]["text"] == "${x}: 'y'"
-    assert printed["prefill"] == {"name": "kv_runahead", "transfer": "direct", "layers_in_flight": 3}
+    assert printed["prefill"] == {
+        "name": "kv_runahead",
+        "transfer": "direct",
+        "layers_in_flight": 3,
+        "attention": "causal",
+        "exchange": "all_gather",
+    }
 
 
 def infer(*args: str, rank: int = 0, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -61,6 +61,8 @@ MISTAKES = [
     (RanksOptions, {"backend": "nccl", "device": "cpu"}, "ranks.backend=gloo"),
     (PrefillOptions, {"layers_in_flight": 1}, "at least 2"),
     (PrefillOptions, {"transfer": "post"}, "relay, direct"),
+    (PrefillOptions, {"attention": "flash"}, "prefill.attention=flash is not one of dense, causal"),
+    (PrefillOptions, {"exchange": "mail"}, "prefill.exchange=mail is not one of all_gather, ring, direct"),
     (PartitionOptions, {"name": "ratios"}, "partition.ratios="),
     (PartitionOptions, {"name": "ratios", "ratios": []}, "partition.ratios="),
     (PartitionOptions, {"name": "ratios", "ratios": [0.6, 0.3]}, "add up to 1, not 0.9"),
@@ -103,4 +105,10 @@ def test_settings_without_effect_are_told():
     sentences = " ".join(ineffective_settings(run))
     for option in ("generation.temperature", "prefill.transfer", "partition=ratios", "model.seed"):
         assert option in sentences
+    peers = PrefillOptions(name="tsp", exchange="ring"), PrefillOptions(name="zigzag", attention="dense")
+    for prefill, option in zip(peers, ("exchange", "attention"), strict=True):
+        assert ineffective_settings(RunOptions(prefill=prefill)) == [
+            f"prefill.{option} has no effect with prefill={prefill.name.name}"
+        ]
+        assert ineffective_settings(RunOptions(prefill=PrefillOptions(name=prefill.name))) == []
     assert not ineffective_settings(RunOptions(generation=GenerationOptions(do_sample=True, temperature=0.5, top_k=3)))

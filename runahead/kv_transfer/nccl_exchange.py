@@ -1,0 +1,82 @@
+"""K,V that ranks exchange over NCCL: each group of messages is one operation in a process group of all ranks.
+
+The messages of a group are launched together, in place and of any length, on the process group's own stream, in the
+order of issue. So a ring's steps follow each other there while the compute stream attends to what earlier ones brought.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from runahead.clock import Clock
+from runahead.kv_cache import KVCache
+from runahead.kv_transfer.base import KVTransfer
+from runahead.kv_transfer.exchange import ExchangeSchedule
+from runahead.kv_transfer.nccl import queried
+from runahead.kv_transfer.schedule import Message
+from runahead.ranks import Ranks
+
+
+class NcclExchange(KVTransfer):
+    """As `KVTransfer`, between GPUs that are in step: a layer's messages are all queued by its `send`."""
+
+    schedule: ExchangeSchedule
+
+    def __init__(self, schedule: ExchangeSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+        super().__init__(schedule, cache, ranks, clock, depth)
+        self._group = ranks.nccl_group() if len(schedule.chain) > 1 else None
+        self._works: dict[int, list[tuple[list[Message], list[dist.Work]]]] = {}
+        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: its attention
+        self._watching = torch.cuda.Stream(cache.device)
+
+    def open(self, layer: int) -> None:
+        """The slot's last messages were waited for by the compute stream, so they are over before it is written."""
+        if (ended := self._ended.pop(layer - self.depth, None)) is not None:
+            self._watch(ended, f"layer {layer - self.depth}")  # the host stays within reach of the device
+
+    def send(self, layer: int) -> None:
+        self._works[layer] = []
+        for received, sent in self.schedule.batches(layer):
+            begin = self.clock.mark()
+            operations = [dist.P2POp(dist.irecv, self.part(each), each.peer, self._group) for each in received]
+            operations += [dist.P2POp(dist.isend, self.part(each), each.peer, self._group) for each in sent]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            self._works[layer].append((received, works))
+            self.log.received_bytes += sum(self.part(each).nbytes for each in received)
+            self.log.sent_bytes += sum(self.part(each).nbytes for each in sent)
+            with torch.cuda.stream(self._watching):
+                for work in works:
+                    work.wait()
+                end = self.clock.mark()
+            for each in sent:
+                detail = f"tokens {each.start}-{each.end} to rank {each.peer}"
+                self.log.sends.append((layer, begin, end, detail))
+
+    def await_prefix(self, layer: int) -> None:
+        self._await(layer, [work for _, works in self._works[layer] for work in works])
+
+    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+        steps = self._works[layer]
+        self._await(layer, [work for received, works in steps if received == messages for work in works])
+
+    def close(self, layer: int) -> None:
+        # What was only sent counts too: the slot is written again.
+        for _, works in self._works.pop(layer):
+            for work in works:
+                work.wait()
+        self._ended[layer] = torch.cuda.current_stream(self.cache.device).record_event()
+
+    def finish(self) -> None:
+        for layer in list(self._works):
+            self.close(layer)  # also what nobody reads: slots are not freed under a message
+        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the K,V in flight")
+
+    def _await(self, layer: int, works: list[dist.Work]) -> None:
+        begin = self.clock.mark()
+        for work in works:
+            work.wait()
+        self.log.waits.append((layer, begin, self.clock.mark()))
+
+    def _watch(self, event: torch.cuda.Event, what: str) -> None:
+        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, self.schedule.chain)

@@ -1,0 +1,90 @@
+"""What ranks do in test_peers.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
+from runahead.prefill.tsp import TSPAttention
+from runahead.prefill.zigzag import ZigzagAttention
+from runahead.report import GenerationBatch
+from tests.families import throughout
+from tests.ranks.tasks import PrefillOutcome, tiny_model
+
+
+def prefill_each(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    variants: list[PrefillOptions],
+    num_new: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> list[PrefillOutcome]:
+    """Prefill the prompts in several ways, each with the strategy's own split."""
+    model, batch = tiny_model(family, dtype), PromptBatch.of(prompts, ranks.device)
+    outcomes = []
+    for options in variants:
+        strategy = PREFILLS[options.name]
+        strategy.check(model, ranks.size)
+        job = PrefillJob(
+            model=model,
+            ranks=ranks,
+            batch=batch,
+            partition=strategy.split(batch.num_tokens, ranks.size, even),
+            capacity=batch.num_tokens + num_new - 1,
+            options=options,
+        )
+        with throughout(dtype):
+            done = strategy.run(job)
+        outcomes.append(
+            PrefillOutcome(
+                logits=None if done.logits_BV is None else done.logits_BV.tolist(),
+                holds_cache=done.cache is not None,
+                chunk_tokens=done.chunk_tokens,
+                kv_sent_bytes=done.kv_sent_bytes,
+                kv_received_bytes=done.kv_received_bytes,
+                kv_peak_bytes=done.kv_peak_bytes,
+            )
+        )
+    return outcomes
+
+
+def generate_with_timeline(
+    ranks: Ranks, family: str, prompts: list[list[int]], prefill: PrefillOptions, num_new: int
+) -> GenerationBatch:
+    model = tiny_model(family)
+    engine = Engine(model, ranks, prefill=prefill)
+    with throughout(model.dtype):
+        options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+        return engine.generate(prompts, options, record_timeline=True)
+
+
+def fail_in_layer(
+    ranks: Ranks, prefill: PrefillOptions, failing: int, layer: int, silent_s: float | None, folder: str
+) -> None:
+    """The failing rank is killed in a layer, or stands still; the others write what they ended with to the folder."""
+    model = tiny_model("llama_deep")
+    for attention in (TSPAttention, ZigzagAttention) if ranks.rank == failing else ():
+        attend = attention.attend
+
+        def attend_and_fail(self: Any, at: int, *args: Any, attend: Any = attend) -> torch.Tensor:
+            if at == layer and silent_s is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif at == layer:
+                time.sleep(silent_s)
+            return attend(self, at, *args)
+
+        attention.attend = attend_and_fail  # type: ignore[method-assign]
+    ended = "ok"
+    try:
+        Engine(model, ranks, prefill=prefill).generate([list(range(3, 60))])
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+    Path(folder, str(ranks.rank)).write_text(ended)

@@ -1,0 +1,160 @@
+"""What ranks do in test_tensor.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from launch.compose import compose_run
+from launch.infer import infer
+from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
+from runahead.config import PrefillName
+from runahead.prefill.kv_runahead import RunaheadAttention
+from runahead.prefill.tensor import share_out
+from runahead.report import GenerationBatch
+from tests.families import build, throughout
+from tests.ranks.tasks import Steps
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,  # transformers 5.17 shares out what divides
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+TENSOR = PrefillOptions(name=PrefillName.tensor)
+
+
+@cache
+def shared_model(ranks: Ranks, family: str, dtype: torch.dtype) -> Model:
+    """This rank's share of a family's model."""
+    module = build(family, dtype=dtype, **SIZES)
+    module.forward = _throughout(module.forward, dtype)
+    model = Model(module, name=family)
+    share_out(model, ranks)
+    return model
+
+
+def _throughout(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A forward that keeps to the dtype in whatever thread it runs."""
+
+    @wraps(forward)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with throughout(dtype):
+            return forward(*args, **kwargs)
+
+    return kept
+
+
+def generate(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[GenerationBatch, Steps]:
+    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there."""
+    engine = Engine(shared_model(ranks, family, dtype), ranks, prefill=TENSOR)
+    steps: Steps = []
+    return engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True), steps
+
+
+def last_logits(ranks: Ranks, family: str, ids: list[int], dtype: torch.dtype = torch.float64) -> list[float]:
+    """This rank's logits behind the last token."""
+    logits: list[torch.Tensor] = []
+    model = shared_model(ranks, family, dtype)
+    with _note_logits(logits):
+        Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=1))
+    return logits[0][0].tolist()
+
+
+class _note_logits:  # noqa: N801 (used like a function)
+    """While it is open, logits of forwards are kept in a list."""
+
+    def __init__(self, logits: list[torch.Tensor]) -> None:
+        self._logits = logits
+
+    def __enter__(self) -> None:
+        self._forward = forward = Model.forward
+
+        def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._logits.append(forward(*args, **kwargs))
+            return self._logits[-1]
+
+        Model.forward = noting  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        Model.forward = self._forward  # type: ignore[method-assign]
+
+
+def bytes_of_weights(ranks: Ranks, family: str) -> int:
+    """Memory behind this rank's share."""
+    storages = {}
+    for parameter in shared_model(ranks, family, torch.float64).module.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def tokens_of_loaded(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tuple[list[int], list[int]]:
+    """Greedy tokens of the model that `options` name, by all ranks in shares, and by a rank alone."""
+    greedy = GenerationOptions(max_new_tokens=6, ignore_eos=True)
+    tokens = []
+    for name in (PrefillName.tensor, PrefillName.single):
+        model = Model.load(options, ranks.device)
+        if name is PrefillName.tensor:
+            share_out(model, ranks)
+        batch = Engine(model, ranks, prefill=PrefillOptions(name=name)).generate([ids], greedy)
+        tokens.append(batch.generations[0].new_token_ids)
+    return tokens[0], tokens[1]
+
+
+def message_of(ranks: Ranks, task: Callable[..., Any], *args: Any) -> str:
+    """The error that a task raises on this rank."""
+    try:
+        task(ranks, *args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def share_out_whole(ranks: Ranks, family: str, sizes: dict[str, Any]) -> None:
+    share_out(Model(build(family, **sizes), name=family), ranks)
+
+
+def whole_model_in_tensor_engine(ranks: Ranks) -> None:
+    Engine(Model(build("llama")), ranks, prefill=TENSOR)
+
+
+def shared_model_in_other_engine(ranks: Ranks) -> None:
+    Engine(shared_model(ranks, "llama", torch.float64), ranks)
+
+
+def run_program(ranks: Ranks, overrides: list[str]) -> None:
+    infer(compose_run(overrides), ranks, even)
+
+
+def make_ready(ranks: Ranks) -> None:
+    shared_model(ranks, "llama", torch.float32)
+
+
+def generate_and_act(ranks: Ranks, acting: int, layer: int, action: str) -> str:
+    """The acting rank does something in a layer of its prefill; the others tell how they end."""
+    model = shared_model(ranks, "llama", torch.float32)
+    attend = RunaheadAttention.attend
+
+    def attend_or_act(self: RunaheadAttention, at: int, *args: Any) -> torch.Tensor:
+        if at == layer:
+            if action == "raise":
+                raise ValueError("out of luck")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
+        return attend(self, at, *args)
+
+    if ranks.rank == acting:
+        RunaheadAttention.attend = attend_or_act  # type: ignore[method-assign]
+    Engine(model, ranks, prefill=TENSOR).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
+    return "ok"

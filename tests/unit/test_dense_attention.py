@@ -1,0 +1,66 @@
+"""Dense attention is causal attention that computes the masked half too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from runahead.attention import AttentionTerms
+from runahead.causal_attention import CausalAttention
+from runahead.dense_attention import DenseAttention
+from runahead.kv_cache import KVCache, KVShape
+from runahead.masks import MaskRule
+
+NUM_TOKENS, BATCH = 14, 3
+SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)
+TERMS = {
+    "causal": AttentionTerms(scaling=0.5),
+    "window": AttentionTerms(scaling=0.5, rule=MaskRule(sliding_window_causal_mask_function(4))),
+    "bias": AttentionTerms(scaling=0.5, key_bias=lambda keys_S: torch.tensor([[0.1], [0.2], [0.3], [0.4]]) * keys_S),
+    "soft cap": AttentionTerms(scaling=0.5, softcap=2.0),
+    "sinks": AttentionTerms(scaling=0.5, sinks_N=torch.tensor([0.0, 1.0, 2.0, -3.0], dtype=torch.float64)),
+}
+
+
+def filled_cache() -> KVCache:
+    generator = torch.Generator().manual_seed(0)
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    cache.layer(0).slab_TBKX.normal_(generator=generator)
+    return cache
+
+
+def queries(num: int) -> torch.Tensor:
+    return torch.randn(BATCH, 4, num, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@given(
+    start=st.integers(0, NUM_TOKENS - 1),
+    num=st.integers(1, NUM_TOKENS),
+    pads=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=BATCH - 1, max_size=BATCH - 1),
+)
+def test_equals_causal_attention_for_any_chunk_and_padding(
+    terms: AttentionTerms, start: int, num: int, pads: list[int]
+) -> None:
+    num, pads, cache = min(num, NUM_TOKENS - start), [*pads, 0], filled_cache()
+    expected = CausalAttention(cache, start=start, pads=pads).attend_to_slab(cache.layer(0), queries(num), terms)
+    dense = DenseAttention(cache, start=start, pads=pads, num_tokens=NUM_TOKENS)
+    for _ in range(2):  # the second time with the mask at hand
+        out = dense.attend_to_slab(cache.layer(0), queries(num), terms)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("terms", [TERMS["causal"], TERMS["soft cap"]], ids=["fused", "blocks"])
+def test_masked_keys_are_computed(terms: AttentionTerms) -> None:
+    """0 times not-a-number is not a number: values of later tokens that are one show who multiplied with them."""
+    cache = filled_cache()
+    cache.layer(0).slab_TBKX[9:, ..., 4:] = math.nan
+    causal = CausalAttention(cache, start=3, pads=[0] * BATCH).attend_to_slab(cache.layer(0), queries(6), terms)
+    dense = DenseAttention(cache, start=3, pads=[0] * BATCH, num_tokens=NUM_TOKENS)
+    assert causal.isfinite().all()
+    assert dense.attend_to_slab(cache.layer(0), queries(6), terms).isnan().all()
