@@ -26,7 +26,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 IN_VENV := $(VENV)/bin/python
 PIP_INSTALL := $(IN_VENV) -m pip install --disable-pip-version-check --no-input
 STAMP := $(VENV)/.runahead-is-installed
-PACKAGES := $(wildcard runahead partitioner policies launch)
+PACKAGES := $(wildcard runahead partitioner policies launch benchmarks)
 
 TEXT := examples/frankenstein_letters.txt
 QUESTION := Summarize this story in one sentence.
@@ -71,4 +71,4 @@ endif
 
 clean:
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runahead.egg-info
-	find $(wildcard runahead partitioner policies launch conf tests) -name __pycache__ -prune -exec rm -rf {} +
+	find $(wildcard runahead partitioner policies launch benchmarks conf tests) -name __pycache__ -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -69,7 +70,7 @@ def main() -> None:
             print(f"link: {link.latency_s * 1e6:.0f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s")
 
 
-def report(lines: list[dict], picture: str) -> None:
+def report(lines: list[dict[str, Any]], picture: str) -> None:
     """Print the points, append them, and draw them."""
     from partitioner.table_pictures import agreement_png
 

@@ -1,0 +1,207 @@
+"""What compute and links allow, stated before anything is measured against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
+from benchmarks.traffic import kv_bytes_per_token
+from partitioner.bounds import Attention, ttft_star
+from partitioner.cluster import Cluster
+from partitioner.fingerprint import Fingerprint
+from partitioner.link import Link, Links
+from partitioner.measure import probe_compute
+from partitioner.measured_cost import MeasuredCost
+from partitioner.planning import best_num_ranks, practical_bound
+from partitioner.simulation import simulate
+from runahead.config import Transfer
+from runahead.context import ContextPartition
+from runahead.model import Model
+from runahead.ranks import Ranks
+from runahead.whole_file import write_whole
+
+SHORTEST_PROBE = 64
+MIN_STRIDE = 32
+"""Boundaries that are searched are multiples of it, tokens, but for prompts so short that it would be coarse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """For one length.
+
+    Attributes:
+        single_s: one rank alone, as its compute was measured.
+        free_s: TTFT(p): the best split when K,V arrive at once.
+        free: that split.
+        star_dense_s, star_causal_s: TTFT*(p), see `partitioner.bounds.ttft_star`.
+        flops: of the prompt; None where no formula holds.
+        peak_flops: per second, of all ranks together.
+    """
+
+    single_s: float
+    free_s: float
+    free: ContextPartition
+    star_dense_s: float
+    star_causal_s: float
+    flops: PromptFlops | None
+    peak_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """A rank's compute as it was measured, and the bytes of K,V: enough to plan without the model."""
+
+    cost: MeasuredCost
+    kv_bytes_per_token: int
+    purpose: str
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        fields = {"cost": self.cost.to_json(), "kv_bytes": self.kv_bytes_per_token, "purpose": self.purpose}
+        return json.dumps(fields) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Compute:
+        """Raises: ValueError: not what `to_json` gave."""
+        try:
+            fields = json.loads(text)
+            cost, kv_bytes, purpose = fields["cost"], int(fields["kv_bytes"]), str(fields["purpose"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("it is no measured compute") from error
+        return cls(cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose)
+
+    def cluster(
+        self,
+        num_ranks: int,
+        link: Link | None = None,
+        *,
+        transfer: Transfer = Transfer.relay,
+        layers_in_flight: int = 3,
+        backend: str = "gloo",
+    ) -> Cluster:
+        """So many equal ranks; no link is free communication."""
+        return Cluster(
+            compute=self.cost,
+            speed=[1.0] * num_ranks,
+            links=None if link is None else Links(num_ranks, link),
+            kv_bytes_per_token=self.kv_bytes_per_token / self.cost.num_layers,
+            transfer=transfer,
+            layers_in_flight=layers_in_flight,
+            pass_on_as_landed=backend == "gloo",
+        )
+
+
+def read_compute(path: str) -> Compute | None:
+    """What an earlier run wrote; None if it is not there.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    if not Path(path).exists():
+        return None
+    try:
+        return Compute.from_json(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"bench.compute={path} cannot be read: {error}; name another file") from error
+
+
+def measure_compute(
+    model: Model,
+    ranks: Ranks,
+    fingerprint: Fingerprint,
+    *,
+    longest: int,
+    repeats: int,
+    path: str | None,
+    bar: Callable[[int, str], None],
+) -> Compute:
+    """From the file `path` if it holds that, else measured, on all ranks at once as in a run, and written there.
+
+    Args:
+        longest: prompt, tokens.
+        bar: called with the number of points and the name of each point, as it begins.
+
+    Raises:
+        ValueError: the file is no measured compute.
+    """
+    lengths = _doubling(min(SHORTEST_PROBE, max(1, longest // 2)), longest)
+    purpose = f"{fingerprint.key()} {repeats}"
+
+    def earlier() -> Compute | None:
+        found = None if path is None else read_compute(path)
+        fits = found is not None and found.purpose == purpose and max(found.cost.first_s) >= longest
+        return found if fits else None
+
+    known = ranks.agree("the compute cost", earlier)
+    if known is not None:
+        return known
+    num_points = len(lengths) * (1 + len(lengths))
+
+    def tick(text: str) -> None:
+        bar(num_points, text)
+        ranks.progress()
+
+    cost = ranks.together(
+        "the compute cost",
+        lambda: probe_compute(model, chunks=lengths, prefixes=lengths, repeats=repeats, on_progress=tick),
+    )
+    measured = Compute(
+        cost=ranks.broadcast(cost, 0, "the compute cost"),
+        kv_bytes_per_token=kv_bytes_per_token(model.kv_shapes),
+        purpose=purpose,
+    )
+    if path is not None:
+        file = path
+        ranks.agree("the compute cost", lambda: write_whole(file, measured.to_json()))
+    return measured
+
+
+def peak_flops(model: Model, ranks: Ranks) -> float:
+    """Operations per second of matrix products of the model's shapes, on all ranks at once, added up."""
+    ranks.barrier("the peak")
+    return sum(ranks.gather(ranks.together("the peak", lambda: matmul_rate(model)), "the peak"))
+
+
+def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, peak: float) -> Bounds:
+    """The bounds of one length."""
+    free, free_s = practical(compute, num_tokens, num_ranks)
+    alone = ContextPartition(boundaries=(0, num_tokens))
+    single_s = simulate(alone, compute.cluster(1)).ttft_s
+    return Bounds(
+        single_s=single_s,
+        free_s=free_s,
+        free=free,
+        star_dense_s=ttft_star(single_s, num_ranks, Attention.dense),
+        star_causal_s=ttft_star(single_s, num_ranks, Attention.causal),
+        flops=prompt_flops(model, num_tokens),
+        peak_flops=peak,
+    )
+
+
+def practical(compute: Compute, num_tokens: int, num_ranks: int) -> tuple[ContextPartition, float]:
+    """The split of TTFT(p), and TTFT(p) in seconds."""
+    found = practical_bound(
+        num_tokens, num_ranks, compute.cluster(num_ranks), min_stride=_stride(num_tokens, num_ranks)
+    )
+    return found.partition, found.cost_s
+
+
+def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
+    """The split that a lookup table searched for these ranks and links would give: over as many of them as pay."""
+    plan = best_num_ranks(num_tokens, cluster, min_stride=_stride(num_tokens, cluster.num_ranks))
+    best = plan.splits[plan.best].partition
+    return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (cluster.num_ranks - best.num_ranks))
+
+
+def _stride(num_tokens: int, num_ranks: int) -> int:
+    return min(MIN_STRIDE, max(1, num_tokens // (8 * num_ranks)))
+
+
+def _doubling(first: int, last: int) -> Sequence[int]:
+    lengths = [first]
+    while lengths[-1] < last:
+        lengths.append(min(2 * lengths[-1], last))
+    return lengths

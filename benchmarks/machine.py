@@ -1,0 +1,54 @@
+"""What a measurement was made on, and by which code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from partitioner.fingerprint import device_name
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ("runahead", "policies", "partitioner")
+"""Packages whose code decides what is measured."""
+
+
+def hardware() -> dict[str, Any]:
+    """Of this host: processor, its cores, memory in GiB, GPUs."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu": f"{device_name(torch.device('cpu'))} ({torch.backends.cpu.get_cpu_capability()})",
+        "cores": os.cpu_count(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpus": gpus,
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout, with "-dirty" if a file of it was changed since, results apart: they grow with every run."""
+    described = _git("describe", "--always")
+    if described is None:
+        return None
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return described + ("-dirty" if changed else "")
+
+
+def code() -> str:
+    """A digest of the code that is measured. Unlike a commit it tells two changed checkouts apart."""
+    digest = hashlib.sha256()
+    for path in sorted(path for package in MEASURED for path in (ROOT / package).rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _git(*args: str) -> str | None:
+    try:
+        run = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return None
+    return run.stdout.strip()

@@ -1,0 +1,198 @@
+"""Runs of variants on live ranks, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.memory import PeakMemory
+from benchmarks.options import BenchRun
+from benchmarks.plain_transformers import PlainTransformers
+from benchmarks.traffic import NetworkCards
+from benchmarks.variants import VARIANTS, Split, Traffic
+from runahead import context
+from runahead.config import GenerationOptions, PrefillOptions
+from runahead.context import ContextPartition, Partitioner
+from runahead.engine import Engine
+from runahead.model import Model
+from runahead.prefill import PREFILLS
+from runahead.prefill.tensor import share_out
+from runahead.ranks import Ranks
+
+CARDS_SETTLE_S = 0.05
+"""Seconds after a run until its last packets are on a network card's counter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One prompt's first token.
+
+    Attributes:
+        first_token: its id; None where a variant does not tell.
+        boundaries: of the context partition; None without one.
+        sent_bytes: of K,V that all ranks together sent; None where other things travel, which nobody counts.
+        wire_bytes: that their network cards sent, all of it; None where those serve others too.
+        kv_peak_bytes, peak_bytes: by rank, of K,V and of everything.
+    """
+
+    ttft_s: float
+    first_token: int | None
+    boundaries: list[int] | None
+    sent_bytes: int | None
+    wire_bytes: int | None
+    kv_peak_bytes: list[int]
+    peak_bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a contender itself knows of a run."""
+
+    ttft_s: float
+    first_token: int | None
+    boundaries: list[int] | None
+    sent_bytes: int | None
+    kv_peak_bytes: list[int]
+
+
+class Contenders:
+    """The variants of a benchmark, ready to run. Every rank makes the same calls.
+
+    Variants that share the model out over the ranks, and transformers on its own, load the weights once more.
+
+    Args:
+        given: the partitioner of partition=...
+
+    Raises:
+        ValueError: a variant cannot run this model on these ranks, or the weights do not fit once more.
+    """
+
+    def __init__(self, run: BenchRun, model: Model, ranks: Ranks, given: Partitioner) -> None:
+        self._ranks, self._given = ranks, given
+        self._splits: dict[tuple[str, int], ContextPartition] = {}
+        self._memory, self._cards = PeakMemory(ranks.device), NetworkCards(ranks)
+        self._engines: dict[str, Engine] = {}
+        self._plain: PlainTransformers | None = None
+        for name in run.bench.variants:
+            options = prefill_options(name, run.prefill.layers_in_flight)
+            if options is None:
+                self._plain = ranks.together("plain transformers", lambda: _plain(run, ranks))
+                continue
+            own = model
+            if PREFILLS[options.name].shares_model:
+                own = ranks.together("a model to share out", lambda: load_model(run, ranks))
+                share_out(own, ranks)
+            make = partial(Engine, own, ranks, prefill=options, partition=partial(self._split, name))
+            self._engines[name] = ranks.together("the variants", make)
+
+    @property
+    def memory_is_of(self) -> str:
+        """What a peak of memory is of: "run" or "process"."""
+        return self._memory.of
+
+    def set_split(self, name: str, partition: ContextPartition) -> None:
+        """The partition of a variant for prompts of this length."""
+        self._splits[name, partition.num_tokens] = partition
+
+    def run(self, name: str, ids: list[int]) -> Run:
+        """One run.
+
+        Raises:
+            PeerFailure: as for `Engine.generate`.
+        """
+        self._memory.reset()
+        sent = self._settled_bytes()
+        outcome = self._generate(name, ids)
+        after = self._settled_bytes()
+        shared = self._ranks.gather(
+            (self._memory.peak_bytes(), None if sent is None or after is None else after - sent), "a run's figures"
+        )
+        wire = [wire_bytes for _, wire_bytes in shared if wire_bytes is not None]
+        return Run(
+            **vars(outcome),
+            wire_bytes=sum(wire) if len(wire) == len(shared) else None,
+            peak_bytes=[peak for peak, _ in shared],
+        )
+
+    def _generate(self, name: str, ids: list[int]) -> _Outcome:
+        if name not in self._engines:
+            return self._generate_plainly(ids)
+        batch = self._engines[name].generate([ids], GenerationOptions(max_new_tokens=1))
+        activations = VARIANTS[name].traffic is Traffic.activations
+        return _Outcome(
+            ttft_s=batch.ttft_s,
+            first_token=batch.generations[0].new_token_ids[0],
+            boundaries=batch.boundaries,
+            sent_bytes=None if activations else sum(rank.kv_sent_bytes for rank in batch.ranks),
+            kv_peak_bytes=[rank.kv_peak_bytes for rank in batch.ranks],
+        )
+
+    def _generate_plainly(self, ids: list[int]) -> _Outcome:
+        """On rank 0, while the others are idle."""
+
+        def first_token() -> tuple[int, float]:
+            assert self._plain is not None
+            return self._plain.first_token(ids)
+
+        self._ranks.barrier("all ranks to be idle")
+        token, ttft_s = self._ranks.agree("plain transformers", first_token)
+        none = [0] * self._ranks.size
+        return _Outcome(ttft_s=ttft_s, first_token=token, boundaries=None, sent_bytes=0, kv_peak_bytes=none)
+
+    def _split(self, name: str, num_tokens: int, num_ranks: int) -> ContextPartition:
+        chosen = self._splits.get((name, num_tokens))
+        if chosen is not None:
+            return chosen
+        if VARIANTS[name].split is Split.even:
+            return context.even(num_tokens, num_ranks)
+        return self._given(num_tokens, num_ranks)
+
+    def _settled_bytes(self) -> int | None:
+        if self._cards.counts:
+            self._ranks.barrier("the network to be quiet")
+            time.sleep(CARDS_SETTLE_S)
+        return self._cards.sent_bytes()
+
+
+def load_model(run: BenchRun, ranks: Ranks) -> Model:
+    """This rank's copy."""
+    return Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size)
+
+
+def _plain(run: BenchRun, ranks: Ranks) -> PlainTransformers | None:
+    if ranks.rank != 0:
+        return None
+    return PlainTransformers(run.model, device=ranks.device, num_threads=ranks.size * torch.get_num_threads())
+
+
+def prefill_options(name: str, layers_in_flight: int) -> PrefillOptions | None:
+    """Of a variant; None if the engine does not run it."""
+    chosen = VARIANTS[name].prefill
+    return None if chosen is None else PrefillOptions(layers_in_flight=layers_in_flight, **chosen)  # type: ignore[arg-type]
+
+
+def prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    """Random token ids, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed + num_tokens)
+    return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def check_agreement(tokens: Mapping[str, int | None], length: int) -> None:
+    """Make sure that exact variants computed the same.
+
+    Raises:
+        ValueError: names variants and their first tokens.
+    """
+    by_token: dict[int, list[str]] = {}
+    for name, token in tokens.items():
+        if token is not None:
+            by_token.setdefault(token, []).append(name)
+    if len(by_token) > 1:
+        told = "; ".join(f"{', '.join(names)}: {token}" for token, names in by_token.items())
+        raise ValueError(
+            f"first tokens differ at {length} tokens ({told}); the variants must agree, so nothing was kept"
+        )

@@ -1,0 +1,149 @@
+"""The options of launch/bench.py: plain dataclasses that check themselves, like those of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from benchmarks.variants import VARIANTS, Split, check_names
+from runahead.config import ModelOptions, PartitionName, PartitionOptions, PrefillOptions, RanksOptions
+
+
+class Network(Enum):
+    """What joins the ranks.
+
+    `given`: whatever the started ranks have. `netns`: two network namespaces with a shaped link, made and removed by
+    the program, which starts the ranks itself. `inside`: what `netns` starts its ranks with.
+    """
+
+    given = "given"
+    netns = "netns"
+    inside = "inside"
+
+
+@dataclass(kw_only=True)
+class LinkOptions:
+    """Shape of the link that bench.network=netns makes; without it `gbps` tells the rate of the given network.
+
+    Attributes:
+        gbps: 1e9 bits per second, or a list of rates to run one after the other.
+        compute_share: in place of `gbps`: moving the K,V of the whole prompt once takes this share of TTFT(p), the time
+            to first token that compute allows. A list runs one after the other.
+        noise: the rate goes up and down at random while variants run.
+    """
+
+    gbps: Any = None
+    compute_share: Any = None
+    noise: bool = False
+
+    def __post_init__(self) -> None:
+        self.gbps = _numbers("link.gbps", self.gbps)
+        self.compute_share = _numbers("link.compute_share", self.compute_share)
+
+
+@dataclass(kw_only=True)
+class BenchOptions:
+    """What is measured, and where the lines go.
+
+    Attributes:
+        variants: names in `benchmarks.variants.VARIANTS`; they run in turn (A B C A B C).
+        lengths: of the prompt, tokens.
+        pairs: rounds: how often each variant runs. 0 states the bounds and ends.
+        warmup: runs of each variant and length before them.
+        results: JSON lines, appended to.
+        resume: leave out rounds that the file has already for the same code, machine and options. Off unless asked for:
+            who starts a benchmark again usually wants it measured again, and after an interruption says so. With
+            link.compute_share name a file with `compute` too, or else the rates are not quite the same again.
+        compute: JSON file with the measured compute of a rank: read if it holds for this model, device and longest
+            prompt, else measured and written.
+        probe_repeats: runs per point of that measurement.
+    """
+
+    variants: list[str] = field(default_factory=lambda: ["single", "kvr_s", "zigzag", "tsp"])
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
+    pairs: int = 5
+    warmup: int = 1
+    results: str = "benchmarks/results/bench.jsonl"
+    resume: bool = False
+    compute: str | None = None
+    probe_repeats: int = 3
+    network: Network = Network.given
+
+    def __post_init__(self) -> None:
+        if isinstance(self.network, str):
+            self.network = Network[self.network]
+        check_names(self.variants)
+        if not self.lengths or min(self.lengths) < 2:
+            raise ValueError(f"bench.lengths={self.lengths} must be a list of whole numbers of at least 2")
+        self.lengths = sorted(set(self.lengths))
+        for name, least in (("pairs", 0), ("warmup", 0), ("probe_repeats", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"bench.{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass(kw_only=True)
+class ChainOptions:
+    """What all variants of KV-Runahead share; see `PrefillOptions`."""
+
+    layers_in_flight: int = 3
+
+    def __post_init__(self) -> None:
+        PrefillOptions(layers_in_flight=self.layers_in_flight)
+
+
+@dataclass(kw_only=True)
+class BenchRun:
+    """One run of launch/bench.py."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
+    prefill: ChainOptions = field(default_factory=ChainOptions)
+    link: LinkOptions = field(default_factory=LinkOptions)
+    bench: BenchOptions = field(default_factory=BenchOptions)
+
+    def __post_init__(self) -> None:
+        if self.bench.network is Network.netns:
+            if not (self.link.gbps or self.link.compute_share):
+                raise ValueError("bench.network=netns needs link.gbps=<1e9 bits per second> or link.compute_share=...")
+            if self.link.gbps and self.link.compute_share:
+                raise ValueError("link.gbps and link.compute_share both choose the rate; give one of them")
+            if "plain_transformers" in self.bench.variants:
+                raise ValueError(
+                    "plain_transformers needs the cores of all ranks in one process; with bench.network=netns each "
+                    "rank has a core of its own, so leave it out of bench.variants"
+                )
+            return
+        if self.link.compute_share and self.bench.network is Network.given:
+            raise ValueError("link.compute_share is for bench.network=netns, which shapes the link")
+        if len(self.link.gbps) > 1:
+            raise ValueError(f"link.gbps={self.link.gbps}: a given network has one rate; use bench.network=netns")
+        if self.link.noise and self.bench.network is Network.given:
+            raise ValueError("link.noise=on is for bench.network=netns, which shapes the link")
+
+
+def ineffective_settings(run: BenchRun) -> list[str]:
+    """One sentence per option that was changed from its default and changes nothing in this run."""
+    splits = {VARIANTS[name].split for name in run.bench.variants}
+    sentences = []
+    chosen = run.partition.name
+    uses_table = chosen is PartitionName.table and Split.searched in splits
+    if chosen is not PartitionName.even and Split.given not in splits and not uses_table:
+        sentences.append(f"partition={chosen.name} has no effect without kv_runahead among bench.variants")
+    if run.bench.resume and not run.bench.pairs:
+        sentences.append("bench.resume has no effect with bench.pairs=0")
+    return sentences
+
+
+def _numbers(option: str, value: Any) -> list[float]:
+    """A number or a list of them, as a list; None is an empty one."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    try:
+        numbers = [float(each) for each in values]
+    except (TypeError, ValueError):
+        numbers = [0.0]
+    if any(not 0 < number < math.inf for number in numbers):
+        raise ValueError(f"{option}={value} must be a number above 0, or a list such as [10,1,0.1]")
+    return numbers

@@ -1,0 +1,294 @@
+"""Pictures of a comparison: a function each, None where the lines have nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.container import ErrorbarContainer
+from matplotlib.lines import Line2D
+
+from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.tables import noise_pairs
+from benchmarks.variants import BASELINE, VARIANTS, Traffic
+from partitioner.picture_style import (
+    INK,
+    MUTED,
+    dress,
+    new_figure,
+    panels,
+    png,
+    rows_and_columns,
+    set_lengths,
+    set_seconds,
+    set_title,
+    tokens,
+)
+
+# Okabe and Ito's colours, told apart by colour-blind readers; markers and dashes tell variants of one kind apart.
+BLACK, ORANGE, SKY, GREEN = INK, "#e69f00", "#56b4e9", "#009e73"
+BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a variant is drawn everywhere."""
+
+    colour: str
+    marker: str
+    dashes: str = "-"
+
+
+LOOKS = {
+    "single": Look(BLACK, "o"),
+    "kv_runahead": Look(VERMILION, "s", "--"),
+    "kvr_e": Look(ORANGE, "s"),
+    "kvr_s": Look(VERMILION, "D"),
+    "kvr_free": Look(VERMILION, "d", ":"),
+    "kvr_direct": Look(ORANGE, "v", "--"),
+    "tsp": Look(BLUE, "P"),
+    "tsp_causal": Look(BLUE, "P"),
+    "tsp_dense": Look(BLUE, "X", "--"),
+    "zigzag": Look(GREEN, "^"),
+    "zigzag_ring": Look(GREEN, "v", "--"),
+    "zigzag_direct": Look(GREEN, "<", ":"),
+    "tensor": Look(PURPLE, "*"),
+    "plain_transformers": Look(SKY, "h"),
+}
+HATCHES = {"-": "", "--": "//", ":": ".."}
+"""Of bars, in place of dashes."""
+FREE, STAR = (0, (1, 1.5)), (0, (6, 4))
+"""Dashes of TTFT(p) and of TTFT*(p)."""
+
+
+def ttft_png(comparison: Comparison) -> bytes | None:
+    """TTFT over prompt lengths on the ranks' own network, with what compute allows."""
+    network = _own_network(comparison)
+    if network is None:
+        return None
+    figure = new_figure(7.6, 5.2)
+    axes, lengths = figure.add_subplot(), comparison.lengths(network)
+    for variant in comparison.variants():
+        _draw(axes, variant, [(p.length, p.seconds) for p in _along_lengths(comparison, network, variant)])
+    _draw_bounds(axes, comparison, network)
+    axes.set_yscale("log")
+    dress(axes, x="prompt, tokens", y="time to first token")
+    set_lengths(axes, lengths)
+    set_seconds(axes.yaxis, log=True)
+    _legend(axes, [_line(FREE, "TTFT(p): communication off"), _line(STAR, "TTFT*(p), causal: TTFT(1) / p")])
+    set_title(figure, "Time to first token", f"{comparison.subject()}; bars: all runs")
+    return png(figure)
+
+
+def speedup_png(comparison: Comparison) -> bytes | None:
+    """How much earlier than on one rank, over prompt lengths, round by round."""
+    network = _own_network(comparison)
+    if network is None or BASELINE not in comparison.variants():
+        return None
+    figure = new_figure(7.6, 5.2)
+    axes = figure.add_subplot()
+    allowed = []
+    for length in comparison.lengths(network):
+        bounds = next(iter(comparison.points[network, length].values())).line["bounds"]
+        allowed.append((length, bounds["single_s"] / bounds["free_s"]))
+    for variant in comparison.variants():
+        spreads = []
+        for point in _along_lengths(comparison, network, variant):
+            single = comparison.points[network, point.length].get(BASELINE)
+            spread = point.faster_than(single) if single is not None and variant != BASELINE else None
+            if spread is not None:
+                spreads.append((point.length, spread))
+        _draw(axes, variant, spreads)
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.plot(*zip(*allowed, strict=True), color=MUTED, linestyle=FREE, linewidth=1.6)
+    axes.axhline(comparison.place["ranks"], color=MUTED, linestyle=STAR, linewidth=1)
+    dress(axes, x="prompt, tokens", y=f"times as fast as {BASELINE}")
+    set_lengths(axes, comparison.lengths(network))
+    axes.set_ylim(0, 1.3 * max(axes.get_ylim()[1], 1.0))  # room for the legend
+    _legend(axes, [_line(FREE, "TTFT(1) / TTFT(p): communication off"), _line(STAR, "number of ranks")], columns=2)
+    set_title(figure, "Speed-up over one rank", f"{comparison.subject()}; ratios by round")
+    return png(figure)
+
+
+def links_png(comparison: Comparison) -> bytes | None:
+    """TTFT over the rate of the link, a panel per length."""
+    networks = [network for network in comparison.networks() if network.gbps is not None and not network.noise]
+    lengths = sorted({length for network in networks for length in comparison.lengths(network)})
+    if not networks:
+        return None
+    rows, columns = rows_and_columns(len(lengths), 3)
+    figure = new_figure(max(7.2, 4.6 * columns), 0.9 + 4.3 * rows)
+    all_axes = panels(figure, len(lengths), rows, columns)
+    for axes, length in zip(all_axes, lengths, strict=True):
+        here = [network for network in networks if (network, length) in comparison.points]
+        rates = [network.gbps for network in here if network.gbps is not None]
+        for variant in comparison.variants():
+            along = [(n.gbps, comparison.points[n, length].get(variant)) for n in here]
+            _draw(axes, variant, [(rate, point.seconds) for rate, point in along if rate and point is not None])
+        bounds = next(iter(comparison.points[here[0], length].values())).line["bounds"]
+        axes.axhline(bounds["free_s"], color=MUTED, linestyle=FREE, linewidth=1.6)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        labels = [_rate_text(network) for network in here]
+        dress(axes, title=f"{tokens(length)} tokens", x="link, Gbit/s")
+        axes.set_xticks(rates, labels)
+        axes.set_xticks([], minor=True)
+        set_seconds(axes.yaxis, log=True)
+    all_axes[0].set_ylabel("time to first token", fontsize=9, color=INK)
+    handles, labels = _handles(all_axes, [_line(FREE, "TTFT(p): communication off")])
+    _legend_below(figure, handles, labels)
+    set_title(figure, "Time to first token over slow links", f"{comparison.subject()}; bars: all runs")
+    return png(figure)
+
+
+def bytes_png(comparison: Comparison) -> bytes | None:
+    """What all ranks sent of the longest prompt, against the formulas, in K,V of the whole prompt."""
+    shown: dict[str, Point] = {}
+    points = [point for at in comparison.points.values() for point in at.values()]
+    for point in sorted(points, key=lambda each: (each.line["wire_bytes"] is not None, each.length)):
+        if VARIANTS[point.variant].traffic in (Traffic.chain, Traffic.gathered, Traffic.wanted):
+            shown[point.variant] = point
+    names = [name for name in comparison.variants() if name in shown]
+    if not names:
+        return None
+    figure = new_figure(max(6.2, 1.4 + 1.05 * len(names)), 4.6)
+    axes = figure.add_subplot()
+    for at, name in enumerate(names):
+        line = shown[name].line
+        whole = line["kv_bytes_per_token"] * line["length"]
+        axes.bar(at, line["sent_bytes"] / whole, 0.6, color=LOOKS[name].colour, alpha=0.85)
+        axes.plot([at - 0.36, at + 0.36], [line["formula_bytes"] / whole] * 2, color=INK, linewidth=2)
+        if line["wire_bytes"] is not None:
+            axes.plot(at, line["wire_bytes"] / whole, marker="D", color="white", markeredgecolor=INK, markersize=6)
+    dress(axes, y="K,V sent, in K,V of the whole prompt", grid="y")
+    axes.set_xticks(range(len(names)), [f"{name}\n{tokens(shown[name].length)}" for name in names])
+    axes.margins(y=0.25)
+    measured = Line2D([], [], color=MUTED, linewidth=7, alpha=0.6, label="measured, all ranks")
+    formula = Line2D([], [], color=INK, linewidth=2, label="formula")
+    wire = Line2D([], [], color="white", marker="D", markeredgecolor=INK, label="on the wire, headers included")
+    axes.legend(
+        handles=[measured, formula, wire], frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=3
+    )
+    set_title(figure, "What travels between ranks", comparison.subject())
+    return png(figure)
+
+
+def noise_png(comparison: Comparison) -> bytes | None:
+    """By how much a link whose rate goes up and down makes the first token later."""
+    pairs = noise_pairs(comparison)
+    if not pairs:
+        return None
+    lengths = sorted({length for (_, length), *_ in pairs})
+    names = [name for name in comparison.variants() if any(variant == name for _, variant, *_ in pairs)]
+    lost = {(place, name): noisy.seconds.median / quiet.seconds.median - 1 for place, name, quiet, noisy in pairs}
+    most = max(len({network for (network, at), _ in lost if at == length}) for length in lengths)
+    figure = new_figure(max(7.2, 1.6 + 0.24 * len(names) * most), 1.2 + 3.0 * len(lengths))
+    all_axes = panels(figure, len(lengths), len(lengths), 1)
+    for axes, length in zip(all_axes, lengths, strict=True):
+        _draw_noise(
+            axes, names, {(network, name): share for ((network, at), name), share in lost.items() if at == length}
+        )
+        dress(axes, title=f"{tokens(length)} tokens", y="TTFT later, %", grid="y")
+    all_axes[-1].set_xlabel("link, Gbit/s", fontsize=9, color=INK)
+    _legend_below(figure, *_handles(all_axes, []))
+    set_title(figure, "How much later with noise on the link", f"{comparison.subject()}; medians")
+    return png(figure)
+
+
+def _draw_noise(axes: Any, names: Sequence[str], lost: dict[tuple[NetworkKind, str], float]) -> None:
+    """Bars of one length: a group per rate."""
+    networks = sorted({network for network, _ in lost}, key=lambda each: each.gbps or 0)
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        found = [(at, 100 * lost[network, name]) for at, network in enumerate(networks) if (network, name) in lost]
+        left = [at + (index - (len(names) - 1) / 2) * width for at, _ in found]
+        heights = [height for _, height in found]
+        look = LOOKS[name]
+        axes.bar(
+            left, heights, 0.9 * width, color=look.colour, label=name, hatch=HATCHES[look.dashes], edgecolor="white"
+        )
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.set_xticks(range(len(networks)), [_rate_text(network) for network in networks])
+
+
+PICTURES = {
+    "bench_ttft.png": ttft_png,
+    "bench_speedup.png": speedup_png,
+    "bench_links.png": links_png,
+    "bench_bytes.png": bytes_png,
+    "bench_noise.png": noise_png,
+}
+
+
+def _own_network(comparison: Comparison) -> NetworkKind | None:
+    """The one that was not shaped."""
+    return next((network for network in comparison.networks() if network.kind != "netns"), None)
+
+
+def _along_lengths(comparison: Comparison, network: NetworkKind, variant: str) -> list[Point]:
+    at = [comparison.points[network, length] for length in comparison.lengths(network)]
+    return [points[variant] for points in at if variant in points]
+
+
+def _draw(axes: Any, variant: str, spreads: Sequence[tuple[float, Spread]]) -> None:
+    """A line through medians, with bars from the lowest to the highest."""
+    if not spreads:
+        return
+    look = LOOKS[variant]
+    xs, values = zip(*sorted(spreads, key=lambda each: each[0]), strict=True)
+    medians = [spread.median for spread in values]
+    below = [spread.median - spread.low for spread in values]
+    above = [spread.high - spread.median for spread in values]
+    axes.errorbar(
+        xs,
+        medians,
+        yerr=[below, above],
+        color=look.colour,
+        marker=look.marker,
+        linestyle=look.dashes,
+        linewidth=1.7,
+        markersize=6,
+        markeredgecolor="white",
+        markeredgewidth=0.6,
+        elinewidth=0.9,
+        capsize=2,
+        label=variant,
+    )
+
+
+def _draw_bounds(axes: Any, comparison: Comparison, network: NetworkKind) -> None:
+    lengths = comparison.lengths(network)
+    bounds = [next(iter(comparison.points[network, length].values())).line["bounds"] for length in lengths]
+    axes.plot(lengths, [each["free_s"] for each in bounds], color=MUTED, linestyle=FREE, linewidth=1.6)
+    axes.plot(lengths, [each["star_causal_s"] for each in bounds], color=MUTED, linestyle=STAR, linewidth=1)
+
+
+def _line(dashes: Any, label: str) -> Line2D:
+    return Line2D([], [], color=MUTED, linestyle=dashes, label=label)
+
+
+def _legend(axes: Any, more: Sequence[Line2D], *, columns: int = 1) -> None:
+    handles, labels = _handles([axes], more)
+    axes.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=columns)
+
+
+def _handles(all_axes: Sequence[Any], more: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
+    """Of everything drawn, without the bars of a spread, and of `more`; each label once."""
+    found: dict[str, Any] = {}
+    for axes in all_axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+    ordered = [name for name in VARIANTS if name in found]
+    return [*(found[name] for name in ordered), *more], [*ordered, *(str(line.get_label()) for line in more)]
+
+
+def _legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    columns = min(len(handles), max(3, int(figure.get_figwidth() / 1.9)))
+    where = "outside lower left"
+    figure.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, loc=where, ncols=columns)
+
+
+def _rate_text(network: NetworkKind) -> str:
+    share = "" if network.compute_share is None else f"\nK,V {network.compute_share:.0%}"
+    return f"{network.gbps:.3g}{share}"

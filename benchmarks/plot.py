@@ -1,0 +1,72 @@
+"""Draws and tabulates what launch/bench.py measured, from its lines only:
+
+python -m benchmarks.plot [--results benchmarks/results/bench.jsonl] [--out docs] [--table]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import lines
+from benchmarks.comparison import Comparison, comparisons
+from benchmarks.pictures import PICTURES
+from benchmarks.tables import document
+from runahead.whole_file import write_whole
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 something is wrong with the lines or files, 2 the command line is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", default="benchmarks/results/bench.jsonl", help="JSON lines of launch/bench.py")
+    parser.add_argument("--out", default="docs", help="folder for the pictures")
+    parser.add_argument("--table", action="store_true", help="print tables in Markdown instead of drawing")
+    parser.add_argument("--commit", help="only lines of this commit")
+    parser.add_argument("--model", help="only lines of this model, by its name")
+    options = parser.parse_args(args)
+    try:
+        compared = _chosen(options.results, options.commit, options.model)
+        if options.table:
+            print(document(compared), end="")
+            return 0
+        largest = max(compared, key=lambda each: sum(map(len, each.points.values())))
+        if len(compared) > 1:
+            print(f"{len(compared)} sets of lines that do not compare; drawn: {largest.subject()}", file=sys.stderr)
+        for path in draw(largest, Path(options.out)):
+            print(path)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def draw(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the pictures that there are lines for.
+
+    Raises: OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, picture in PICTURES.items():
+        image = picture(comparison)
+        if image is not None:
+            write_whole(folder / name, image)
+            written.append(folder / name)
+    return written
+
+
+def _chosen(path: str, commit: str | None, model: str | None) -> list[Comparison]:
+    """Raises: ValueError: no such lines."""
+    found = [
+        line for line in lines.read(path) if commit in (None, line["commit"]) and model in (None, line["model"]["name"])
+    ]
+    if not found:
+        wanted = "".join(f" of {name} {value}" for name, value in (("commit", commit), ("model", model)) if value)
+        raise ValueError(f"{path} has no lines{wanted}; measure some with launch/bench.py")
+    return comparisons(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What a line of measurements holds, and what it is told apart by."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks import lines, machine
+from benchmarks.bounds import Bounds
+from benchmarks.lines import Line
+from benchmarks.measurement import Run
+from benchmarks.options import BenchRun, Network
+from benchmarks.traffic import formula_bytes, kv_bytes_per_token
+from benchmarks.variants import VARIANTS, Split
+from partitioner.fingerprint import Fingerprint, now
+from partitioner.link import BITS_PER_BYTE, Link
+from runahead.context import ContextPartition, even
+from runahead.model import Model
+from runahead.ranks import Ranks
+
+
+@dataclass
+class Record:
+    """What all lines of this benchmark share; made on rank 0."""
+
+    run: BenchRun
+    shared: dict[str, Any]
+    link: Link | None = None
+
+    @classmethod
+    def of(cls, run: BenchRun, ranks: Ranks, fingerprint: Fingerprint, memory_is_of: str) -> Record:
+        on_one_host = ranks.local_size == ranks.size
+        kinds = {Network.inside: "netns", Network.given: "given"}
+        kind = kinds[run.bench.network]
+        if kind == "given" and on_one_host:
+            kind = "loopback" if ranks.backend == "gloo" else "one host"
+        date = now()
+        shared = {
+            "job": f"{date} {secrets.token_hex(3)}",
+            "date": date,
+            "commit": machine.commit(),
+            "code": machine.code(),
+            "hardware": machine.hardware(),
+            "versions": fingerprint.versions,
+            "network": {
+                "kind": kind,
+                "gbps": run.link.gbps[0] if run.link.gbps else None,
+                "compute_share": run.link.compute_share[0] if run.link.compute_share else None,
+                "noise": run.link.noise,
+            },
+            "model": {"name": fingerprint.name, **asdict(fingerprint.model)},
+            "dtype": fingerprint.dtype,
+            "ranks": ranks.size,
+            "hosts": ranks.size // ranks.local_size,
+            "threads": fingerprint.threads,
+            "backend": ranks.backend,
+            "device": ranks.device.type,
+            "layers_in_flight": run.prefill.layers_in_flight,
+            "memory_is_of": memory_is_of,
+        }
+        return cls(run, shared)
+
+    def key(self, name: str, length: int) -> str:
+        """Of a variant and length: the same for another benchmark of the same code, machine and options."""
+        variant = VARIANTS[name]
+        asks_partition = variant.split in (Split.given, Split.searched)
+        parts = {name: value for name, value in self.shared.items() if name not in ("job", "date", "commit", "model")}
+        partition = repr(self.run.partition) if asks_partition else None
+        options = {"model": repr(self.run.model), "partition": partition, "variant": name, "length": length}
+        return lines.key(parts | options)
+
+    def line(self, name: str, length: int, runs: list[Run], bounds: Bounds, model: Model) -> Line:
+        """What is written of one variant and length."""
+        last, num_ranks = runs[-1], self.shared["ranks"]
+        partition = even(length, num_ranks)
+        if last.boundaries is not None and len(last.boundaries) == num_ranks + 1:
+            partition = ContextPartition(boundaries=tuple(last.boundaries))
+        variant = VARIANTS[name]
+        network = dict(self.shared["network"])
+        if self.link is not None:
+            network["ping"] = {
+                "gbps": self.link.bandwidth_Bps * BITS_PER_BYTE / 1e9,
+                "latency_us": self.link.latency_s * 1e6,
+                "rate_is_given": bool(self.run.link.gbps),
+            }
+        return {
+            "variant": name,
+            "length": length,
+            "key": self.key(name, length),
+            **self.shared,
+            "network": network,
+            "prefill": None if variant.prefill is None else dict(variant.prefill),
+            "split": variant.split.name,
+            "boundaries": last.boundaries,
+            "first_token": last.first_token,
+            "runs": [
+                {"round": number, "ttft_s": each.ttft_s, "sent_bytes": each.sent_bytes, "wire_bytes": each.wire_bytes}
+                for number, each in enumerate(runs)
+            ],
+            "sent_bytes": last.sent_bytes,
+            "formula_bytes": formula_bytes(variant.traffic, partition, model),
+            "kv_bytes_per_token": kv_bytes_per_token(model.kv_shapes),
+            "wire_bytes": last.wire_bytes,
+            "memory": {
+                "of": self.shared["memory_is_of"],
+                "kv_peak_bytes": [max(peaks) for peaks in zip(*(each.kv_peak_bytes for each in runs), strict=True)],
+                "peak_bytes": [max(peaks) for peaks in zip(*(each.peak_bytes for each in runs), strict=True)],
+            },
+            **self.of_bounds(bounds),
+        }
+
+    @staticmethod
+    def of_bounds(bounds: Bounds) -> dict[str, Any]:
+        """The part of a line that was known before anything ran."""
+        return {
+            "bounds": {
+                "single_s": bounds.single_s,
+                "free_s": bounds.free_s,
+                "free_boundaries": list(bounds.free.boundaries),
+                "star_dense_s": bounds.star_dense_s,
+                "star_causal_s": bounds.star_causal_s,
+            },
+            "flops": None if bounds.flops is None else asdict(bounds.flops),
+            "peak_flops": bounds.peak_flops,
+        }

@@ -1,0 +1,78 @@
+"""The benchmark on two hosts with a shaped link between them: one run of the program per rate."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.bounds import Compute, practical
+from benchmarks.network import Noise, ShapedNetwork, run_in
+from benchmarks.network.shaped_network import check_machine, check_rate
+from benchmarks.options import BenchRun
+from partitioner.link import BITS_PER_BYTE
+from runahead import loading
+
+HOSTS = 2
+QUICK_GBPS = 10.0
+"""For measuring compute, which sends next to nothing."""
+REPLACED = ("bench.network", "bench.compute", "link.gbps", "link.compute_share", "link.noise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rate:
+    """One run: all lengths at a rate, or one length at the rate that gives its K,V a share of TTFT(p)."""
+
+    gbps: float
+    share: float | None = None
+    length: int | None = None
+
+
+def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> None:
+    """Run `program` with `args` in two network namespaces, one rank and one core in each, once per rate.
+
+    Raises:
+        ValueError: this user or machine cannot make such a network, or a rate is beyond what it can keep.
+        SystemExit: with the status of the ranks, if they failed.
+    """
+    if "RANK" in os.environ:
+        raise ValueError("bench.network=netns starts its own ranks; run the program without torchrun")
+    check_machine()
+    for gbps in run.link.gbps:
+        check_rate(gbps)
+    loading.load_config(run.model, progress=True)  # what has to be fetched cannot be from within
+    own = [arg for arg in args if arg.partition("=")[0].lstrip("+") not in REPLACED]
+    with tempfile.TemporaryDirectory() as folder:
+        compute = Path(run.bench.compute or Path(folder) / "compute.json")
+        inside = [str(program), *own, "bench.network=inside", f"bench.compute={compute}"]
+        rates = [_Rate(gbps=gbps) for gbps in run.link.gbps]
+        if run.link.compute_share:
+            _start([*inside, "bench.pairs=0", "bench.resume=false"], QUICK_GBPS, seed=None)
+            rates = _rates(run, Compute.from_json(compute.read_text(encoding="utf-8")))
+        for rate in rates:
+            more = [f"link.gbps={rate.gbps}", f"link.noise={str(run.link.noise).lower()}"]
+            if rate.share is not None:
+                more += [f"link.compute_share={rate.share}", f"bench.lengths=[{rate.length}]"]
+            _start([*inside, *more], rate.gbps, seed=run.model.seed if run.link.noise else None)
+
+
+def _rates(run: BenchRun, compute: Compute) -> list[_Rate]:
+    """The rates at which moving the K,V of a whole prompt once takes these shares of TTFT(p)."""
+    rates = []
+    for length in run.bench.lengths:
+        _, free_s = practical(compute, length, HOSTS)
+        bits = length * compute.kv_bytes_per_token * BITS_PER_BYTE
+        for share in run.link.compute_share:
+            gbps = check_rate(float(f"{bits / (share * free_s) / 1e9:.3g}"))
+            rates.append(_Rate(gbps=gbps, share=share, length=length))
+    return rates
+
+
+def _start(command: Sequence[str], gbps: float, *, seed: int | None) -> None:
+    with ShapedNetwork(HOSTS, gbps=gbps) as network, nullcontext() if seed is None else Noise(network, seed=seed):
+        status = run_in(network, command, env={"HF_HUB_OFFLINE": "1"})
+    if status:
+        raise SystemExit(status)

@@ -1,0 +1,171 @@
+"""The measured figures as tables: for a terminal while a benchmark runs, in Markdown for documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.lines import Line
+from benchmarks.variants import BASELINE, OURS
+from partitioner.picture_style import seconds, tokens
+
+COLUMNS = (
+    "variant",
+    "median TTFT",
+    "min to max (n)",
+    f"over {BASELINE}",
+    f"{OURS} over it",
+    "TTFT(p) / TTFT",
+    "FLOPS",
+    "sent",
+    "formula",
+    "on the wire",
+    "K,V peak",
+    "memory peak",
+)
+NOTES = (
+    "TTFT: time to first token. `over single`, `kvr_s over it`: median of the ratios round by round, with their range. "
+    "TTFT(p): the best split if K,V arrived at once, from measured compute. FLOPS: operations of the causal prompt "
+    "over the measured peak of all ranks. Sent (K,V), formula (K,V; hidden states for tensor), on the wire (headers "
+    "included): all ranks together, per prompt. Peaks: of the rank with the most; memory is that of the process, with "
+    "the weights of every variant that loads its own."
+)
+Rows = list[tuple[str, ...]]
+
+
+def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
+    """A row per variant of one length and network."""
+    found: Rows = []
+    for name in order:
+        if name not in points:
+            continue
+        point, line = points[name], points[name].line
+        ttft = point.seconds
+        bounds = line["bounds"]
+        flops = line["flops"]
+        utilisation = "-" if flops is None else f"{sum(flops.values()) / ttft.median / line['peak_flops']:.0%}"
+        found.append(
+            (
+                name,
+                seconds(ttft.median),
+                f"{seconds(ttft.low)} to {seconds(ttft.high)} ({ttft.number})",
+                _ratio(point, points.get(BASELINE)),
+                _ratio(points.get(OURS), point),
+                f"{bounds['free_s'] / ttft.median:.0%}",
+                utilisation,
+                mebibytes(line["sent_bytes"]),
+                mebibytes(line["formula_bytes"]),
+                mebibytes(line["wire_bytes"]),
+                mebibytes(max(line["memory"]["kv_peak_bytes"])),
+                mebibytes(max(line["memory"]["peak_bytes"])),
+            )
+        )
+    return found
+
+
+def _ratio(faster: Point | None, other: Point | None) -> str:
+    if faster is None or other is None or faster is other:
+        return "-"
+    spread = faster.faster_than(other)
+    return "-" if spread is None else spread_text(spread)
+
+
+def spread_text(spread: Spread) -> str:
+    """A ratio with its range."""
+    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
+
+
+def mebibytes(count: float | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.2f} MiB"
+
+
+def bounds_rows(lines: Sequence[Line]) -> Rows:
+    """A row per length: what compute allows."""
+    found: Rows = [
+        ("tokens", "TTFT(1)", "TTFT(p)", "TTFT*(p) causal", "TTFT*(p) dense", "matmul", "attention", "at peak")
+    ]
+    for line in sorted(lines, key=lambda each: int(each["length"])):
+        bounds, flops = line["bounds"], line["flops"]
+        operations = ("-", "-", "-")
+        if flops is not None:
+            operations = (
+                f"{flops['matmul'] / 1e9:,.1f} GFLOP",
+                f"{flops['attention'] / 1e9:,.1f} GFLOP",
+                seconds(sum(flops.values()) / line["peak_flops"]),
+            )
+        times = (bounds["single_s"], bounds["free_s"], bounds["star_causal_s"], bounds["star_dense_s"])
+        found.append((tokens(int(line["length"])), *map(seconds, times), *operations))
+    return found
+
+
+def text(table: Rows) -> str:
+    """Columns in line; the first is on the left."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "".join(f"{line}\n" for line in lines)
+
+
+def markdown(table: Rows) -> str:
+    head, *body = table
+    lines = [head, tuple(["---", *["---:"] * (len(head) - 1)]), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def document(compared: Sequence[Comparison]) -> str:
+    """All tables in Markdown, with headings of the third and fourth level."""
+    parts = []
+    for comparison in compared:
+        parts.append(f"### {comparison.subject()}\n")
+        hardware = comparison.place["hardware"]
+        versions = ", ".join(f"{name} {version}" for name, version in _versions(comparison).items())
+        parts.append(f"{hardware['cores']} cores, {hardware['ram_gib']} GiB; {versions}.\n")
+        for network in comparison.networks():
+            at = [(length, comparison.points[network, length]) for length in comparison.lengths(network)]
+            parts.append(f"#### Bounds, {network}\n")
+            parts.append(markdown(bounds_rows([next(iter(points.values())).line for _, points in at])))
+            for length, points in at:
+                parts.append(f"#### {tokens(length)} tokens, {network}\n")
+                parts.append(markdown([COLUMNS, *rows(points, comparison.variants())]))
+        noise = noise_rows(comparison)
+        if len(noise) > 1:
+            parts.append("#### What noise costs\n")
+            parts.append(markdown(noise))
+    return "\n".join([*parts, NOTES + "\n"])
+
+
+def noise_rows(comparison: Comparison) -> Rows:
+    """A row per network, length and variant that ran with noise and without."""
+    found: Rows = [("variant", "tokens", "network", "quiet", "noise", "degradation")]
+    for (network, length), variant, quiet, noisy in noise_pairs(comparison):
+        lost = noisy.seconds.median / quiet.seconds.median - 1
+        found.append(
+            (
+                variant,
+                tokens(length),
+                str(network),
+                seconds(quiet.seconds.median),
+                seconds(noisy.seconds.median),
+                f"{lost:+.1%}",
+            )
+        )
+    return found
+
+
+def noise_pairs(comparison: Comparison) -> list[tuple[tuple[NetworkKind, int], str, Point, Point]]:
+    """(quiet network, length), variant, its quiet point and its noisy one."""
+    pairs = []
+    for (network, length), points in comparison.points.items():
+        noisy = comparison.points.get((network.with_noise(), length), {})
+        if network.noise:
+            continue
+        pairs += [((network, length), name, points[name], noisy[name]) for name in points if name in noisy]
+    return pairs
+
+
+def _versions(comparison: Comparison) -> dict[str, Any]:
+    points = next(iter(comparison.points.values()))
+    return dict(next(iter(points.values())).line["versions"])

@@ -1,0 +1,71 @@
+"""Bytes that ranks send: what the paper's formulas say, and what a network card counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from benchmarks.variants import Traffic
+from partitioner.bounds import chain_tokens, tsp_tokens
+from runahead.context import ContextPartition, even
+from runahead.kv_cache import KVShape
+from runahead.model import Model
+from runahead.prefill.tensor import allreduce_bytes
+from runahead.ranks import Ranks
+
+
+def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
+    """2 x KV heads x head dim x item size x layers, for layers and for keys and values that are alike; one row."""
+    return sum(shape.bytes_per_token() for shape in shapes)
+
+
+def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model) -> int:
+    """Bytes of one prompt that all ranks together send: K,V, or hidden states in tensor parallelism.
+
+    Layers with a sliding window send less than a chain's formula says.
+    """
+    if traffic is Traffic.activations:
+        return allreduce_bytes(model, partition.num_tokens, partition.num_ranks)
+    last = model.num_layers - 1
+    tokens = [_tokens(traffic, partition, in_last_layer=layer == last) for layer in range(model.num_layers)]
+    return sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
+
+
+def _tokens(traffic: Traffic, partition: ContextPartition, *, in_last_layer: bool) -> int:
+    """Tokens whose K,V travel in one layer, all ranks together."""
+    if traffic is Traffic.chain:
+        return chain_tokens(partition)
+    if traffic is Traffic.gathered:
+        return tsp_tokens(partition.num_tokens, partition.num_ranks)
+    if traffic is Traffic.wanted:
+        return wanted_zigzag_tokens(partition.num_tokens, partition.num_ranks, in_last_layer=in_last_layer)
+    return 0
+
+
+def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool) -> int:
+    """Of 2p chunks rank i has p - 1 - i and p + i. Every other rank needs the early one, only later ranks the late one;
+    in the last layer only the last rank, which has the prompt's end, needs any.
+    """
+    p, chunks = num_ranks, even(num_tokens, 2 * num_ranks).chunk_lengths
+    early, late = chunks[p - 1 :: -1], chunks[p:]
+    if in_last_layer:
+        return num_tokens - early[-1] - late[-1]
+    return (p - 1) * sum(early) + sum((p - 1 - rank) * length for rank, length in enumerate(late))
+
+
+class NetworkCards:
+    """What this host's network cards have sent, headers included, if this rank is alone on its host.
+
+    The loopback interface does not count.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.counts = ranks.size > 1 and ranks.local_size == 1
+
+    def sent_bytes(self) -> int | None:
+        """Since the host started; None where other ranks would be counted too."""
+        if not self.counts:
+            return None
+        counters = psutil.net_io_counters(pernic=True)
+        return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")

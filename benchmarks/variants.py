@@ -1,0 +1,92 @@
+"""What launch/bench.py can compare: one table of the ways to a first token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Split(Enum):
+    """Where a variant's context partition comes from."""
+
+    own = "the strategy's own"
+    given = "partition=..."
+    even = "even"
+    searched = "of the lookup table, else searched for these ranks and this link"
+    free = "searched as if K,V travelled for free"
+
+
+class Traffic(Enum):
+    """What travels between ranks, as a formula counts it."""
+
+    nothing = "nothing"
+    chain = "the sum of the inner boundaries"
+    gathered = "(p - 1) C"
+    wanted = "of zigzag chunks those that the receiver attends to: 3/4 (p - 1) C, less in the last layer"
+    activations = "hidden states, not K,V"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One contender.
+
+    Attributes:
+        what: in a few words, for readers.
+        prefill: options of `PrefillOptions`; None is not run by the engine.
+        split: where its partition comes from.
+        traffic: what it moves.
+    """
+
+    what: str
+    prefill: Mapping[str, str] | None = field(default_factory=dict)
+    split: Split = Split.own
+    traffic: Traffic = Traffic.chain
+
+
+def _chain(what: str, split: Split, **prefill: str) -> Variant:
+    return Variant(what=what, prefill={"name": "kv_runahead", **prefill}, split=split)
+
+
+def _tsp(what: str, attention: str) -> Variant:
+    return Variant(what=what, prefill={"name": "tsp", "attention": attention}, traffic=Traffic.gathered)
+
+
+def _zigzag(what: str, exchange: str, traffic: Traffic = Traffic.gathered) -> Variant:
+    return Variant(what=what, prefill={"name": "zigzag", "exchange": exchange}, traffic=traffic)
+
+
+VARIANTS: dict[str, Variant] = {
+    "single": Variant(what="one rank alone", prefill={"name": "single"}, traffic=Traffic.nothing),
+    "kv_runahead": _chain("KV-Runahead, split as partition= says", Split.given),
+    "kvr_e": _chain("KV-Runahead, even chunks", Split.even),
+    "kvr_s": _chain("KV-Runahead, searched split", Split.searched),
+    "kvr_free": _chain("KV-Runahead, split searched for free links", Split.free),
+    "kvr_direct": _chain("KV-Runahead, searched split, direct transfer", Split.searched, transfer="direct"),
+    "tsp": _tsp("TSP, causal kernel (tsp_causal)", "causal"),
+    "tsp_causal": _tsp("TSP, causal kernel", "causal"),
+    "tsp_dense": _tsp("TSP as published: dense attention, then the mask", "dense"),
+    "zigzag": _zigzag("zigzag chunks, all-gather", "all_gather"),
+    "zigzag_ring": _zigzag("zigzag chunks, ring", "ring"),
+    "zigzag_direct": _zigzag("zigzag chunks, what is attended to", "direct", Traffic.wanted),
+    "tensor": Variant(
+        what="tensor parallelism of transformers",
+        prefill={"name": "tensor"},
+        traffic=Traffic.activations,
+    ),
+    "plain_transformers": Variant(
+        what="transformers in one process with the threads of all ranks", prefill=None, traffic=Traffic.nothing
+    ),
+}
+
+BASELINE, OURS = "single", "kvr_s"
+"""What speed-ups are over, and what the others are compared with."""
+
+
+def check_names(names: list[str]) -> None:
+    """Raises: ValueError, in one sentence, for a name that the table does not have, or has twice in the list."""
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"bench.variants has {', '.join(unknown)}, which is not one of {', '.join(VARIANTS)}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"bench.variants=[{','.join(names)}] must name at least one variant, and each only once")

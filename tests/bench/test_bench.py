@@ -1,0 +1,282 @@
+"""launch/bench.py as a user runs it, on a tiny model: under torchrun, and on two hosts where that is allowed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from benchmarks import lines, machine
+from benchmarks.bounds import read_compute
+from benchmarks.measurement import Contenders, Run
+from benchmarks.network.shaped_network import check_machine
+from benchmarks.plot import main as plot
+from launch.bench import main
+
+BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
+VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
+VARIANTS += ["zigzag_direct", "tensor", "plain_transformers"]
+KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
+"""Keys and values x KV heads x head dim x float32 x layers."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    ).save_pretrained(folder)
+    return folder
+
+
+def options(model: Path, results: Path, *more: str) -> list[str]:
+    return [
+        "model=random",
+        f"model.config={model}",
+        "bench.lengths=[96,150]",
+        "bench.pairs=2",
+        "bench.probe_repeats=1",
+        f"bench.results={results}",
+        "ranks.threads=1",
+        *more,
+    ]
+
+
+def command(*args: str, ranks: int = 2) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", BENCH, *args]
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The file of a benchmark, and what was printed."""
+    results = tmp_path_factory.mktemp("results") / "bench.jsonl"
+    split = ["partition=ratios", "partition.ratios=[0.75,0.25]"]
+    done = run(command(*options(model, results, f"bench.variants=[{','.join(VARIANTS)}]", *split)))
+    assert done.returncode == 0, done.stderr
+    return results, done.stdout
+
+
+def by_variant(path: Path, length: int) -> dict[str, dict[str, Any]]:
+    return {line["variant"]: line for line in lines.read(path) if line["length"] == length}
+
+
+def test_every_variant_and_length_has_a_line_with_all_its_runs(measured: tuple[Path, str]) -> None:
+    for length in (96, 150):
+        found = by_variant(measured[0], length)
+        assert list(found) == VARIANTS
+        assert all([run["round"] for run in line["runs"]] == [0, 1] for line in found.values())
+        assert len({line["first_token"] for line in found.values()}) == 1
+        assert all(line["bounds"]["free_s"] <= line["bounds"]["single_s"] for line in found.values())
+
+
+def test_what_was_sent_is_what_the_formulas_say_to_the_byte(measured: tuple[Path, str]) -> None:
+    for length in (96, 150):
+        found = by_variant(measured[0], length)
+        assert found.pop("tensor")["sent_bytes"] is None  # it sends other things
+        sent = {name: line["sent_bytes"] / KV_BYTES_PER_TOKEN for name, line in found.items()}
+        assert all(line["sent_bytes"] == line["formula_bytes"] for line in found.values()), sent
+        assert sent["single"] == 0
+        assert sent["kv_runahead"] == round(0.75 * length)
+        assert sent["tsp_causal"] == sent["tsp_dense"] == sent["zigzag"] == length == 2 * sent["kvr_e"]
+
+
+def test_bounds_are_printed_before_the_tables(measured: tuple[Path, str]) -> None:
+    printed = measured[1]
+    assert printed.index("TTFT*(p)") < printed.index("96 tokens, loopback") < printed.index("150 tokens, loopback")
+    table = printed[printed.index("150 tokens") :].splitlines()[2:]
+    assert [row.split()[0] for row in table if row] == VARIANTS
+
+
+def test_pictures_and_tables_come_from_the_lines(
+    measured: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot(["--results", str(measured[0]), "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_ttft.png", "bench_speedup.png", "bench_bytes.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    capsys.readouterr()
+    assert plot(["--results", str(measured[0]), "--table"]) == 0
+    printed = capsys.readouterr().out
+    for name in VARIANTS:
+        assert printed.count(f"| {name} |") == 2
+
+
+class Exited(Exception):
+    """Stands for os._exit, which would end the tests."""
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank."""
+
+    def leave(status: int) -> None:
+        raise Exited(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(machine, "code", lambda: "the same code")  # however long a test takes
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RUNAHEAD_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_no_rounds_state_the_bounds_and_keep_the_measured_compute(
+    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results, compute = tmp_path / "bench.jsonl", tmp_path / "compute.json"
+    assert main(options(model, results, "bench.pairs=0", f"bench.compute={compute}")) == 0
+    out = capfd.readouterr().out
+    assert [row.split()[0] for row in out.splitlines() if row][1:] == ["tokens", "96", "150"]
+    measured = read_compute(str(compute))
+    assert measured is not None and measured.kv_bytes_per_token == KV_BYTES_PER_TOKEN
+    assert not results.exists()
+
+
+def test_resume_runs_only_what_is_missing(
+    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "bench.jsonl"
+    arguments = options(model, results, "bench.variants=[single,kvr_e]", f"bench.compute={tmp_path / 'compute.json'}")
+    assert main([*arguments, "bench.lengths=[96]"]) == 0
+    assert main([*arguments, "bench.resume=true"]) == 0
+    assert [line["length"] for line in lines.read(results)] == [96, 96, 150, 150]
+    capfd.readouterr()
+    assert main([*arguments, "bench.resume=true"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "" and "nothing to do" in err
+    assert len(lines.read(results)) == 4
+    # One more round of one length, for all variants: ratios are taken round by round.
+    assert main([*arguments, "bench.resume=true", "bench.pairs=3", "bench.lengths=[96]"]) == 0
+    assert [len(line["runs"]) for line in lines.read(results)] == [2, 2, 2, 2, 1, 1]
+
+
+def test_other_options_are_other_measurements(alone: None, model: Path, tmp_path: Path) -> None:
+    results = tmp_path / "bench.jsonl"
+    arguments = [*options(model, results, "bench.variants=[single]", "bench.resume=true"), "bench.lengths=[96]"]
+    for more in ([], ["model.seed=1"], ["model.dtype=bfloat16"], ["prefill.layers_in_flight=2"]):
+        assert main([*arguments, "bench.pairs=1", *more]) == 0
+    keys = [line["key"] for line in lines.read(results)]
+    assert len(keys) == len(set(keys)) == 4
+
+
+def test_an_interruption_keeps_the_rounds_before_it(model: Path, tmp_path: Path) -> None:
+    results = tmp_path / "bench.jsonl"
+    arguments = options(model, results, "bench.variants=[single]", "bench.lengths=[500]", "bench.pairs=100000")
+    process = subprocess.Popen([sys.executable, BENCH, *arguments], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    told = ""
+    while "round 3 of" not in told:
+        told += process.stderr.read(64)
+        assert process.poll() is None, told
+    process.send_signal(signal.SIGINT)
+    told += process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "go on with bench.resume=true" in told
+    [line] = lines.read(results)
+    assert 2 <= len(line["runs"]) < 100000
+
+
+def test_variants_that_disagree_fail_loudly_and_keep_nothing(
+    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Contenders.run
+
+    def lying(self: Contenders, name: str, ids: list[int]) -> Run:
+        found = honest(self, name, ids)
+        return found if name == "single" else replace(found, first_token=1000)
+
+    monkeypatch.setattr(Contenders, "run", lying)
+    results = tmp_path / "bench.jsonl"
+    with pytest.raises(Exited):
+        main(options(model, results, "bench.variants=[single,kvr_e]"))
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told.startswith("first tokens differ at 96 tokens (single: ") and "; kvr_e: 1000)" in told
+    assert not results.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["bench.results=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
+        (["bench.lengths=[512]"], "bench.lengths goes up to 512 tokens, but the model has 512 positions"),
+        (
+            ["partition=ratios", "partition.ratios=[0.5,0.3,0.2]", "bench.variants=[kv_runahead]"],
+            "3 shares but 1",
+        ),
+        (["bench.compute=/dev/null"], "bench.compute=/dev/null cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_measures_nothing(
+    alone: None, model: Path, tmp_path: Path, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "bench.jsonl"
+    with pytest.raises(Exited):
+        main(options(model, results, *more))
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert says in err
+    assert not results.exists()
+
+
+def test_a_model_that_a_variant_cannot_run_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
+    results = tmp_path / "bench.jsonl"
+    done = run(command(*options(tmp_path, results, "bench.variants=[single,tensor]")))
+    assert done.returncode != 0
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
+    assert told.startswith("[rank 0/2] prefill=tensor cannot share 6 heads and 3 K,V heads out over 2 ranks")
+    assert done.stdout == "" and not results.exists()
+
+
+def machine_problem() -> str:
+    try:
+        check_machine()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(bool(machine_problem()), reason=machine_problem())
+def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
+    results = tmp_path / "bench.jsonl"
+    more = [
+        "bench.network=netns",
+        "link.gbps=1",
+        "link.noise=on",
+        "bench.variants=[single,kvr_e]",
+        "bench.lengths=[96]",
+    ]
+    done = run([sys.executable, BENCH, *options(model, results, *more)])
+    assert done.returncode == 0, done.stderr
+    found = by_variant(results, 96)
+    expected = {"kind": "netns", "gbps": 1.0, "compute_share": None, "noise": True}
+    for line in found.values():
+        assert {name: line["network"][name] for name in expected} == expected
+        assert (line["ranks"], line["hosts"]) == (2, 2)
+    # Headers, acknowledgements and control messages on top of the K,V.
+    extra = found["kvr_e"]["wire_bytes"] - found["kvr_e"]["sent_bytes"]
+    assert 0 < extra < 100_000
+
+
+def test_two_hosts_are_not_made_under_torchrun(
+    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(Exited):
+        main(options(model, tmp_path / "bench.jsonl", "bench.network=netns", "link.gbps=1"))
+    assert capfd.readouterr().err == "bench.network=netns starts its own ranks; run the program without torchrun\n"

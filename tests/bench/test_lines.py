@@ -1,0 +1,49 @@
+"""Lines are added whole or not at all, and what the file has for a key is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lines
+from tests.bench.made_lines import line
+
+
+def test_lines_are_added_behind_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    first, second = line("single", 64, [1.0]), line("kvr_s", 64, [2.0])
+    lines.append(path, [first])
+    lines.append(path, [second])
+    assert lines.read(path) == [first, second]
+    assert path.read_text().count("\n") == 2
+
+
+def test_no_line_is_added_if_one_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    lines.append(path, [line("single", 64, [1.0])])
+    before = path.read_bytes()
+    with pytest.raises(ValueError):
+        lines.append(path, [line("single", 64, [2.0]), line("kvr_s", 64, [float("nan")])])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("broken", ['{"variant": "sing', "[1]", '{"length": 3}'])
+def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "bench.jsonl"
+    lines.append(path, [line("single", 64, [1.0])])
+    path.write_text(path.read_text() + broken + "\n")
+    with pytest.raises(ValueError, match="line 2 is no measurement"):
+        lines.read(path)
+
+
+def test_the_rounds_of_a_key_are_added_up() -> None:
+    known = [line("single", 64, [1.0, 2.0]), line("single", 64, [1.0], job="second"), line("single", 128, [1.0])]
+    assert lines.rounds_done(known, "single 64") == 3
+    assert lines.rounds_done(known, "kvr_s 64") == 0
+
+
+def test_a_key_depends_on_every_value_and_on_no_order() -> None:
+    assert lines.key({"a": 1, "b": [2]}) == lines.key({"b": [2], "a": 1})
+    assert lines.key({"a": 1, "b": [2]}) != lines.key({"a": 1, "b": [3]})
