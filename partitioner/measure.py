@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -26,6 +26,8 @@ from runahead.model import Model, PrefillEndsHere
 from runahead.ranks import Ranks
 
 Progress = Callable[[str], None]
+Inputs = tuple[Tensor, Tensor, Tensor, AttentionTerms]
+"""Queries, keys and values of a layer's new tokens, and what goes with them."""
 
 WARMUPS = 1
 HOPELESS = 1.06
@@ -35,16 +37,17 @@ HOPELESS = 1.06
 class _Probe(CausalAttention):
     """Attention that marks when each layer's K,V are known and when its attention ends, and stops after some layers."""
 
-    def __init__(self, cache: KVCache, clock: Clock, num_layers: int) -> None:
+    def __init__(self, cache: KVCache, clock: Clock, num_layers: int, keep: Collection[int] = ()) -> None:
         super().__init__(cache, start=0, pads=[0])
-        self._clock, self._num_layers = clock, num_layers
+        self._clock, self._num_layers, self._keep = clock, num_layers, keep
         self.began = clock.mark()
         self.marks: list[tuple[object, object]] = []
-        self.inputs: dict[int, tuple[Tensor, Tensor, Tensor, AttentionTerms]] = {}
+        self.inputs: dict[int, Inputs] = {}
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         known = self._clock.mark()
-        self.inputs[layer] = q_BNCH, k_BKCH, v_BKCV, terms
+        if layer in self._keep:
+            self.inputs[layer] = q_BNCH, k_BKCH, v_BKCV, terms
         if layer == self._num_layers - 1 and layer < self.cache.num_layers - 1:
             self.marks.append((known, known))
             raise PrefillEndsHere
@@ -80,14 +83,16 @@ def probe_compute(
     first, between, own, prefix = {}, {}, {}, {}
     for chunk in chunks:
         on_progress(f"chunk of {chunk} tokens")
-        runs = [_run_layers(model, chunk, depth) for _ in range(WARMUPS + repeats)][WARMUPS:]
+        # What is kept of a run stands in the way of the next layers' tensors, which are slower then: in warm-up only.
+        inputs = _run_layers(model, chunk, depth, keep=[layers[0] for layers in kinds]).inputs
+        runs = [_run_layers(model, chunk, depth) for _ in range(repeats)]
         first[chunk] = statistics.median(run.first_s for run in runs)
         between[chunk] = statistics.median(statistics.median(run.between_s) for run in runs)
-        per_kind = [_attention_s(model, runs[-1], layers[0], chunk, 0, repeats) for layers in kinds]
+        per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, 0, repeats) for layers in kinds]
         own[chunk] = _weighted(per_kind, kinds)
         for length in prefixes:
             on_progress(f"chunk of {chunk} tokens behind {length}")
-            per_kind = [_attention_s(model, runs[-1], layers[0], chunk, length, repeats) for layers in kinds]
+            per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, length, repeats) for layers in kinds]
             prefix[chunk, length] = _weighted(per_kind, kinds)
     shortest = min(chunks)
     head_s = max(0.0, _last_s(model, shortest, repeats) - (between[shortest] - first[shortest]))
@@ -115,10 +120,10 @@ class _Run:
         self.inputs = probe.inputs
 
 
-def _run_layers(model: Model, chunk: int, depth: int) -> _Run:
+def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()) -> _Run:
     clock = clock_for(model.device)
     cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slots=1, device=model.device)
-    probe = _Probe(cache, clock, depth)
+    probe = _Probe(cache, clock, depth, keep)
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
     with suppress(PrefillEndsHere):
         model.forward(ids_1C, probe, start=0, pads=[0])
@@ -138,9 +143,9 @@ def _last_s(model: Model, chunk: int, repeats: int) -> float:
     return statistics.median(seconds[WARMUPS:])
 
 
-def _attention_s(model: Model, run: _Run, layer: int, chunk: int, prefix: int, repeats: int) -> float:
+def _attention_s(model: Model, inputs: Inputs, layer: int, chunk: int, prefix: int, repeats: int) -> float:
     """Seconds of one layer's attention of a chunk to itself (prefix 0) or to the prefix before it."""
-    q, k, v, terms = run.inputs[layer]
+    q, k, v, terms = inputs
     first = prefix
     if prefix:
         first = 0 if terms.rule is None else terms.rule.first_key(prefix)

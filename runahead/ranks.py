@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from runahead.config import RanksOptions
-from runahead.devices import choose_backend, choose_device, default_threads
+from runahead.devices import choose_backend, choose_device, default_threads, keep_freed_memory
 from runahead.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -103,6 +103,8 @@ class Ranks:
         device = choose_device(options.device, local_rank, local_size)
         backend = choose_backend(options.backend, device)
         torch.set_num_threads(options.threads or default_threads(local_size))
+        if device.type == "cpu":
+            keep_freed_memory()
         return cls(
             rank,
             size,
