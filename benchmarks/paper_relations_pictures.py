@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 import matplotlib.patches
-from matplotlib.colors import ListedColormap, TwoSlopeNorm
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -211,7 +211,7 @@ def _ranks(lines: list[Line]) -> bytes:
     found = [line for line in lines if line["study"] in ("today", "more bandwidths") and line["ranks"] == most]
     models = [model for model in ("Llama 7B", "Llama 3 8B") if of(found, model=model)]
     counts = [1, *_values(today, "ranks")]
-    shades = dict(zip(counts, ListedColormap(colours(len(counts), last=0.95)[::-1]).colors, strict=True))
+    shades = dict(zip(counts, colours(len(counts), last=0.95)[::-1], strict=True))
     figure = new_figure(9.6, 2.5 * len(models) + 0.9)
     best = {id(line): best_ranks(lines, line) for line in found}
     for at, axes in enumerate(panels(figure, 2 * len(models), len(models), 2)):

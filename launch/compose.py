@@ -62,6 +62,16 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>
+  policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
+                               policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
+                               policy.window=32   policy.kernel=7   policy.pool=max|avg
+                               policy.recent_share=0.5   policy.beta=20
+         pyramidinfer          policy.mean_keep=0.6   policy.recent_ratio=0.2   policy.min_tokens=64
+                               policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
+                               policy.voters=<n>   policy.newest_weight=1.2
+                               policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
+         sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
+         per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
                                generation.temperature=1   generation.top_p=1   generation.top_k=0
                                generation.repetition_penalty=1   generation.seed=0
@@ -245,9 +255,10 @@ def _option_names(options: type) -> tuple[list[str], list[str]]:
     kinds = get_type_hints(options)
     for field in fields(options):
         kind = kinds[field.name]
-        if is_dataclass(kind):
-            sections.append(field.name)
-            leaves += [f"{field.name}.{inner.name}" for inner in fields(kind)]
+        if isinstance(kind, type) and is_dataclass(kind):
+            inner_sections, inner_leaves = _option_names(kind)
+            sections += [field.name, *(f"{field.name}.{inner}" for inner in inner_sections)]
+            leaves += [f"{field.name}.{inner}" for inner in inner_leaves]
         else:
             leaves.append(field.name)
     return sections, leaves

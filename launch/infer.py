@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from launch.prompts import Prompts
     from runahead.context import Partitioner
     from runahead.model import Model
+    from runahead.rank_policies import RankPolicies
     from runahead.ranks import Ranks
     from runahead.report import GenerationBatch
 
@@ -30,11 +31,15 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _answer(run: RunOptions, ranks: Ranks) -> None:
     from launch.partitions import partitioner
+    from launch.policies import rank_policies
 
-    infer(run, ranks, partitioner(run.partition, ranks))
+    policies = ranks.agree("the policies", lambda: rank_policies(run.policy))
+    infer(run, ranks, partitioner(run.partition, ranks), policies)
 
 
-def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[GenerationBatch]:
+def infer(
+    run: RunOptions, ranks: Ranks, partition: Partitioner, policies: RankPolicies | None = None
+) -> list[GenerationBatch]:
     """Answer the prompts of `run` on standard output and write its files; every rank makes the same call.
 
     Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
@@ -56,7 +61,7 @@ def infer(run: RunOptions, ranks: Ranks, partition: Partitioner) -> list[Generat
         share_out(model, ranks)
     if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
-    engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
+    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies)
 
     answers = Answers()
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids

@@ -35,6 +35,11 @@ def summary(batches: Sequence[GenerationBatch]) -> str:
     rows.append(("K,V moved", _bytes(moved)))
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
     rows.append(("K,V peak per rank", ", ".join(_bytes(peak) for peak in peaks)))
+    kept = [(sum(rank.kept_tokens), rank) for rank in first.ranks if rank.kept_tokens]
+    if kept:
+        total, rank = max(kept, key=lambda each: each[0])
+        share = total / len(rank.kept_tokens) / first.boundaries[-1]
+        rows.append(("K,V kept", f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"))
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 

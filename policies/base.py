@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -113,6 +113,18 @@ class Policy:
         return None
 
 
+E = TypeVar("E", bound=Enum)
+
+
+def choice(option: str, kind: type[E], value: E | str) -> E:
+    """The member that is meant, also by its name; else a ValueError that lists the names."""
+    if isinstance(value, kind):
+        return value
+    if value not in kind.__members__:
+        raise ValueError(f"policy.{option}={value} is not one of {', '.join(kind.__members__)}")
+    return kind[str(value)]
+
+
 Budget = int | float
 """Tokens if it is an integer, else a share of the prompt in (0, 1]."""
 
@@ -146,7 +158,7 @@ class Scorer(Policy, ABC):
         ValueError: a budget that is none, negative counts, or no room for sinks and recent tokens in the budget.
     """
 
-    budget: Budget
+    budget: Budget = 1024
     sinks: int = 0
     recent: int = 0
     evict_every: int = 16

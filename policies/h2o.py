@@ -1,6 +1,7 @@
 """H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048): heavy hitters, the tokens that received most attention so far.
 
-Half of the budget is the recent window, as in the paper.
+Half of the budget is the recent window, as in the paper. In a chain of ranks the queries of earlier ranks do not count:
+they are not where the cache is.
 """
 
 from __future__ import annotations

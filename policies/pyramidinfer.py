@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy
+from policies.base import LayerView, Phase, Policy, choice
 
 
 class Schedule(Enum):
@@ -77,7 +77,8 @@ class PyramidInfer(Policy):
     narrows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.schedule, self.select = Schedule(self.schedule), Select(self.select)
+        self.schedule = choice("schedule", Schedule, self.schedule)
+        self.select = choice("select", Select, self.select)
         for name in ("mean_keep", "recent_ratio", "cosine_start", "top_p", "decay"):
             value = getattr(self, name)
             if not 0 < value <= 1:

@@ -12,7 +12,7 @@ from enum import Enum
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, Scorer
+from policies.base import LayerView, Phase, Scorer, choice
 
 
 class Pool(Enum):
@@ -35,7 +35,7 @@ class SnapKV(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pool = Pool(self.pool) if isinstance(self.pool, str) else self.pool
+        self.pool = choice("pool", Pool, self.pool)
         if self.window < 1:
             raise ValueError(f"policy.window={self.window} must be at least 1 token")
         if self.kernel < 1 or self.kernel % 2 == 0:

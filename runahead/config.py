@@ -75,6 +75,18 @@ class PartitionName(Enum):
     table = "table"
 
 
+class PolicyName(Enum):
+    full = "full"
+    window = "window"
+    streaming_llm = "streaming_llm"
+    h2o = "h2o"
+    snapkv = "snapkv"
+    pyramidkv = "pyramidkv"
+    pyramidinfer = "pyramidinfer"
+    sequence = "sequence"
+    per_rank = "per_rank"
+
+
 E = TypeVar("E", bound=Enum)
 
 
@@ -267,6 +279,60 @@ class GenerationOptions:
 
 
 @dataclass(kw_only=True)
+class PlacesOptions:
+    """Policies of the rank that decodes, and of those before it: each a name, or a name and options."""
+
+    last: Any = None
+    others: Any = None
+
+
+@dataclass(kw_only=True)
+class PolicyOptions:
+    """What stays in the KV cache. Each policy has some of these options, whose defaults are its own.
+
+    `steps` is for sequence, `ranks` for per_rank; a step is a name or {name: ..., option: ...}.
+    """
+
+    name: PolicyName = PolicyName.full
+    budget: Any = None
+    sinks: int | None = None
+    recent: int | None = None
+    evict_every: int | None = None
+    window: int | None = None
+    kernel: int | None = None
+    pool: str | None = None
+    recent_share: float | None = None
+    beta: float | None = None
+    schedule: str | None = None
+    mean_keep: float | None = None
+    recent_ratio: float | None = None
+    voters: int | None = None
+    newest_weight: float | None = None
+    min_tokens: int | None = None
+    cosine_start: float | None = None
+    select: str | None = None
+    top_p: float | None = None
+    decay: float | None = None
+    steps: Any = None
+    ranks: PlacesOptions = field(default_factory=PlacesOptions)
+
+    def __post_init__(self) -> None:
+        self.name = _choice("policy", PolicyName, self.name)
+        if self.name is not PolicyName.sequence and self.steps is not None:
+            raise ValueError(
+                f"policy.steps={self.steps} has no effect with policy={self.name.name}; add policy=sequence"
+            )
+        for place in ("last", "others"):
+            value = getattr(self.ranks, place)
+            if self.name is not PolicyName.per_rank and value is not None:
+                raise ValueError(
+                    f"policy.ranks.{place}={value} has no effect with policy={self.name.name}; add policy=per_rank"
+                )
+        if self.name is PolicyName.per_rank and self.ranks.last is None and self.ranks.others is None:
+            raise ValueError("policy=per_rank needs policy.ranks.last=<policy> or policy.ranks.others=<policy>")
+
+
+@dataclass(kw_only=True)
 class RunOptions:
     """One run of launch/infer.py: groups, files to write, and the `warmup` runs before the measured one."""
 
@@ -275,6 +341,7 @@ class RunOptions:
     ranks: RanksOptions = field(default_factory=RanksOptions)
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     report: str | None = None
     timeline: str | None = None
@@ -282,6 +349,12 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
+        keeps_all = self.prefill.name not in (PrefillName.kv_runahead, PrefillName.single)
+        if keeps_all and self.policy.name is not PolicyName.full:
+            raise ValueError(
+                f"policy={self.policy.name.name} needs prefill=kv_runahead or prefill=single; "
+                f"prefill={self.prefill.name.name} keeps all K,V"
+            )
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:

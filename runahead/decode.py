@@ -5,18 +5,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from policies.base import Phase, Policy
+from runahead.attention_seam import LayerAttention
 from runahead.causal_attention import CausalAttention
 from runahead.config import GenerationOptions
+from runahead.kept_attention import KeptAttention
+from runahead.kept_cache import KeptCache
 from runahead.kv_cache import KVCache
 from runahead.model import Model
+from runahead.new_tokens import NewTokens
+from runahead.policy_steps import PolicySteps
 from runahead.sampling import Sampler
 from runahead.stop_strings import StopStrings
+
+DECODE_ROOM = 32
+"""Tokens for which a layer has room after it was cut back while decoding."""
 
 
 class Row:
@@ -58,11 +67,28 @@ class Decoded:
     num_steps: int
 
 
+def attention_over(
+    cache: KVCache | KeptCache, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int, num_layers: int
+) -> Callable[[int], LayerAttention]:
+    """The attention of single new tokens to a prompt's K,V, by their index in the padded batch."""
+    if isinstance(cache, KVCache):
+        return lambda start: CausalAttention(cache, start=start, pads=pads)
+
+    def over_what_is_kept(start: int) -> KeptAttention:
+        tokens = NewTokens(start, pads)
+        steps = PolicySteps(
+            policies, tokens, phase=Phase.decode, prompt_tokens=prompt_tokens, num_layers=num_layers, room=DECODE_ROOM
+        )
+        return KeptAttention(cache, steps)
+
+    return over_what_is_kept
+
+
 def decode(
     model: Model,
     rows: list[Row],
     logits_BV: Tensor,
-    cache: KVCache,
+    attention_at: Callable[[int], LayerAttention],
     *,
     num_tokens: int,
     pads: list[int],
@@ -73,7 +99,7 @@ def decode(
     Args:
         rows: one per prompt, without tokens yet.
         logits_BV: of the prompts' last tokens.
-        cache: K,V of the padded prompt, with room for the new tokens.
+        attention_at: attention to what is stored of the padded prompt, by the index of the new token.
         num_tokens: length of the padded prompt.
         pads: left padding per row.
         on_step: is told each step's tokens, None for rows that had ended.
@@ -89,5 +115,4 @@ def decode(
             return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
         ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=model.device)
         start = num_tokens + step - 1
-        attention = CausalAttention(cache, start=start, pads=pads)
-        logits_BV = model.forward(ids_B1, attention, start=start, pads=pads)
+        logits_BV = model.forward(ids_B1, attention_at(start), start=start, pads=pads)

@@ -10,9 +10,10 @@ import torch
 
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.decode import Decoded, Row, decode
+from runahead.decode import Decoded, Row, attention_over, decode
 from runahead.model import Model
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
+from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
 from runahead.token_stream import TokenStream
@@ -29,6 +30,7 @@ class Engine:
         prefill: how the KV cache is filled.
         partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table. Prefills
             with a split of their own do not ask it.
+        policies: what of the K,V is computed and kept; by default everything.
 
     Raises:
         ValueError: the model cannot be prefilled like this on these ranks.
@@ -41,8 +43,10 @@ class Engine:
         *,
         prefill: PrefillOptions | None = None,
         partition: Partitioner = even,
+        policies: RankPolicies | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
+        self.policies = policies or RankPolicies()
         self.prefill = prefill or PrefillOptions()
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
@@ -53,6 +57,13 @@ class Engine:
                 "see runahead.prefill.tensor.share_out"
             )
         self._strategy.check(model, ranks.size)
+        if self.policies:
+            if not self._strategy.takes_policies:
+                raise ValueError(
+                    f"prefill={self.prefill.name.name} computes and keeps all K,V; cache policies need "
+                    "prefill=kv_runahead or prefill=single"
+                )
+            self.policies.check(model)
         self._num_calls = 0
 
     def generate(
@@ -114,6 +125,7 @@ class Engine:
             partition=partition,
             capacity=batch.num_tokens + options.max_new_tokens - 1,
             options=self.prefill,
+            policies=self.policies,
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
@@ -124,7 +136,7 @@ class Engine:
 
     def _agree(self, prompts: list[list[int]], options: GenerationOptions, boundaries: tuple[int, ...]) -> None:
         """Ranks with different work would wait for each other for ever."""
-        work = repr((prompts, options, boundaries, self.prefill, self.model.name, self.model.dtype))
+        work = repr((prompts, options, boundaries, self.prefill, self.policies, self.model.name, self.model.dtype))
         digests = self.ranks.gather(hashlib.sha256(work.encode()).hexdigest(), "all ranks to hold the prompt")
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
@@ -176,6 +188,7 @@ class Engine:
         """On the ranks with K,V and logits: the first token and the following ones."""
         if prefilled.logits_BV is None or prefilled.cache is None:
             return None
+        policies = self.policies.of(is_last=True)
         rows = [
             Row(self.model, prompt, options, seed=options.seed + first_index + index)
             for index, prompt in enumerate(prompts)
@@ -184,7 +197,13 @@ class Engine:
             self.model,
             rows,
             prefilled.logits_BV,
-            prefilled.cache,
+            attention_over(
+                prefilled.cache,
+                policies,
+                pads=batch.pads,
+                prompt_tokens=batch.num_tokens,
+                num_layers=self.model.num_layers,
+            ),
             num_tokens=batch.num_tokens,
             pads=batch.pads,
             on_step=stream.send,
@@ -208,6 +227,8 @@ class Engine:
             kv_sent_bytes=prefilled.kv_sent_bytes,
             kv_received_bytes=prefilled.kv_received_bytes,
             kv_peak_bytes=prefilled.kv_peak_bytes,
+            kv_kept_bytes=prefilled.kv_kept_bytes,
+            kept_tokens=prefilled.kept_tokens,
         )
         outcome = None
         if decoded is not None:

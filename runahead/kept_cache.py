@@ -114,18 +114,23 @@ class KeptLayer:
         self.pads = kept_pads_BK[:, 0].tolist()
         assert (kept_pads_BK == kept_pads_BK[:, :1]).all(), "KV heads keep different amounts of padding"
 
+    def copy_out(self, *, room: int) -> None:
+        """Move to memory of its own, with room for so many more tokens."""
+        self.slab_TBKX = _with_room(self.slab_TBKX[: self.num_slots], room)
+        self.positions_TBK = _with_room(self.positions_TBK[: self.num_slots], room)
+        if self.carried_TBK is not None:
+            self.carried_TBK = _with_room(self.carried_TBK[: self.num_slots], room)
+
     def _grow(self, room: int) -> None:
         """More room, and an eighth of what is there, so that growing token by token stays cheap."""
-        room += self.num_slots // 8
+        self.copy_out(room=room - self.num_slots + self.num_slots // 8)
 
-        def grown(old: Tensor) -> Tensor:
-            new = old.new_empty(room, *old.shape[1:])
-            new[: self.num_slots] = old[: self.num_slots]
-            return new
 
-        self.slab_TBKX, self.positions_TBK = grown(self.slab_TBKX), grown(self.positions_TBK)
-        if self.carried_TBK is not None:
-            self.carried_TBK = grown(self.carried_TBK)
+def _with_room(old: Tensor, room: int) -> Tensor:
+    """A copy with room behind it."""
+    new = old.new_empty(old.shape[0] + room, *old.shape[1:])
+    new[: old.shape[0]] = old
+    return new
 
 
 def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:

@@ -218,8 +218,8 @@ class Model:
             logits_BCV = self._run(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         return logits_BCV[:, -1].to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
-    def _trace(self) -> list[tuple[KVShape, MaskRule | None]]:
-        """K,V shape and mask rule of every layer, seen in a forward of one token."""
+    def _trace(self) -> list[tuple[KVShape, AttentionTerms]]:
+        """K,V shape and attention terms of every layer, seen in a forward of one token."""
         trace = _Trace()
         self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), trace, start=0, pads=[0])
         expected = int(self.config.num_hidden_layers)
@@ -228,12 +228,13 @@ class Model:
                 f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(trace.calls)} calls of "
                 "transformers' attention interface; recurrent layers and layers that share K,V are not supported"
             )
-        return [(shape, rule) for _, shape, rule in trace.calls]
+        return [(shape, terms) for _, shape, terms in trace.calls]
 
     def _look_at_layers(self) -> None:
         trace = self._trace()
         self.kv_shapes = [shape for shape, _ in trace]
-        self.rules = [rule for _, rule in trace]
+        self.rules: list[MaskRule | None] = [terms.rule for _, terms in trace]
+        self.has_key_bias = any(terms.key_bias is not None for _, terms in trace)
 
     def _check_ids(self) -> Tensor:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size
@@ -305,7 +306,7 @@ class _Trace:
     """Attention that only looks: what every layer brings along."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, KVShape, MaskRule | None]] = []
+        self.calls: list[tuple[int, KVShape, AttentionTerms]] = []
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         shape = KVShape(
@@ -314,5 +315,5 @@ class _Trace:
             value_dim=v_BKCV.shape[-1],
             dtype=k_BKCH.dtype,
         )
-        self.calls.append((layer, shape, terms.rule))
+        self.calls.append((layer, shape, terms))
         return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

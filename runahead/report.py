@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from runahead.config import RunOptions
+from runahead.config import PolicyOptions, RunOptions
 from runahead.span import Span
 from runahead.whole_file import ensure_writable, write_whole
 
@@ -20,7 +20,11 @@ __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "re
 
 @dataclass(kw_only=True)
 class RankReport:
-    """One rank's part of one call; of `prefill_s`, until its last layer ended, it waited for K,V for `wait_s`."""
+    """One rank's part of one call; of `prefill_s`, until its last layer ended, it waited for K,V for `wait_s`.
+
+    `kv_kept_bytes` is what it stores for decoding, behind the prompt; `kept_tokens` how many per layer, where a cache
+    policy decides.
+    """
 
     rank: int
     chunk_tokens: int
@@ -29,6 +33,8 @@ class RankReport:
     kv_sent_bytes: int
     kv_received_bytes: int
     kv_peak_bytes: int
+    kv_kept_bytes: int = 0
+    kept_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -95,6 +101,7 @@ def report_json(
         "model": model,
         "dtype": dtype,
         "device": device,
+        "policy": _what_was_set(run.policy),
         "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name},
         "warmup": run.warmup,
         "versions": library_versions(),
@@ -111,6 +118,13 @@ def report_json(
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
     # Lists of numbers on one line. A newline in JSON is never inside a string.
     return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def _what_was_set(policy: PolicyOptions) -> dict[str, Any]:
+    """The policy's name and the options that were given."""
+    places = {place: value for place, value in asdict(policy.ranks).items() if value is not None}
+    given = {name: value for name, value in asdict(policy).items() if value is not None and name != "ranks"}
+    return given | {"name": policy.name.name} | ({"ranks": places} if places else {})
 
 
 def _prompt_fields(

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
+from runahead.kept_cache import KeptCache
 from runahead.kv_cache import KVCache
 from runahead.model import Model
+from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
 from runahead.span import Span
 
@@ -45,6 +47,7 @@ class PrefillJob:
     Attributes:
         partition: chunks of the padded prompt, as the strategy split it.
         capacity: tokens for which the K,V of a rank that decodes has room.
+        policies: what of the K,V is computed and kept.
         record: keep what this rank did when.
     """
 
@@ -54,6 +57,7 @@ class PrefillJob:
     partition: ContextPartition
     capacity: int
     options: PrefillOptions
+    policies: RankPolicies = field(default_factory=RankPolicies)
     record: bool = False
 
 
@@ -62,19 +66,25 @@ class Prefilled:
     """What a rank has after the prefill. Logits (B, V) and cache are there on the ranks that decode only."""
 
     logits_BV: Tensor | None = None
-    cache: KVCache | None = None
+    cache: KVCache | KeptCache | None = None
     chunk_tokens: int = 0
     prefill_s: float = 0.0
     wait_s: float = 0.0
     kv_sent_bytes: int = 0
     kv_received_bytes: int = 0
     kv_peak_bytes: int = 0
+    kv_kept_bytes: int = 0
+    kept_tokens: list[int] = field(default_factory=list)
+    """Per layer, where policies decide."""
     spans: list[Span] = field(default_factory=list)
     """In seconds of this host's `time.perf_counter`."""
 
 
 class Prefill(ABC):
     """A way to fill the KV cache. It has no state: one object serves every call."""
+
+    takes_policies = False
+    """May cache policies thin out what it computes and keeps?"""
 
     shares_model = False
     """Every rank holds a share of the weights instead of all of them."""

@@ -16,6 +16,7 @@ from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
+from runahead.new_tokens import NewTokens
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.span import Span
 
@@ -29,9 +30,20 @@ class TimedAttention(LayerAttention, Protocol):
 
 
 def run_chunk(
-    job: PrefillJob, attention: TimedAttention, clock: Clock, runs: Sequence[range], *, began_s: float
+    job: PrefillJob,
+    attention: TimedAttention,
+    clock: Clock,
+    runs: Sequence[range],
+    *,
+    began_s: float,
+    tokens: NewTokens | None = None,
 ) -> Prefilled:
-    """Compute the tokens of `runs`, contiguous ones each, in order. `began_s` is when this rank's part began."""
+    """Compute the tokens of `runs`, contiguous ones each, in order.
+
+    Args:
+        began_s: when this rank's part began.
+        tokens: the same tokens, if policies narrow them.
+    """
     cache, transfer, ids_BS = attention.cache, attention.transfer, job.batch.ids_BS
     start, index_C = runs[0].start, None
     if len(runs) == 1:
@@ -42,7 +54,13 @@ def run_chunk(
     logits_BV = None
     with suppress(PrefillEndsHere):
         logits_BV = job.model.forward(
-            ids_BC, attention, start=start, pads=job.batch.pads, length=job.batch.num_tokens, index_C=index_C
+            ids_BC,
+            attention,
+            start=start,
+            pads=job.batch.pads,
+            length=job.batch.num_tokens,
+            index_C=index_C,
+            tokens=tokens,
         )
     computed = clock.mark()
     transfer.finish()
@@ -58,6 +76,7 @@ def run_chunk(
         kv_sent_bytes=log.sent_bytes,
         kv_received_bytes=log.received_bytes,
         kv_peak_bytes=cache.num_bytes,
+        kv_kept_bytes=cache.num_bytes if is_last else 0,
     )
     if job.record:
         result.spans = _spans(attention, clock, computed_s)

@@ -10,55 +10,23 @@ the others keep a ring of a few layers. A chain of one rank is plain prefill.
 from __future__ import annotations
 
 import time
-from functools import partial
 
-from torch import Tensor
-
-from runahead.attention import AttentionTerms
-from runahead.causal_attention import CausalAttention
-from runahead.clock import Clock, clock_for
+from runahead.clock import clock_for
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.kv_cache import KVCache, KVSlab
-from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_links
-from runahead.model import PrefillEndsHere
+from runahead.kv_cache import KVCache
+from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
+from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
+from runahead.prefill.thinned_chain import run_thinned
 from runahead.ranks import Ranks
-
-
-class RunaheadAttention(CausalAttention):
-    """Attention of one rank's chunk: the loop body of the paper's figure, once per layer."""
-
-    def __init__(self, cache: KVCache, transfer: KVTransfer, clock: Clock, *, start: int, pads: list[int]) -> None:
-        super().__init__(cache, start=start, pads=pads)
-        self.transfer, self._clock = transfer, clock
-        self.layer_ends = [clock.mark()]
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.transfer.open(layer)
-        self.enter(layer)
-        slab = self.cache.layer(layer)
-        slab.write(self.start, k_BKCH, v_BKCV)
-        self.transfer.send(layer)
-        if layer == self.cache.num_layers - 1 and not self.transfer.schedule.is_last:
-            raise PrefillEndsHere  # all that later ranks need of this one is on its way
-        out_BNCV = self.attend_to_slab(slab, q_BNCH, terms, partial(self.transfer.await_prefix, layer))
-        self.leave(layer, slab, q_BNCH, terms)
-        self.transfer.close(layer)
-        self.transfer.ranks.progress()
-        self.layer_ends.append(self._clock.mark())
-        return out_BNCV
-
-    def enter(self, layer: int) -> None:
-        """Before the layer's own K,V are stored."""
-
-    def leave(self, layer: int, slab: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
-        """While the layer's K,V are still there."""
 
 
 class KVRunahead(Prefill):
     """A chain of ranks along the user's partition."""
+
+    takes_policies = True
 
     def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
         return chosen(num_tokens, num_ranks).check(num_tokens, num_ranks)
@@ -80,6 +48,8 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     chunk, pads = job.partition.chunk(rank), job.batch.pads
     if not chunk:
         return Prefilled()
+    if job.policies:
+        return run_thinned(job, rank)
     schedule = TransferSchedule(
         job.partition, rank, job.options.transfer, lambda layer, start: model.first_needed(layer, start, pads)
     )
@@ -95,5 +65,5 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     )
     began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
-    attention = RunaheadAttention(cache, transfer, clock, start=chunk.start, pads=pads)
+    attention = ChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
     return run_chunk(job, attention, clock, [chunk], began_s=began_s)

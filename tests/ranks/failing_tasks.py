@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead import Engine, GenerationOptions, Model, Ranks
 from runahead.kv_transfer import gloo
-from runahead.prefill.kv_runahead import RunaheadAttention
+from runahead.prefill.chain_attention import ChainAttention
 
 NUM_LAYERS = 12
 
@@ -33,14 +33,14 @@ def _engine(ranks: Ranks) -> Engine:
 
 def _in_layer(layer: int, action: Any) -> None:
     """Let this process's attention run `action` when it comes to a layer of a prefill."""
-    attend = RunaheadAttention.attend
+    attend = ChainAttention.attend
 
-    def attend_with_action(self: RunaheadAttention, at: int, *args: Any) -> torch.Tensor:
+    def attend_with_action(self: ChainAttention, at: int, *args: Any) -> torch.Tensor:
         if at == layer:
             action()
         return attend(self, at, *args)
 
-    RunaheadAttention.attend = attend_with_action  # type: ignore[method-assign]
+    ChainAttention.attend = attend_with_action  # type: ignore[method-assign]
 
 
 def generate(ranks: Ranks, num_tokens: int = 30, max_new_tokens: int = 4) -> tuple[str, float]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
 from runahead.kv_cache import KVCache
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
-from runahead.prefill.kv_runahead import RunaheadAttention
+from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport
 from tests.families import build, throughout
 
@@ -166,7 +166,7 @@ def kv_bytes_in_layers(
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
     sizes: list[int] = []
     slots: list[tuple[StorageWeakRef, int]] = []
-    attend, make_cache = RunaheadAttention.attend, KVCache.__init__
+    attend, make_cache = ChainAttention.attend, KVCache.__init__
 
     def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
         make_cache(self, *args, **kwargs)
@@ -175,7 +175,7 @@ def kv_bytes_in_layers(
     def live_bytes() -> int:
         return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
 
-    def attend_and_look(self: RunaheadAttention, *args: Any) -> torch.Tensor:
+    def attend_and_look(self: ChainAttention, *args: Any) -> torch.Tensor:
         sizes.append(live_bytes())
         return attend(self, *args)
 
@@ -183,7 +183,7 @@ def kv_bytes_in_layers(
     engine = Engine(tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
     with (
         mock.patch.object(KVCache, "__init__", make_cache_and_note_slots),
-        mock.patch.object(RunaheadAttention, "attend", attend_and_look),
+        mock.patch.object(ChainAttention, "attend", attend_and_look),
     ):
         batch = engine.generate(prompts, options)
     gc.collect()

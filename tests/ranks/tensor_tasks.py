@@ -14,7 +14,7 @@ from launch.compose import compose_run
 from launch.infer import infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
-from runahead.prefill.kv_runahead import RunaheadAttention
+from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.tensor import share_out
 from runahead.report import GenerationBatch
 from tests.families import build, throughout
@@ -145,9 +145,9 @@ def make_ready(ranks: Ranks) -> None:
 def generate_and_act(ranks: Ranks, acting: int, layer: int, action: str) -> str:
     """The acting rank does something in a layer of its prefill; the others tell how they end."""
     model = shared_model(ranks, "llama", torch.float32)
-    attend = RunaheadAttention.attend
+    attend = ChainAttention.attend
 
-    def attend_or_act(self: RunaheadAttention, at: int, *args: Any) -> torch.Tensor:
+    def attend_or_act(self: ChainAttention, at: int, *args: Any) -> torch.Tensor:
         if at == layer:
             if action == "raise":
                 raise ValueError("out of luck")
@@ -155,6 +155,6 @@ def generate_and_act(ranks: Ranks, acting: int, layer: int, action: str) -> str:
         return attend(self, at, *args)
 
     if ranks.rank == acting:
-        RunaheadAttention.attend = attend_or_act  # type: ignore[method-assign]
+        ChainAttention.attend = attend_or_act  # type: ignore[method-assign]
     Engine(model, ranks, prefill=TENSOR).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
     return "ok"

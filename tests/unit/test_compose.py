@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launch.compose import CONF, HELP, compose_run, read_command_line
-from runahead.config import Chat, ModelName, PartitionName, PrefillName, RunOptions
+from launch.compose import CONF, HELP, _option_names, compose_run, read_command_line
+from runahead.config import Chat, ModelName, PartitionName, PolicyName, PrefillName, RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +40,8 @@ def test_every_file_in_conf_composes():
         "model/random": ["model.config=x"],
         "partition/ratios": ["partition.ratios=[0.5,0.5]"],
         "partition/table": ["partition.table=x"],
+        "policy/sequence": ["policy.steps=[h2o]"],
+        "policy/per_rank": ["policy.ranks.last=h2o"],
     }
     files = sorted(CONF.glob("*/*.yaml"))
     assert files
@@ -50,7 +51,12 @@ def test_every_file_in_conf_composes():
 
 
 def test_every_choice_has_a_file():
-    for group, kind in (("model", ModelName), ("prefill", PrefillName), ("partition", PartitionName)):
+    for group, kind in {
+        "model": ModelName,
+        "prefill": PrefillName,
+        "partition": PartitionName,
+        "policy": PolicyName,
+    }.items():
         assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(kind.__members__)
 
 
@@ -182,12 +188,9 @@ def test_any_argument_is_read_or_refused_in_one_line(name, value):
 def test_help_names_every_option():
     to_print = read_command_line(["--help", "no=such.option"]).to_print
     assert to_print == HELP
-    for field in fields(RunOptions):
-        value = getattr(RunOptions(), field.name)
-        names = [f"{field.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [field.name]
-        for name in names:
-            group = name.removesuffix(".name")
-            assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
+    for name in _option_names(RunOptions)[1]:
+        group = name.removesuffix(".name")
+        assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
 
 
 def test_cfg_job_prints_what_would_run():

@@ -1,0 +1,74 @@
+"""Which cache policies work on which rank of a chain, and what they make of the chunks of deeper layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from policies.base import Policy
+from runahead.context import ContextPartition
+from runahead.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPolicies:
+    """Policies by place in the chain; several work one after the other.
+
+    The last rank holds the K,V for decoding, so only there anything is cut back: as on one rank, where a policy looks
+    at the prompt's last queries and those are in that rank's chunk. Ranks before it can only narrow, by the votes of
+    their own chunk's last tokens.
+
+    Attributes:
+        last: on the rank that decodes; also while it decodes.
+        others: on the ranks before it.
+    """
+
+    last: list[Policy] = field(default_factory=list)
+    others: list[Policy] = field(default_factory=list)
+
+    @classmethod
+    def everywhere(cls, policies: Sequence[Policy]) -> RankPolicies:
+        """The same on all ranks, as far as they can."""
+        return cls(last=list(policies), others=list(policies))
+
+    def __bool__(self) -> bool:
+        return bool(self.last) or any(policy.narrows for policy in self.others)
+
+    def of(self, *, is_last: bool) -> list[Policy]:
+        """Those at work on a rank."""
+        return self.last if is_last else [policy for policy in self.others if policy.narrows]
+
+    def check(self, model: Model) -> None:
+        """Raise a ValueError for a model that they cannot work on."""
+        policies = [*self.last, *self.others]
+        if policies and model.has_key_bias:
+            raise ValueError(
+                f"model {model.name} ({model.config.model_type}) adds a bias to its attention by distance (ALiBi), and "
+                "cache policies change which key is where; use policy=full"
+            )
+        has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
+        for policy in policies:
+            if policy.narrows and has_windows:
+                raise ValueError(
+                    f"policy {type(policy).__name__} drops tokens between layers, but layers of model {model.name} "
+                    "look at windows of the text as it is; use a policy that only evicts, such as snapkv"
+                )
+
+    def by_layer(self, partition: ContextPartition, num_layers: int) -> list[ContextPartition]:
+        """The chunks that are left in each layer, as boundaries of their own.
+
+        Raises:
+            ValueError: several ranks, and a policy cannot know ahead how many tokens it leaves.
+        """
+        chain = partition.chain
+        lengths = [[0] * partition.num_ranks for _ in range(num_layers)]
+        for rank in chain:
+            chunk = len(partition.chunk(rank))
+            left = [chunk] * num_layers
+            for policy in self.of(is_last=rank == chain[-1]):
+                if policy.narrows and len(chain) > 1:
+                    left = [min(a, b) for a, b in zip(left, policy.layer_tokens(chunk, num_layers), strict=True)]
+            for layer in range(num_layers):
+                lengths[layer][rank] = left[layer]
+        return [ContextPartition(boundaries=(0, *accumulate(each))) for each in lengths]

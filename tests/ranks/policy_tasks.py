@@ -1,0 +1,31 @@
+"""What ranks run for the tests of cache policies."""
+
+from __future__ import annotations
+
+from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead.rank_policies import RankPolicies
+from runahead.report import GenerationBatch
+from tests.families import throughout
+from tests.ranks.tasks import tiny_model
+
+
+def generate(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    boundaries: tuple[int, ...],
+    policies: RankPolicies,
+    num_new: int = 4,
+    prefill: PrefillOptions | None = None,
+) -> GenerationBatch:
+    """What `Engine.generate` returns under policies."""
+    model = tiny_model(family)
+    engine = Engine(
+        model,
+        ranks,
+        prefill=prefill,
+        partition=lambda *_: ContextPartition(boundaries=boundaries),
+        policies=policies,
+    )
+    with throughout(model.dtype):
+        return engine.generate(prompts, GenerationOptions(max_new_tokens=num_new, ignore_eos=True))

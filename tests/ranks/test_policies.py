@@ -1,0 +1,169 @@
+"""Cache policies in a chain of ranks: what one rank would compute, and less of it on the wire and in memory."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM
+from policies.base import Policy
+from runahead import PrefillOptions
+from runahead.config import PrefillName, Transfer
+from runahead.rank_policies import RankPolicies
+from runahead.report import GenerationBatch
+from tests.conftest import RankPools
+from tests.families import prompt
+from tests.policies.running import Run
+from tests.ranks import policy_tasks
+from tests.ranks.tasks import tiny_model
+
+NUM_TOKENS = 60
+TOLERANCE = 1e-9  # float64; as in test_exactness
+PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=8)
+EVICTING = [StreamingLLM(budget=16), SnapKV(budget=16, window=4), PyramidKV(budget=16, window=4)]
+
+
+def generate(
+    rank_pools: RankPools,
+    bounds: tuple[int, ...],
+    policies: RankPolicies,
+    family: str = "llama",
+    *,
+    prompts: list[list[int]] | None = None,
+    num_new: int = 4,
+    prefill: PrefillOptions | None = None,
+) -> GenerationBatch:
+    """The same on every rank."""
+    prompts = prompts or [prompt(NUM_TOKENS)]
+    batches = rank_pools.run(
+        len(bounds) - 1, policy_tasks.generate, family, prompts, bounds, policies, num_new, prefill
+    )
+    assert all(batch.generations == batches[0].generations for batch in batches)
+    return batches[0]
+
+
+def logits(batch: GenerationBatch, row: int = 0) -> dict[int, float]:
+    return dict(batch.generations[row].first_token_logits_top5)
+
+
+def assert_same_answer(ours: GenerationBatch, theirs: GenerationBatch) -> None:
+    for row, (a, b) in enumerate(zip(ours.generations, theirs.generations, strict=True)):
+        assert a.new_token_ids == b.new_token_ids
+        assert logits(ours, row) == pytest.approx(logits(theirs, row), abs=TOLERANCE)
+    assert ours.ranks[-1].kept_tokens == theirs.ranks[-1].kept_tokens
+
+
+@pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 1, 59, 60), (0, 0, 40, 60)])
+def test_evicting_on_the_last_rank_is_what_one_rank_does(
+    rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
+) -> None:
+    """It has all K,V, and the queries of the window that votes if that is within its chunk."""
+    if isinstance(policy, SnapKV) and bounds[-1] - bounds[-2] < policy.window:
+        pytest.skip("part of the window is another rank's")
+    policies = RankPolicies.everywhere([policy])
+    prompts = [prompt(NUM_TOKENS), prompt(44, seed=3)]
+    alone = generate(rank_pools, (0, NUM_TOKENS), policies, num_new=24, prompts=prompts)
+    together = generate(rank_pools, bounds, policies, num_new=24, prompts=prompts)
+    assert_same_answer(together, alone)
+    assert max(alone.ranks[0].kept_tokens) < NUM_TOKENS
+
+
+def test_one_rank_alone_is_the_policy_step_by_step(rank_pools: RankPools) -> None:
+    ids = prompt(NUM_TOKENS)
+    for policy in (PYRAMID, H2O(budget=16)):
+        run = Run(tiny_model("llama"), [policy], [ids])
+        expected = run.prefill()[0]
+        batch = generate(rank_pools, (0, NUM_TOKENS), RankPolicies.everywhere([policy]))
+        for token, value in logits(batch).items():
+            assert value == pytest.approx(float(expected[token]), abs=TOLERANCE)
+        assert batch.ranks[0].kept_tokens == run.kept.num_slots
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+@pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 44, 60), (0, 0, 30, 60), (0, 1, 30, 60)])
+@pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "llama_deep"])
+def test_pyramid_on_every_rank_is_chunked_prefill_with_every_chunk_narrowed(
+    rank_pools: RankPools, family: str, bounds: tuple[int, ...], transfer: Transfer
+) -> None:
+    """One process that takes the same chunks one after the other has the same tokens left in every layer."""
+    prompts = [prompt(NUM_TOKENS), prompt(31, seed=4)]
+    run = Run(tiny_model(family), [PYRAMID], prompts)
+    expected = run.prefill([end - start for start, end in pairwise(bounds) if end > start])
+    policies = RankPolicies.everywhere([PYRAMID])
+    batch = generate(rank_pools, bounds, policies, family, prompts=prompts, prefill=PrefillOptions(transfer=transfer))
+    for row in range(2):
+        for token, value in logits(batch, row).items():
+            assert value == pytest.approx(float(expected[row, token]), abs=TOLERANCE)
+    assert batch.ranks[-1].kept_tokens == run.kept.num_slots
+
+
+def test_fewer_tokens_travel(rank_pools: RankPools) -> None:
+    """Exactly those that each layer has left, and so fewer than without."""
+    bounds, model = (0, 20, 44, 60), tiny_model("llama_deep")
+    lengths = [PYRAMID.lengths(end - start, model.num_layers) for start, end in pairwise(bounds)]
+    per_token = model.kv_shapes[0].bytes_per_token()
+    expected = [
+        sum(first for first in lengths[0]) * per_token,
+        sum(first + second for first, second in zip(lengths[0], lengths[1], strict=True)) * per_token,
+        0,
+    ]
+    batch = generate(rank_pools, bounds, RankPolicies.everywhere([PYRAMID]), "llama_deep")
+    assert [rank.kv_sent_bytes for rank in batch.ranks] == expected
+    full = generate(rank_pools, bounds, RankPolicies(), "llama_deep")
+    assert [rank.kv_sent_bytes for rank in full.ranks] == [20 * 12 * per_token, 44 * 12 * per_token, 0]
+    assert batch.ranks[-1].kv_kept_bytes < 0.8 * full.ranks[-1].kv_kept_bytes
+
+
+def test_policies_by_rank(rank_pools: RankPools) -> None:
+    """Narrowing on the last rank alone: earlier ranks' tokens all stay."""
+    bounds = (0, 35, 60)
+    batch = generate(rank_pools, bounds, RankPolicies(last=[PYRAMID]))
+    assert batch.ranks[1].kept_tokens == [35 + tokens for tokens in PYRAMID.lengths(25, 3)]
+    others = generate(rank_pools, bounds, RankPolicies(others=[PYRAMID]))
+    assert others.ranks[1].kept_tokens == [25 + tokens for tokens in PYRAMID.lengths(35, 3)]
+
+
+def test_steps_follow_each_other(rank_pools: RankPools) -> None:
+    policies = RankPolicies.everywhere([PYRAMID, StreamingLLM(budget=16)])
+    batch = generate(rank_pools, (0, 35, 60), policies, num_new=20)
+    assert batch.ranks[1].kept_tokens == [16, 16, 16]
+    assert (
+        batch.ranks[0].kv_sent_bytes
+        == generate(rank_pools, (0, 35, 60), RankPolicies.everywhere([PYRAMID])).ranks[0].kv_sent_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "policies", "prefill", "says"),
+    [
+        ("gemma2", RankPolicies(last=[PYRAMID]), None, "windows"),
+        ("bloom", RankPolicies(last=[StreamingLLM()]), None, "ALiBi"),
+        ("llama", RankPolicies(last=[PYRAMID]), PrefillOptions(name=PrefillName.tsp), "prefill=kv_runahead"),
+        (
+            "llama",
+            RankPolicies.everywhere([PyramidInfer(select="top_p")]),  # type: ignore[arg-type]
+            None,
+            "policy.select=top_k, or one rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    rank_pools: RankPools, family: str, policies: RankPolicies, prefill: PrefillOptions | None, says: str
+) -> None:
+    with pytest.raises(Exception, match=re.escape(says)):
+        generate(rank_pools, (0, 35, 60), policies, family, prefill=prefill)
+
+
+def test_windows_are_left_alone(rank_pools: RankPools) -> None:
+    """Layers with a window keep what they have; the others are cut back, and decoding goes on from both."""
+    policies = RankPolicies.everywhere([StreamingLLM(budget=16)])
+    alone = generate(rank_pools, (0, NUM_TOKENS), policies, "gemma2", num_new=24)
+    together = generate(rank_pools, (0, 35, 60), policies, "gemma2", num_new=24)
+    assert [generation.new_token_ids for generation in alone.generations] == [
+        generation.new_token_ids for generation in together.generations
+    ]
+    assert alone.ranks[0].kept_tokens[1] == together.ranks[1].kept_tokens[1] == 16
+    assert min(alone.ranks[0].kept_tokens[::2]) > 16

@@ -1,0 +1,84 @@
+"""policy= on the command line: which policies come of it, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.compose import compose_run
+from launch.policies import rank_policies
+from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
+from policies.snapkv import Pool
+from runahead.config import PolicyName
+from runahead.rank_policies import RankPolicies
+
+
+def policies(*overrides: str) -> RankPolicies:
+    return rank_policies(compose_run(overrides).policy)
+
+
+def test_every_policy_has_a_name_on_the_command_line() -> None:
+    assert {*POLICIES, "sequence", "per_rank"} == set(PolicyName.__members__)
+
+
+def test_nothing_said_keeps_everything() -> None:
+    assert not policies()
+    assert not policies("policy=full")
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+def test_a_name_alone_is_the_policy_with_its_defaults(name: str) -> None:
+    assert policies(f"policy={name}") == RankPolicies.everywhere([POLICIES[name]()])
+
+
+def test_options_reach_their_policy() -> None:
+    assert policies("policy=snapkv", "policy.budget=0.2", "policy.window=16", "policy.pool=avg") == (
+        RankPolicies.everywhere([SnapKV(budget=0.2, window=16, pool=Pool.avg)])
+    )
+    assert policies("policy=h2o", "policy.budget=512") == RankPolicies.everywhere([H2O(budget=512)])
+    assert policies("policy=pyramidinfer", "policy.mean_keep=0.7") == (
+        RankPolicies.everywhere([PyramidInfer(mean_keep=0.7)])
+    )
+
+
+def test_a_sequence_has_steps_with_options_of_their_own() -> None:
+    steps = "policy.steps=[pyramidinfer,{name:streaming_llm,budget:64,sinks:2}]"
+    expected = [PyramidInfer(), StreamingLLM(budget=64, sinks=2)]
+    assert policies("policy=sequence", steps) == RankPolicies.everywhere(expected)
+
+
+def test_ranks_may_differ() -> None:
+    found = policies("policy=per_rank", "policy.ranks.last=pyramidinfer", "policy.ranks.others=full")
+    assert found == RankPolicies(last=[PyramidInfer()])
+    found = policies(
+        "policy=per_rank", "policy.ranks.last={name:snapkv,budget:256}", "policy.ranks.others=pyramidinfer"
+    )
+    assert found == RankPolicies(last=[SnapKV(budget=256)], others=[PyramidInfer()])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy=quest"], "policy=quest is not one of"),
+        (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
+        (["policy=full", "policy.budget=3"], "full has no option budget"),
+        (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
+        (["policy=snapkv", "policy.budget=half"], "policy.budget=half must be"),
+        (["policy=snapkv", "policy.pool=median"], "policy.pool=median is not one of max, avg"),
+        (["policy=snapkv", "policy.window=wide"], "policy.window=wide is not a whole number"),
+        (["policy=pyramidinfer", "policy.schedule=steep"], "policy.schedule=steep is not one of"),
+        (["policy=sequence"], "needs steps"),
+        (["policy=sequence", "policy.steps=[h2o,pyramidinfer]"], "more than one policy that accumulates"),
+        (["policy=sequence", "policy.steps=[quest]"], "policy.steps=quest is not one of"),
+        (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
+        (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
+        (["policy=per_rank"], "needs policy.ranks.last"),
+        (["policy.ranks.last=h2o"], "add policy=per_rank"),
+        (["policy.ranks.first=h2o"], "unknown option policy.ranks.first"),
+        (["policy=h2o", "prefill=tsp"], "needs prefill=kv_runahead or prefill=single"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        policies(*overrides)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
