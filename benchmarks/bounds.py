@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.traffic import kv_bytes_per_token
-from partitioner.bounds import Attention, ttft_star
+from partitioner.bounds import ttft_star
 from partitioner.cluster import Cluster
 from partitioner.fingerprint import Fingerprint
 from partitioner.link import Link, Links
@@ -17,7 +17,7 @@ from partitioner.measure import probe_compute
 from partitioner.measured_cost import MeasuredCost
 from partitioner.planning import best_num_ranks, practical_bound
 from partitioner.simulation import simulate
-from runahead.config import Transfer
+from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition
 from runahead.model import Model
 from runahead.ranks import Ranks

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
+from runahead.config import Attention
 from runahead.context import ContextPartition
 
 ENTRIES_PER_TOKEN = 2
 """The paper's figures count K and V apart."""
-
-
-class Attention(Enum):
-    """How much of the attention map is computed: all of it, masked half included, or what causality leaves."""
-
-    dense = "dense"
-    causal = "causal"
 
 
 def ttft_star(ttft_one_s: float, num_ranks: int, attention: Attention) -> float:

@@ -9,10 +9,9 @@ measurements serve both.
 
 from __future__ import annotations
 
-from partitioner.bounds import Attention
 from partitioner.cluster import Cluster
 from partitioner.simulation import Simulated
-from runahead.config import Transfer
+from runahead.config import Attention, Transfer
 
 
 def simulate_tsp(

@@ -59,6 +59,8 @@ class Transfer(Enum):
 
 
 class Attention(Enum):
+    """How much of the attention map is computed: all of it, masked half included, or what causality leaves."""
+
     dense = "dense"
     causal = "causal"
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 
 from partitioner.bounds import (
-    Attention,
     chain_dot_products,
     chain_tokens,
     even_chain_tokens,
@@ -13,6 +12,7 @@ from partitioner.bounds import (
     tsp_tokens,
     ttft_star,
 )
+from runahead.config import Attention
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import partitions
 

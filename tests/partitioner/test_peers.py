@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.bounds import Attention, tsp_tokens
+from partitioner.bounds import tsp_tokens
 from partitioner.compute_cost import rank_s
 from partitioner.link import Link, Links
 from partitioner.peers import simulate_tsp, simulate_zigzag
 from partitioner.planning import best_split
 from partitioner.simulation import simulate
-from runahead.config import Transfer
+from runahead.config import Attention, Transfer
 from runahead.context import even
 from tests.partitioner.clusters import LLAMA_KV_BYTES, llama, llama_cluster, random_clusters
 
