@@ -143,6 +143,18 @@ def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
     return budget if isinstance(budget, int) else max(1, round(budget * prompt_tokens))
 
 
+def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: int, recent: int, pads: list[int]) -> Tensor:
+    """Slots (B, K, num_kept), ascending: first tokens, last ones, then those with the highest scores; padding last."""
+    score_BKn = score_BKn.clone()
+    score_BKn[..., score_BKn.shape[-1] - recent :] = math.inf
+    for row, pad in enumerate(pads):
+        score_BKn[row, :, :pad] = -math.inf
+        score_BKn[row, :, pad : pad + sinks] = math.inf
+    # Stable, so that of equal scores (pooled ones) the earlier is kept, wherever padding has moved them.
+    best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
+    return best_first[..., :num_kept].sort(dim=-1).values
+
+
 @dataclass(kw_only=True)
 class Scorer(Policy, ABC):
     """Keeps the sink tokens, the recent ones, and of the others those with the highest scores.
@@ -187,12 +199,5 @@ class Scorer(Policy, ABC):
         patience = self.evict_every - 1 if view.phase is Phase.decode else 0
         if n <= m + patience:
             return None
-        score_BKn = self.score(view).float().clone()
         sinks = min(self.sinks, m)
-        score_BKn[..., n - min(self.recent, m - sinks) :] = math.inf
-        for row, pad in enumerate(view.pads):
-            score_BKn[row, :, :pad] = -math.inf
-            score_BKn[row, :, pad : pad + sinks] = math.inf
-        # Stable, so that of equal scores (pooled ones) the earlier is kept, wherever padding has moved them.
-        best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
-        return best_first[..., :m].sort(dim=-1).values
+        return best_slots(self.score(view).float(), m, sinks=sinks, recent=min(self.recent, m - sinks), pads=view.pads)

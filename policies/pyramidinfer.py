@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, choice
+from policies.base import LayerView, Phase, Policy, best_slots, choice
 
 
 class Schedule(Enum):
@@ -163,13 +163,8 @@ class PyramidInfer(Policy):
         m = self.lengths(view.prompt_tokens, view.num_layers)[view.layer]
         if view.num_slots < m + self.evict_every or view.carried_BKn is None:
             return None
-        score_B1n = view.carried_BKn[:, :1].clone()
-        score_B1n[..., -self.recent(view.prompt_tokens) :] = math.inf
-        for row, pad in enumerate(view.pads):
-            score_B1n[row, :, :pad] = -math.inf
-            score_B1n[row, :, pad : pad + self.sinks] = math.inf
-        best_first = score_B1n.sort(dim=-1, descending=True, stable=True).indices
-        return best_first[..., :m].sort(dim=-1).values
+        recent = self.recent(view.prompt_tokens)
+        return best_slots(view.carried_BKn[:, :1], m, sinks=self.sinks, recent=recent, pads=view.pads)
 
     def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
         voters = recent if self.voters is None else min(recent, self.voters)

@@ -35,7 +35,6 @@ class KeptAttention(CausalAttention):
         kept.append(k_BKCH, v_BKCV, positions_BC, self.new_tokens.pads(num_new))
         # From here on positions are those of slots, which are in causal order.
         self.start, self.pads = start, kept.pads
-        self.kept.peak_bytes = max(self.kept.peak_bytes, self.kept.num_bytes)
         out_BNCV = self.attend_to_slab(kept.slab(), q_BNCH, terms)
         self.steps.run(layer, kept, q_BNCH, terms)
         return out_BNCV

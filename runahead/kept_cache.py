@@ -62,9 +62,6 @@ class KeptLayer:
         """Number of the next slot."""
         return self.first + self.num_slots
 
-    def keys_BKnH(self) -> Tensor:  # noqa: N802
-        return self.slab().read(self.first, self.end)[0]
-
     def positions_BKn(self) -> Tensor:  # noqa: N802
         return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
 

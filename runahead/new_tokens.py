@@ -39,10 +39,15 @@ class NewTokens:
 
     def pads(self, num_new: int) -> list[int]:
         """How many of the tokens that are left are padding, by row: padding goes before tokens do."""
-        tokens = [min(self.chunk_tokens, max(0, self.start + self.chunk_tokens - pad)) for pad in self.row_pads]
-        return [max(0, num_new - each) for each in tokens]
+        chunk = range(self.start, self.start + self.chunk_tokens)
+        return [max(0, num_new - tokens_behind(pad, chunk)) for pad in self.row_pads]
 
     def narrow(self, selected_Bc: Tensor) -> None:
         """Go on with these of the tokens that are left, ascending, from the next layer on."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)
         self.pending_Bc = selected_Bc
+
+
+def tokens_behind(pad: int, chunk: range) -> int:
+    """Tokens of a chunk that are no padding."""
+    return min(len(chunk), max(0, chunk.stop - pad))

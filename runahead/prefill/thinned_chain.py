@@ -22,7 +22,7 @@ from runahead.context import ContextPartition
 from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.kv_cache import KVCache, KVSlab
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
-from runahead.new_tokens import NewTokens
+from runahead.new_tokens import NewTokens, tokens_behind
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
@@ -61,7 +61,7 @@ class ThinnedAttention(ChainAttention):
         # Rows with fewer tokens than are left keep some of their padding, in front.
         self.pads = [
             sum(
-                max(0, self._left(layer, rank, num_new) - _tokens_behind(pad, self._chunks.chunk(rank)))
+                max(0, self._left(layer, rank, num_new) - tokens_behind(pad, self._chunks.chunk(rank)))
                 for rank in partition.chain
                 if rank <= self._rank
             )
@@ -146,8 +146,3 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         result.kv_peak_bytes += kept.peak_bytes
         result.kv_kept_bytes, result.kept_tokens = kept.num_bytes, kept.num_slots
     return result
-
-
-def _tokens_behind(pad: int, chunk: range) -> int:
-    """Tokens of a chunk that are no padding."""
-    return min(len(chunk), max(0, chunk.stop - pad))
