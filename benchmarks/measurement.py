@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
+from benchmarks.compute_only import ComputeOnly
 from benchmarks.memory import PeakMemory
 from benchmarks.options import BenchRun
 from benchmarks.plain_transformers import PlainTransformers
 from benchmarks.traffic import NetworkCards
-from benchmarks.variants import VARIANTS, Split, Traffic
+from benchmarks.variants import BOUND, VARIANTS, Split, Traffic
 from runahead import context
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
@@ -77,7 +78,10 @@ class Contenders:
         self._memory, self._cards = PeakMemory(ranks.device), NetworkCards(ranks)
         self._engines: dict[str, Engine] = {}
         self._plain: PlainTransformers | None = None
+        self._compute_only = ComputeOnly(model, ranks)
         for name in run.bench.variants:
+            if name == BOUND:
+                continue
             options = prefill_options(name, run.prefill.layers_in_flight)
             if options is None:
                 self._plain = ranks.together("plain transformers", lambda: _plain(run, ranks))
@@ -119,6 +123,8 @@ class Contenders:
         )
 
     def _generate(self, name: str, ids: list[int]) -> _Outcome:
+        if name == BOUND:
+            return self._compute(ids)
         if name not in self._engines:
             return self._generate_plainly(ids)
         batch = self._engines[name].generate([ids], GenerationOptions(max_new_tokens=1))
@@ -129,6 +135,16 @@ class Contenders:
             boundaries=batch.boundaries,
             sent_bytes=None if activations else sum(rank.kv_sent_bytes for rank in batch.ranks),
             kv_peak_bytes=[rank.kv_peak_bytes for rank in batch.ranks],
+        )
+
+    def _compute(self, ids: list[int]) -> _Outcome:
+        partition = self._split(BOUND, len(ids), self._ranks.size)
+        return _Outcome(
+            ttft_s=self._compute_only.ttft_s(ids, partition),
+            first_token=None,
+            boundaries=list(partition.boundaries),
+            sent_bytes=0,
+            kv_peak_bytes=[0] * self._ranks.size,
         )
 
     def _generate_plainly(self, ids: list[int]) -> _Outcome:

@@ -54,6 +54,7 @@ LOOKS = {
     "zigzag_ring": Look(GREEN, "v", "--"),
     "zigzag_direct": Look(GREEN, "<", ":"),
     "tensor": Look(PURPLE, "*"),
+    "compute_only": Look(MUTED, ".", ":"),
     "plain_transformers": Look(SKY, "h"),
 }
 HATCHES = {"-": "", "--": "//", ":": ".."}

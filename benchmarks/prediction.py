@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node=2 benchmarks/prediction.py --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
 
-Measures compute and link, predicts every split, then runs all of them in turn. Appends a JSON line per point to
-benchmarks/results/prediction.jsonl and draws docs/prediction.png.
+Measures compute and runs every split, in turn, round after round, so that a machine whose speed drifts does not decide;
+then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl and
+draws docs/prediction.png.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from partitioner.link import Links  # noqa: E402
 from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
+from partitioner.measured_cost import MeasuredCost  # noqa: E402
 from partitioner.simulation import Cluster, simulate  # noqa: E402
 from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
 
@@ -38,36 +40,51 @@ def main() -> None:
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
         chunks, prefixes = [256, 512, 1024, 2048, 4096], [256, 512, 1024, 2048, 4096]
-        compute = ranks.broadcast(probe_compute(model, chunks=chunks, prefixes=prefixes), 0, "the compute cost")
         link = ping(ranks)
         assert link is not None
+        live = {length: LiveCost(model, ranks, PrefillOptions(), length) for length in options.lengths}
+        splits = {
+            length: [from_ratios([ratio, 1 - ratio])(length, ranks.size) for ratio in options.ratios]
+            for length in options.lengths
+        }
+        probes, runs = [], {(length, split): [] for length in options.lengths for split in splits[length]}
+        for length in options.lengths:
+            live[length].run(splits[length][0])  # warm up
+        for _ in tqdm(range(options.repeats), disable=ranks.rank != 0):
+            probed = probe_compute(model, chunks=chunks, prefixes=prefixes, repeats=1)
+            probes.append(ranks.broadcast(probed, 0, "the compute cost"))
+            for length, split in runs:
+                runs[length, split].append(live[length].run(split))
         cluster = Cluster(
-            compute=compute,
+            compute=medians(probes),
             speed=[1.0] * ranks.size,
             links=Links(ranks.size, link),
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
         )
         lines = []
-        for length in tqdm(options.lengths, disable=ranks.rank != 0):
-            splits = [from_ratios([ratio, 1 - ratio])(length, ranks.size) for ratio in options.ratios]
-            live = LiveCost(model, ranks, PrefillOptions(), length)
-            live.run(splits[0])  # warm up
-            seconds = [[live.run(split) for split in splits] for _ in range(options.repeats)]
-            for at, split in enumerate(splits):
-                runs = [run[at] for run in seconds]
-                predicted_s = simulate(split, cluster).ttft_s
-                lines.append(
-                    {
-                        "length": length,
-                        "boundaries": split.boundaries,
-                        "predicted_s": predicted_s,
-                        "measured_s": runs,
-                        "error": predicted_s / statistics.median(runs) - 1,
-                    }
-                )
+        for (length, split), measured_s in runs.items():
+            predicted_s = simulate(split, cluster).ttft_s
+            lines.append(
+                {
+                    "length": length,
+                    "boundaries": split.boundaries,
+                    "predicted_s": predicted_s,
+                    "measured_s": measured_s,
+                    "error": predicted_s / statistics.median(measured_s) - 1,
+                }
+            )
         if ranks.rank == 0:
             report(lines, options.picture)
             print(f"link: {link.latency_s * 1e6:.0f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s")
+
+
+def medians(costs: list[MeasuredCost]) -> MeasuredCost:
+    """Point by point."""
+    points = {
+        name: {at: statistics.median(getattr(cost, name)[at] for cost in costs) for at in getattr(costs[0], name)}
+        for name in ("first_s", "between_s", "own_s", "last_s", "prefix_s")
+    }
+    return MeasuredCost(num_layers=costs[0].num_layers, **points)
 
 
 def report(lines: list[dict[str, Any]], picture: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.lines import Line
-from benchmarks.variants import BASELINE, OURS
+from benchmarks.variants import BASELINE, BOUND, OURS
 from partitioner.picture_style import seconds, tokens
 
 COLUMNS = (
@@ -26,7 +26,8 @@ COLUMNS = (
 )
 NOTES = (
     "TTFT: time to first token. `over single`, `kvr_s over it`: median of the ratios round by round, with their range. "
-    "TTFT(p): the best split if K,V arrived at once, from measured compute. FLOPS: operations of the causal prompt "
+    "TTFT(p): the best split if K,V arrived at once, as compute_only in the same rounds, else predicted from measured "
+    "compute. FLOPS: operations of the causal prompt "
     "over the measured peak of all ranks. Sent (K,V), formula (K,V; hidden states for tensor), on the wire (headers "
     "included): all ranks together, per prompt. Peaks: of the rank with the most; memory is that of the process, with "
     "the weights of every variant that loads its own."
@@ -42,7 +43,6 @@ def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
             continue
         point, line = points[name], points[name].line
         ttft = point.seconds
-        bounds = line["bounds"]
         flops = line["flops"]
         utilisation = "-" if flops is None else f"{sum(flops.values()) / ttft.median / line['peak_flops']:.0%}"
         found.append(
@@ -52,7 +52,7 @@ def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
                 f"{seconds(ttft.low)} to {seconds(ttft.high)} ({ttft.number})",
                 _ratio(point, points.get(BASELINE)),
                 _ratio(points.get(OURS), point),
-                f"{bounds['free_s'] / ttft.median:.0%}",
+                _of_bound(point, points.get(BOUND)),
                 utilisation,
                 mebibytes(line["sent_bytes"]),
                 mebibytes(line["formula_bytes"]),
@@ -69,6 +69,14 @@ def _ratio(faster: Point | None, other: Point | None) -> str:
         return "-"
     spread = faster.faster_than(other)
     return "-" if spread is None else spread_text(spread)
+
+
+def _of_bound(point: Point, bound: Point | None) -> str:
+    """TTFT(p) over this TTFT: as both were measured in the same rounds, else as it was predicted."""
+    spread = None if bound is None or bound is point else point.faster_than(bound)
+    if spread is None:
+        return f"{point.line['bounds']['free_s'] / point.seconds.median:.0%}"
+    return f"{spread.median:.1%} ({spread.low:.1%} to {spread.high:.1%})"
 
 
 def spread_text(spread: Spread) -> str:

@@ -33,7 +33,7 @@ class Variant:
 
     Attributes:
         what: in a few words, for readers.
-        prefill: options of `PrefillOptions`; None is not run by the engine.
+        prefill: options of `PrefillOptions`; None is not run by the engine, but by the benchmark itself.
         split: where its partition comes from.
         traffic: what it moves.
     """
@@ -74,13 +74,19 @@ VARIANTS: dict[str, Variant] = {
         prefill={"name": "tensor"},
         traffic=Traffic.activations,
     ),
+    "compute_only": Variant(
+        what="TTFT(p), measured: the chunks of kvr_free with all K,V there",
+        prefill=None,
+        split=Split.free,
+        traffic=Traffic.nothing,
+    ),
     "plain_transformers": Variant(
         what="transformers in one process with the threads of all ranks", prefill=None, traffic=Traffic.nothing
     ),
 }
 
-BASELINE, OURS = "single", "kvr_s"
-"""What speed-ups are over, and what the others are compared with."""
+BASELINE, OURS, BOUND = "single", "kvr_s", "compute_only"
+"""What speed-ups are over, what the others are compared with, and what nobody with these ranks can beat."""
 
 
 def check_names(names: list[str]) -> None:

@@ -22,7 +22,7 @@ from launch.bench import main
 
 BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
-VARIANTS += ["zigzag_direct", "tensor", "plain_transformers"]
+VARIANTS += ["zigzag_direct", "tensor", "compute_only", "plain_transformers"]
 KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
 """Keys and values x KV heads x head dim x float32 x layers."""
 
@@ -83,6 +83,9 @@ def test_every_variant_and_length_has_a_line_with_all_its_runs(measured: tuple[P
         found = by_variant(measured[0], length)
         assert list(found) == VARIANTS
         assert all([run["round"] for run in line["runs"]] == [0, 1] for line in found.values())
+        bound = found.pop("compute_only")  # computes with made-up K,V, along the split of TTFT(p)
+        assert (bound["first_token"], bound["sent_bytes"]) == (None, 0)
+        assert bound["boundaries"] == bound["bounds"]["free_boundaries"]
         assert len({line["first_token"] for line in found.values()}) == 1
         assert all(line["bounds"]["free_s"] <= line["bounds"]["single_s"] for line in found.values())
 
