@@ -14,8 +14,12 @@ from runahead.whole_file import write_whole
 Line = dict[str, Any]
 
 
-def read(path: str | os.PathLike[str]) -> list[Line]:
+def read(path: str | os.PathLike[str], *, option: str = "bench.results", kind: str = "variant") -> list[Line]:
     """All lines of a file; none if it is not there.
+
+    Args:
+        option: the command line's name for the file.
+        kind: a field that every line has.
 
     Raises: ValueError: a line that is no JSON object; it names the file and the line.
     """
@@ -29,8 +33,8 @@ def read(path: str | os.PathLike[str]) -> list[Line]:
             line = json.loads(text)
         except ValueError:
             line = None
-        if not isinstance(line, dict) or "variant" not in line:
-            raise ValueError(f"bench.results={os.fspath(path)}: line {number} is no measurement; remove it")
+        if not isinstance(line, dict) or kind not in line:
+            raise ValueError(f"{option}={os.fspath(path)}: line {number} is no measurement; remove it")
         lines.append(line)
     return lines
 

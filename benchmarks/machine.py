@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def commit() -> str | None:
     return described + ("-dirty" if changed else "")
 
 
-def code() -> str:
+def code(packages: Sequence[str] = MEASURED) -> str:
     """A digest of the code that is measured. Unlike a commit it tells two changed checkouts apart."""
     digest = hashlib.sha256()
-    for path in sorted(path for package in MEASURED for path in (ROOT / package).rglob("*.py")):
+    for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

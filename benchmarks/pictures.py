@@ -53,6 +53,8 @@ LOOKS = {
     "zigzag": Look(GREEN, "^"),
     "zigzag_ring": Look(GREEN, "v", "--"),
     "zigzag_direct": Look(GREEN, "<", ":"),
+    "single_pyramidinfer": Look(BLACK, "o", ":"),
+    "kvr_pyramidinfer": Look(VERMILION, "o", ":"),
     "tensor": Look(PURPLE, "*"),
     "compute_only": Look(MUTED, ".", ":"),
     "plain_transformers": Look(SKY, "h"),

@@ -26,7 +26,7 @@ from partitioner.link import Links  # noqa: E402
 from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
 from partitioner.measured_cost import MeasuredCost  # noqa: E402
 from partitioner.simulation import Cluster, simulate  # noqa: E402
-from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
+from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
 
 
 def main() -> None:
@@ -47,7 +47,10 @@ def main() -> None:
             length: [from_ratios([ratio, 1 - ratio])(length, ranks.size) for ratio in options.ratios]
             for length in options.lengths
         }
-        probes, runs = [], {(length, split): [] for length in options.lengths for split in splits[length]}
+        probes: list[MeasuredCost] = []
+        runs: dict[tuple[int, ContextPartition], list[float]] = {
+            (length, split): [] for length in options.lengths for split in splits[length]
+        }
         for length in options.lengths:
             live[length].run(splits[length][0])  # warm up
         for _ in tqdm(range(options.repeats), disable=ranks.rank != 0):

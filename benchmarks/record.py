@@ -99,11 +99,12 @@ class Record:
                 for number, each in enumerate(runs)
             ],
             "sent_bytes": last.sent_bytes,
-            "formula_bytes": formula_bytes(variant.traffic, partition, model),
+            "formula_bytes": formula_bytes(variant.traffic, partition, model, variant.policies),
             "kv_bytes_per_token": kv_bytes_per_token(model.kv_shapes),
             "wire_bytes": last.wire_bytes,
             "memory": {
                 "of": self.shared["memory_is_of"],
+                "kv_kept_bytes": last.kv_kept_bytes,
                 "kv_peak_bytes": [max(peaks) for peaks in zip(*(each.kv_peak_bytes for each in runs), strict=True)],
                 "peak_bytes": [max(peaks) for peaks in zip(*(each.peak_bytes for each in runs), strict=True)],
             },

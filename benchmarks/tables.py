@@ -21,16 +21,17 @@ COLUMNS = (
     "sent",
     "formula",
     "on the wire",
+    "K,V kept",
     "K,V peak",
     "memory peak",
 )
 NOTES = (
     "TTFT: time to first token. `over single`, `kvr_s over it`: median of the ratios round by round, with their range. "
     "TTFT(p): the best split if K,V arrived at once, as compute_only in the same rounds, else predicted from measured "
-    "compute. FLOPS: operations of the causal prompt "
-    "over the measured peak of all ranks. Sent (K,V), formula (K,V; hidden states for tensor), on the wire (headers "
-    "included): all ranks together, per prompt. Peaks: of the rank with the most; memory is that of the process, with "
-    "the weights of every variant that loads its own."
+    "compute. FLOPS: operations of the causal prompt over the measured peak of all ranks. Sent (K,V), formula (K,V; "
+    "hidden states for tensor), on the wire (headers included), kept (K,V behind the first token): all ranks together, "
+    "per prompt. Peaks: of the rank with the most; memory is that of the process, with the weights of every variant "
+    "that loads its own."
 )
 Rows = list[tuple[str, ...]]
 
@@ -57,6 +58,7 @@ def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
                 mebibytes(line["sent_bytes"]),
                 mebibytes(line["formula_bytes"]),
                 mebibytes(line["wire_bytes"]),
+                mebibytes(line["memory"].get("kv_kept_bytes")),
                 mebibytes(max(line["memory"]["kv_peak_bytes"])),
                 mebibytes(max(line["memory"]["peak_bytes"])),
             )

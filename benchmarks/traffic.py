@@ -8,6 +8,7 @@ import psutil
 
 from benchmarks.variants import Traffic
 from partitioner.bounds import chain_tokens, tsp_tokens
+from policies.base import Policy
 from runahead.context import ContextPartition, even
 from runahead.kv_cache import KVShape
 from runahead.model import Model
@@ -20,7 +21,7 @@ def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
     return sum(shape.bytes_per_token() for shape in shapes)
 
 
-def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model) -> int:
+def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, policies: Sequence[Policy] = ()) -> int:
     """Bytes of one prompt that all ranks together send: K,V, or hidden states in tensor parallelism.
 
     Layers with a sliding window send less than a chain's formula says.
@@ -28,7 +29,10 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model) -
     if traffic is Traffic.activations:
         return allreduce_bytes(model, partition.num_tokens, partition.num_ranks)
     last = model.num_layers - 1
-    tokens = [_tokens(traffic, partition, in_last_layer=layer == last) for layer in range(model.num_layers)]
+    if traffic is Traffic.narrowed:
+        tokens = narrowed_tokens(policies, partition, model.num_layers)
+    else:
+        tokens = [_tokens(traffic, partition, in_last_layer=layer == last) for layer in range(model.num_layers)]
     return sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
 
 
@@ -52,6 +56,20 @@ def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool
     if in_last_layer:
         return num_tokens - early[-1] - late[-1]
     return (p - 1) * sum(early) + sum((p - 1 - rank) * length for rank, length in enumerate(late))
+
+
+def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num_layers: int) -> list[int]:
+    """Of each layer: every rank but the last passes on what its own and all earlier chunks have left there."""
+    sent = [0] * num_layers
+    prefix = [0] * num_layers
+    for length in partition.chunk_lengths[:-1]:
+        left = [length] * num_layers
+        for policy in policies:
+            if policy.narrows:
+                left = [min(pair) for pair in zip(left, policy.layer_tokens(length, num_layers, prefix), strict=True)]
+        prefix = [before + own for before, own in zip(prefix, left, strict=True)]
+        sent = [total + on for total, on in zip(sent, prefix, strict=True)]
+    return sent
 
 
 class NetworkCards:

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from policies.base import Policy
+from policies.pyramidinfer import PyramidInfer
+
+MEAN_KEEP = 0.6
+"""Of PyramidInfer: share of the prompt's K,V that it keeps."""
+
 
 class Split(Enum):
     """Where a variant's context partition comes from."""
@@ -24,6 +30,7 @@ class Traffic(Enum):
     chain = "the sum of the inner boundaries"
     gathered = "(p - 1) C"
     wanted = "of zigzag chunks those that the receiver attends to: 3/4 (p - 1) C, less in the last layer"
+    narrowed = "as chain, of the tokens that PyramidInfer leaves in each layer"
     activations = "hidden states, not K,V"
 
 
@@ -36,12 +43,19 @@ class Variant:
         prefill: options of `PrefillOptions`; None is not run by the engine, but by the benchmark itself.
         split: where its partition comes from.
         traffic: what it moves.
+        narrows: PyramidInfer is at work, so that what comes out is not exact.
     """
 
     what: str
     prefill: Mapping[str, str] | None = field(default_factory=dict)
     split: Split = Split.own
     traffic: Traffic = Traffic.chain
+    narrows: bool = False
+
+    @property
+    def policies(self) -> list[Policy]:
+        """At work on every rank."""
+        return [PyramidInfer(mean_keep=MEAN_KEEP)] if self.narrows else []
 
 
 def _chain(what: str, split: Split, **prefill: str) -> Variant:
@@ -69,16 +83,29 @@ VARIANTS: dict[str, Variant] = {
     "zigzag": _zigzag("zigzag chunks, all-gather", "all_gather"),
     "zigzag_ring": _zigzag("zigzag chunks, ring", "ring"),
     "zigzag_direct": _zigzag("zigzag chunks, what is attended to", "direct", Traffic.wanted),
-    "tensor": Variant(
-        what="tensor parallelism of transformers",
-        prefill={"name": "tensor"},
-        traffic=Traffic.activations,
-    ),
     "compute_only": Variant(
         what="TTFT(p), measured: the chunks of kvr_free with all K,V there",
         prefill=None,
         split=Split.free,
         traffic=Traffic.nothing,
+    ),
+    "single_pyramidinfer": Variant(
+        what=f"one rank alone, PyramidInfer keeping {MEAN_KEEP:.0%}",
+        prefill={"name": "single"},
+        traffic=Traffic.nothing,
+        narrows=True,
+    ),
+    "kvr_pyramidinfer": Variant(
+        what=f"KV-Runahead, searched split, PyramidInfer keeping {MEAN_KEEP:.0%} on every rank",
+        prefill={"name": "kv_runahead"},
+        split=Split.searched,
+        traffic=Traffic.narrowed,
+        narrows=True,
+    ),
+    "tensor": Variant(
+        what="tensor parallelism of transformers",
+        prefill={"name": "tensor"},
+        traffic=Traffic.activations,
     ),
     "plain_transformers": Variant(
         what="transformers in one process with the threads of all ranks", prefill=None, traffic=Traffic.nothing

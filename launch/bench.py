@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.lines import Line
     from benchmarks.measurement import Contenders, Run
     from benchmarks.record import Record
+    from launch.progress import Bar
     from partitioner.link import Link
     from runahead.context import Partitioner
     from runahead.model import Model
@@ -35,7 +36,8 @@ States what compute allows, then runs variants in turn (A B C A B C ...) on the 
 and appends a JSON line per variant and length to bench.results. python -m benchmarks.plot draws and tabulates them.
 
   bench.variants=[single,kvr_s,zigzag,tsp]   of {", ".join(list(VARIANTS)[:7])},
-                                             {", ".join(list(VARIANTS)[7:])}
+                                             {", ".join(list(VARIANTS)[7:12])},
+                                             {", ".join(list(VARIANTS)[12:])}
   bench.lengths=[1024,2048,4096]   bench.pairs=5 (rounds)   bench.warmup=1   bench.probe_repeats=3
   bench.results=benchmarks/results/bench.jsonl   bench.resume=false   bench.compute=<json>
   bench.network=given|netns        link.gbps=<rate or list>   link.compute_share=<share or list>
@@ -82,6 +84,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     from benchmarks.network.interruptions import signals_raise
     from benchmarks.record import Record
     from launch.partitions import check_table, partitioner
+    from launch.progress import Bar
     from partitioner.fingerprint import Fingerprint
 
     given = partitioner(run.partition, ranks)
@@ -97,7 +100,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
         say(f"nothing to do: {run.bench.results} has {run.bench.pairs} rounds of everything (bench.resume=true)")
         return
 
-    with _Bar(ranks, "measuring compute") as bar:
+    with Bar("measuring compute", shown=ranks.rank == 0) as bar:
         compute = measure_compute(
             model,
             ranks,
@@ -121,7 +124,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     for length in run.bench.lengths:
         for name in run.bench.variants:
             _set_split(run, ranks, contenders, name, length, compute, link, bounds[length])
-    with _Bar(ranks, "measuring") as bar, signals_raise():
+    with Bar("measuring", shown=ranks.rank == 0) as bar, signals_raise():
         bar.total = sum(
             bounds[length].single_s * (run.bench.warmup + left) * len(run.bench.variants)
             for length, left in rounds_left.items()
@@ -212,7 +215,7 @@ def _measure(
     length: int,
     rounds: int,
     bounds: Bounds,
-    bar: _Bar,
+    bar: Bar,
 ) -> None:
     """All rounds of one length. What was measured before an interruption is kept."""
     from benchmarks.measurement import check_agreement, prompt
@@ -293,45 +296,6 @@ def _table_of(written: list[Line], length: int) -> str:
     [(network, _)] = comparison.points
     table = text([COLUMNS, *rows(comparison.points[network, length], [line["variant"] for line in written])])
     return f"{length} tokens, {network}\n{table}"
-
-
-class _Bar:
-    """Progress on rank 0's standard error, with the time left as the runs so far let expect it."""
-
-    def __init__(self, ranks: Ranks, text: str) -> None:
-        from tqdm import tqdm
-
-        shape = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-        self._tqdm = tqdm(total=1, desc=text, bar_format=shape, disable=ranks.rank != 0, leave=False, mininterval=0.5)
-
-    @property
-    def total(self) -> float:
-        return float(self._tqdm.total)
-
-    @total.setter
-    def total(self, value: float) -> None:
-        self._tqdm.total = value
-
-    def say(self, text: str) -> None:
-        self._tqdm.set_postfix_str(text)
-
-    def advance(self, amount: float) -> None:
-        self._tqdm.update(amount)
-
-    def step_of(self, total: int, text: str) -> None:
-        self.total = total
-        self.say(text)
-        self.advance(1)
-
-    def clear(self) -> None:
-        """Make room for a line of text."""
-        self._tqdm.clear()
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tqdm.close()
 
 
 if __name__ == "__main__":

@@ -34,11 +34,13 @@ VERBATIM = ("prompt.text", "prompt.question", "generation.stop")
 FILE_NAMES = (
     "prompt.file",
     "prompt.ids_file",
+    "text.file",
     "model.path",
     "model.config",
     "partition.table",
     "table",
     "report",
+    "lines",
     "timeline",
     "bench.results",
     "bench.compute",
@@ -58,17 +60,19 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
+                               prefill.chunk_tokens=<n, on one rank>
   partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
                                partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>
   policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
+                               policy.positions=original|reencoded
                                policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
                                policy.window=32   policy.kernel=7   policy.pool=max|avg
                                policy.recent_share=0.5   policy.beta=20
          pyramidinfer          policy.mean_keep=0.6   policy.recent_ratio=0.2   policy.min_tokens=64
                                policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
-                               policy.voters=<n>   policy.newest_weight=1.2
+                               policy.voters=<n>   policy.newest_weight=1.2   policy.budget=<tokens>
                                policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
          sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
          per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>

@@ -51,8 +51,10 @@ def infer(
     from runahead.model import Model
     from runahead.prefill import PREFILLS
     from runahead.prefill.tensor import share_out
+    from runahead.rank_policies import RankPolicies
 
-    prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, ranks.size))
+    policies = policies or RankPolicies()
+    prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, policies, ranks.size))
     model = ranks.together(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
@@ -94,12 +96,13 @@ def infer(
     return batches
 
 
-def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts:
+def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
     from launch.prompts import check_lengths, read_prompts
     from runahead import loading
     from runahead.model import max_positions
     from runahead.prefill import PREFILLS
+    from runahead.text_limits import check_chunk_tokens
     from runahead.timeline import picture_path
     from runahead.whole_file import ensure_writable
 
@@ -119,9 +122,17 @@ def _prepare(run: RunOptions, partition: Partitioner, num_ranks: int) -> Prompts
         vocab_size=config.vocab_size,
         seed=run.model.seed,
     )
-    check_lengths(prompts.ids, max_new_tokens=run.generation.max_new_tokens, max_positions=max_positions(config))
+    check_lengths(
+        prompts.ids,
+        max_new_tokens=run.generation.max_new_tokens,
+        max_positions=max_positions(config),
+        num_layers=config.num_hidden_layers,
+        policies=policies,
+        prefill=run.prefill,
+        num_ranks=num_ranks,
+    )
     if run.prefill.takes_partition:
-        partition(len(prompts.ids[0]), num_ranks)
+        check_chunk_tokens(run.prefill, len(partition(len(prompts.ids[0]), num_ranks).chain))
     return prompts
 
 

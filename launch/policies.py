@@ -18,21 +18,33 @@ def rank_policies(options: PolicyOptions) -> RankPolicies:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
     """
     if options.name is not PolicyName.per_rank:
-        return RankPolicies.everywhere(_policies(_given(options), "policy"))
+        return RankPolicies.everywhere(policies_of(_given(options), "policy"), options.positions)
     return RankPolicies(
-        last=_policies(options.ranks.last or "full", "policy.ranks.last"),
-        others=_policies(options.ranks.others or "full", "policy.ranks.others"),
+        positions=options.positions,
+        last=policies_of(options.ranks.last or "full", "policy.ranks.last"),
+        others=policies_of(options.ranks.others or "full", "policy.ranks.others"),
     )
+
+
+SHARED = ("ranks", "positions")
+"""Options that are no policy's own."""
 
 
 def _given(options: PolicyOptions) -> dict[str, Any]:
     """The name and what was set beside it."""
-    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "ranks"}
+    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in SHARED}
     return {"name": options.name.name} | {name: value for name, value in given.items() if value is not None}
 
 
-def _policies(step: Any, option: str) -> list[Policy]:
-    """Policies of a step: a name, {name: ..., and its options}, or a sequence of steps."""
+def policies_of(step: Any, option: str) -> list[Policy]:
+    """Policies of a step: a name, {name: ..., and its options}, or a sequence of steps.
+
+    Args:
+        option: what messages are to call it.
+
+    Raises:
+        ValueError: as `rank_policies`.
+    """
     if isinstance(step, str):
         step = {"name": step}
     if not isinstance(step, dict) or not isinstance(step.get("name"), str | PolicyName):
@@ -44,7 +56,7 @@ def _policies(step: Any, option: str) -> list[Policy]:
         steps = settings.pop("steps", None)
         if not isinstance(steps, list) or not steps or settings:
             raise ValueError(f"{option}=sequence needs steps and nothing else, such as policy.steps=[pyramidinfer,h2o]")
-        found = [policy for each in steps for policy in _policies(each, f"{option}.steps")]
+        found = [policy for each in steps for policy in policies_of(each, f"{option}.steps")]
         if sum(type(policy).carry is not Policy.carry for policy in found) > 1:
             raise ValueError(f"{option}.steps has more than one policy that accumulates votes; use one of them")
         return found

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runahead.config import Chat, PromptOptions
+from runahead.config import Chat, PrefillOptions, PromptOptions
+
+if TYPE_CHECKING:
+    from runahead.rank_policies import RankPolicies
 
 SOURCES = ("text", "file", "ids_file", "random_tokens")
 
@@ -55,20 +58,35 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
     return Prompts(ids=ids, one_text=not _is_jsonl(options.file))
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], *, max_new_tokens: int, max_positions: int | None) -> None:
-    """Raises: ValueError if a prompt and its new tokens do not fit the model's positions."""
+def check_lengths(
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_positions: int | None,
+    num_layers: int = 1,
+    policies: RankPolicies | None = None,
+    prefill: PrefillOptions | None = None,
+    num_ranks: int = 1,
+) -> None:
+    """Raises: ValueError if a prompt and its new tokens need more positions than the model has."""
+    from runahead.rank_policies import RankPolicies
+    from runahead.text_limits import remedy
+
     for number, ids in enumerate(prompts, start=1):
-        if max_positions is not None and len(ids) + max_new_tokens > max_positions:
+        helps = remedy(
+            len(ids),
+            max_new_tokens,
+            max_positions=max_positions,
+            num_layers=num_layers,
+            policies=policies or RankPolicies(),
+            prefill=prefill or PrefillOptions(),
+            num_ranks=num_ranks,
+        )
+        if helps is not None:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            fitting = max_positions - len(ids)
-            remedy = (
-                f"generation.max_new_tokens={fitting} or less, or a shorter prompt"
-                if fitting > 0
-                else "a shorter prompt"
-            )
             raise ValueError(
                 f"{which} has {len(ids)} tokens, and with generation.max_new_tokens={max_new_tokens} "
-                f"it is longer than the model's {max_positions} positions; use {remedy}"
+                f"it is longer than the model's {max_positions} positions; use {helps}"
             )
 
 
@@ -114,7 +132,7 @@ def _is_jsonl(path: str | None) -> bool:
 def _texts_of_file(path: str, question: str | None) -> tuple[list[str], list[str]]:
     """The texts in a file, and what messages are to call each."""
     name = f"prompt.file={path}"
-    text = _read_text(path, name)
+    text = read_text(path, name)
     if not _is_jsonl(path):
         return [_joined(text, question, name=name)], [name]
     texts, names = [], []
@@ -151,7 +169,7 @@ def _text_of_line(line: str, question: str | None, name: str) -> str:
 def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
     name = f"prompt.ids_file={path}"
     try:
-        entries = json.loads(_read_text(path, name))
+        entries = json.loads(read_text(path, name))
     except ValueError as error:
         if str(error).startswith(name):
             raise
@@ -173,8 +191,8 @@ def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
     return Prompts(ids=rows, one_text=not is_list_of_lists)
 
 
-def _read_text(path: str, name: str) -> str:
-    """A whole file, or standard input for "-", as text."""
+def read_text(path: str, name: str) -> str:
+    """A whole file, or standard input for "-", as text. Raises: ValueError, which calls it `name`."""
     if not path:
         raise ValueError(f"{name} is empty; name a file")
     try:

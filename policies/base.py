@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, TypeVar
@@ -52,7 +53,7 @@ class LayerView:
         new_positions_BC: positions of the new tokens in their rows, below 0 on padding.
         prompt_tokens: length of the padded prompt so far; what budgets that are shares refer to.
         pads: slots on the left of each row that are padding.
-        k_BKnH, v_BKnV: the stored keys, rotated to their positions, and values.
+        k_BKnH, v_BKnV: the stored keys, rotated as the new queries see them, and values.
         carried_BKn: for a policy that accumulates: what its `carry` gave for these slots, 0 for new ones.
         signals: of the new tokens' queries.
     """
@@ -89,13 +90,20 @@ class Policy:
     narrows: ClassVar[bool] = False
     """Does `narrow` ever drop tokens?"""
 
-    def layer_tokens(self, num_tokens: int, num_layers: int) -> list[int]:
+    def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         """Of a chunk of so many tokens, those that each layer computes: what ranks must know of each other's `narrow`.
+
+        Args:
+            before: slots of earlier chunks, per layer.
 
         Raises:
             ValueError: it depends on what the tokens are.
         """
         return [num_tokens] * num_layers
+
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        """The most slots that `keep` leaves in any layer in this phase, however long the text. None: no such bound."""
+        return None
 
     def carry(self, view: LayerView) -> Tensor | None:
         """New values (B, K, n) to carry along with the slots, if this policy accumulates."""
@@ -192,7 +200,17 @@ class Scorer(Policy, ABC):
 
     def slots(self, view: LayerView) -> int:
         """Slots to keep in this layer."""
-        return budget_tokens(self.budget, view.prompt_tokens)
+        return self.slots_of(budget_tokens(self.budget, view.prompt_tokens), view.layer, view.num_layers)
+
+    def slots_of(self, budget: int, layer: int, num_layers: int) -> int:
+        """A layer's slots, with a budget of so many tokens."""
+        return budget
+
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        if not isinstance(self.budget, int):
+            return None
+        most = max(self.slots_of(self.budget, layer, num_layers) for layer in range(num_layers))
+        return most + (self.evict_every - 1 if phase is Phase.decode else 0)
 
     def keep(self, view: LayerView) -> Tensor | None:
         n, m = view.num_slots, self.slots(view)

@@ -4,6 +4,9 @@ What a layer needs of the context becomes less with depth, and recent tokens agr
 of the prefill the recent tokens vote by their attention, and the context tokens with the fewest votes are dropped: no
 deeper layer computes their hidden states, keys or values. While decoding, every layer keeps as many tokens as it had
 behind the prompt, chosen anew by the votes of the tokens that were recent then.
+
+With a budget every layer has a fixed length N_l, whatever that of the text. Nothing is dropped while a layer has fewer
+tokens; afterwards every chunk is narrowed, and each layer cut back to the N_l tokens with the most votes so far.
 """
 
 # Legend: B batch, K kv heads, N chunk tokens, n stored tokens, R recent ones, i a layer of L.
@@ -11,8 +14,10 @@ behind the prompt, chosen anew by the votes of the tokens that were recent then.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -48,6 +53,8 @@ class PyramidInfer(Policy):
 
     Attributes:
         mean_keep: tokens kept, on average over layers, as a share of the chunk (not with `cosine`).
+        budget: tokens kept, on average over layers, whatever the length of the text: the N_l are the lengths that the
+            schedule gives to a text of budget / mean_keep tokens. None: only shares count.
         recent_ratio: share of the chunk that votes, and stays in every layer.
         voters: at most so many of the recent tokens vote, the newest; null: all of them. Votes cost time.
         newest_weight: weight of the newest vote, the oldest one's being 1.
@@ -63,6 +70,7 @@ class PyramidInfer(Policy):
 
     schedule: Schedule = Schedule.power
     mean_keep: float = 0.6
+    budget: int | None = None
     recent_ratio: float = 0.2
     voters: int | None = None
     newest_weight: float = 1.2
@@ -86,6 +94,13 @@ class PyramidInfer(Policy):
         for name, least in (("sinks", 0), ("min_tokens", 1), ("evict_every", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"policy.{name}={getattr(self, name)} must be at least {least}")
+        if self.budget is not None and (not isinstance(self.budget, int) or isinstance(self.budget, bool)):
+            raise ValueError(
+                f"policy.budget={self.budget} must be a whole number of tokens for pyramidinfer; shares of the "
+                "prompt are policy.mean_keep"
+            )
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"policy.budget={self.budget} must be at least 1 token")
         if self.voters is not None and self.voters < 1:
             raise ValueError(f"policy.voters={self.voters} must be at least 1 token, or null for all recent ones")
         if not 0 < self.newest_weight < math.inf:
@@ -96,35 +111,31 @@ class PyramidInfer(Policy):
                 "layer keeps"
             )
 
-    def layer_tokens(self, num_tokens: int, num_layers: int) -> list[int]:
+    def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         if self.select is Select.top_p:
             raise ValueError(
                 "policy.select=top_p keeps as many tokens as the votes say, which other ranks cannot know ahead; "
                 "use policy.select=top_k, or one rank"
             )
-        return self.lengths(num_tokens, num_layers)
+        left = [num_tokens]
+        for layer in range(num_layers - 1):
+            left.append(min(left[-1], self._going_on(layer, num_layers, num_tokens, left[-1], before[layer])))
+        return left
 
     def lengths(self, num_tokens: int, num_layers: int) -> list[int]:
         """Tokens that each layer computes of a chunk, with the schedule alone deciding."""
         recent = self.recent(num_tokens)
-        context, least = num_tokens - recent, min(num_tokens, max(self.min_tokens, recent + self.sinks))
-        if self.schedule is Schedule.cosine:
-            r, lengths = self.cosine_start, [num_tokens]
-            for i in range(num_layers - 1):
-                rho = r + (1 - r) * (math.cos(math.pi * i / num_layers) + 1) / 2
-                lengths.append(max(least, int((lengths[-1] - recent) * rho) + recent))
-            return lengths
-        shape = [_DROP[self.schedule](i / max(1, num_layers - 1)) for i in range(num_layers)]
+        least = min(num_tokens, max(self.min_tokens, recent + self.sinks))
+        return list(_lengths(self.schedule, self.mean_keep, self.cosine_start, recent, least, num_tokens, num_layers))
 
-        def dropping(h: float) -> list[int]:
-            return [max(least, round(recent + context * max(0.0, 1 - h * drop))) for drop in shape]
-
-        # The mean falls with h: the first layer keeps all, and with the largest h the others only what they must.
-        low, high = 0.0, 4.0 * num_layers**2
-        for _ in range(BISECTIONS):
-            h = (low + high) / 2
-            low, high = (h, high) if sum(dropping(h)) > self.mean_keep * num_tokens * num_layers else (low, h)
-        return dropping(low)
+    def fixed_lengths(self, num_layers: int) -> list[int] | None:
+        """N_l of every layer, if there is a budget."""
+        if self.budget is None:
+            return None
+        mean_keep = self.mean_keep
+        if self.schedule is Schedule.cosine:  # its mean follows from its shape
+            mean_keep = sum(self.lengths(LONG_TEXT, num_layers)) / (LONG_TEXT * num_layers)
+        return self.lengths(round(self.budget / mean_keep), num_layers)
 
     def recent(self, num_tokens: int) -> int:
         """Recent tokens of a chunk, the last one included."""
@@ -140,30 +151,58 @@ class PyramidInfer(Policy):
         votes_BC[(positions_BC >= 0) & (positions_BC < self.sinks)] = math.inf
         votes_BC[:, -recent:] = math.inf
         best_first = votes_BC.sort(dim=-1, descending=True, stable=True)
-        going_on = self.lengths(view.chunk_tokens, view.num_layers)[view.layer + 1]
+        share = None
         if self.select is Select.top_p:
-            going_on = max(min(view.num_new, self.min_tokens), self._with_share(best_first.values, view.layer))
+            share = max(min(view.num_new, self.min_tokens), self._with_share(best_first.values, view.layer))
+        before = view.num_slots - view.num_new
+        going_on = self._going_on(view.layer, view.num_layers, view.chunk_tokens, view.num_new, before, share)
         if going_on >= view.num_new:
             return None
         return best_first.indices[:, :going_on].sort(dim=-1).values
 
+    def _going_on(
+        self, layer: int, num_layers: int, chunk_tokens: int, num_new: int, before: int, share: int | None = None
+    ) -> int:
+        """Of a chunk's tokens that a layer computes, how many the next one does.
+
+        Args:
+            before: slots of earlier chunks in this layer.
+            share: what the votes say; None leaves it to the schedule.
+        """
+        share = self.lengths(chunk_tokens, num_layers)[layer + 1] if share is None else share
+        fixed = self.fixed_lengths(num_layers)
+        room = 0 if fixed is None else fixed[layer + 1] - before
+        return max(share, min(num_new, room))
+
+    def _kept(self, view: LayerView) -> tuple[int, int]:
+        """How many tokens a layer keeps, and how many of them are recent ones."""
+        fixed = self.fixed_lengths(view.num_layers)
+        lengths = self.lengths(view.prompt_tokens, view.num_layers) if fixed is None else fixed
+        return lengths[view.layer], self.recent(lengths[0])
+
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        fixed = self.fixed_lengths(num_layers)
+        if fixed is None:
+            return None
+        return max(fixed) + (self.evict_every - 1 if phase is Phase.decode else 0)
+
     def carry(self, view: LayerView) -> Tensor | None:
         """Votes so far (B, K, n): in the prefill of the recent tokens, then of each new one, older ones fading."""
-        recent = self.recent(view.prompt_tokens)
+        _, recent = self._kept(view)
         votes_Bn = self._votes_Bn(view, recent if view.phase is Phase.prefill else view.num_new)
-        fading = 1 - 1 / recent
+        fading = (1 - 1 / recent) ** view.chunk_tokens
         if view.carried_BKn is None:
             return votes_Bn[:, None].expand(-1, view.num_kv_heads, -1)
         return fading * view.carried_BKn + (1 - fading) * votes_Bn[:, None]
 
     def keep(self, view: LayerView) -> Tensor | None:
-        """While decoding: as many tokens as the layer had behind the prompt."""
-        if view.phase is Phase.prefill:
+        """With a budget N_l tokens; else, while decoding, as many as the layer had behind the prompt."""
+        if view.phase is Phase.prefill and self.budget is None:
             return None
-        m = self.lengths(view.prompt_tokens, view.num_layers)[view.layer]
-        if view.num_slots < m + self.evict_every or view.carried_BKn is None:
+        m, recent = self._kept(view)
+        patience = self.evict_every - 1 if view.phase is Phase.decode else 0
+        if view.num_slots <= m + patience or view.carried_BKn is None:
             return None
-        recent = self.recent(view.prompt_tokens)
         return best_slots(view.carried_BKn[:, :1], m, sinks=self.sinks, recent=recent, pads=view.pads)
 
     def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
@@ -180,9 +219,42 @@ class PyramidInfer(Policy):
         return int(needed_B.max())
 
 
+@lru_cache(maxsize=256)  # asked for in every layer of every step
+def _lengths(
+    schedule: Schedule,
+    mean_keep: float,
+    cosine_start: float,
+    recent: int,
+    least: int,
+    num_tokens: int,
+    num_layers: int,
+) -> tuple[int, ...]:
+    """Tokens per layer, of which `recent` always stay and at least `least` are kept."""
+    if schedule is Schedule.cosine:
+        r, lengths = cosine_start, [num_tokens]
+        for i in range(num_layers - 1):
+            rho = r + (1 - r) * (math.cos(math.pi * i / num_layers) + 1) / 2
+            lengths.append(max(least, int((lengths[-1] - recent) * rho) + recent))
+        return tuple(lengths)
+    context = num_tokens - recent
+    shape = [_DROP[schedule](i / max(1, num_layers - 1)) for i in range(num_layers)]
+
+    def dropping(h: float) -> tuple[int, ...]:
+        return tuple(max(least, round(recent + context * max(0.0, 1 - h * drop))) for drop in shape)
+
+    # The mean falls with h: the first layer keeps all, and with the largest h the others only what they must.
+    low, high = 0.0, 4.0 * num_layers**2
+    for _ in range(BISECTIONS):
+        h = (low + high) / 2
+        low, high = (h, high) if sum(dropping(h)) > mean_keep * num_tokens * num_layers else (low, h)
+    return dropping(low)
+
+
 _DROP = {
     Schedule.power: lambda x: x**2,
     Schedule.uniform: lambda x: x,
     Schedule.more: lambda x: 1 - (1 - x) ** 2,
 }
 BISECTIONS = 60
+LONG_TEXT = 100_000
+"""Tokens of a text whose lengths are shares but for rounding."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.base import LayerView
+from policies.base import LayerView, budget_tokens
 from policies.snapkv import SnapKV
 
 
@@ -28,10 +28,23 @@ class PyramidKV(SnapKV):
             raise ValueError(f"policy.beta={self.beta} must be at least 1")
 
     def slots(self, view: LayerView) -> int:
-        """Eq. 6 of the paper: from 2k - k / beta in the first layer to k / beta in the last, without the window."""
-        mean = super().slots(view) - self.recent
-        if mean <= 0 or view.num_layers == 1:
-            return super().slots(view)
+        """A share is the mean over layers, of which none has more than the prompt. A number of tokens is not fitted to
+        the prompt: a row keeps the same whatever other prompts it is padded to."""
+        budget = budget_tokens(self.budget, view.prompt_tokens)
+        most = None if isinstance(self.budget, int) else view.prompt_tokens
+        return self.slots_of(budget, view.layer, view.num_layers, most)
+
+    def slots_of(self, budget: int, layer: int, num_layers: int, most: int | None = None) -> int:
+        """Eq. 6 of the paper: from 2k - k / beta in the first layer to k / beta in the last, without the window.
+
+        Where the first layer would get more than `most`, it gets that, and the last one the more.
+        """
+        mean = budget - self.recent
+        if mean <= 0 or num_layers == 1:
+            return budget
         last = mean / self.beta
         first = 2 * mean - last
-        return self.recent + round(first + (last - first) * view.layer / (view.num_layers - 1))
+        if most is not None and first > most - self.recent:
+            first = most - self.recent
+            last = 2 * mean - first
+        return self.recent + round(first + (last - first) * layer / (num_layers - 1))

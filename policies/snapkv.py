@@ -53,5 +53,8 @@ class SnapKV(Scorer):
             votes_BKn[..., :before] = pooled(votes_BKn[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
         return votes_BKn
 
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        return None if phase is Phase.decode else super().most_slots(num_layers, phase)
+
     def keep(self, view: LayerView) -> Tensor | None:
         return None if view.phase is Phase.decode else super().keep(view)

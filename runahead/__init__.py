@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runahead.config import GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
     from runahead.context import ContextPartition, even, from_ratios
+    from runahead.conversation import Conversation
     from runahead.engine import Engine
     from runahead.model import Model
     from runahead.ranks import Ranks
 
 _HOMES = {
     "ContextPartition": "context",
+    "Conversation": "conversation",
     "Engine": "engine",
     "GenerationOptions": "config",
     "Model": "model",
@@ -27,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "ContextPartition",
+    "Conversation",
     "Engine",
     "GenerationOptions",
     "Model",

@@ -40,6 +40,9 @@ class CausalAttention:
         pads: left padding of every row; positions of row r are index - pads[r].
     """
 
+    rotates = False
+    """Queries and keys come as they are at position 0, and this attention gives them their positions."""
+
     def __init__(self, cache: KVCache, *, start: int, pads: list[int]) -> None:
         self.cache, self.start, self.pads = cache, start, pads
 

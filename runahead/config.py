@@ -89,6 +89,13 @@ class PolicyName(Enum):
     per_rank = "per_rank"
 
 
+class Positions(Enum):
+    """Where a kept token stands: where it stood in the text, or in the cache, whose slots are numbered without gaps."""
+
+    original = "original"
+    reencoded = "reencoded"
+
+
 E = TypeVar("E", bound=Enum)
 
 
@@ -183,6 +190,7 @@ class PrefillOptions:
     """How the cache is filled. `layers_in_flight` bounds the layers whose K,V are under way at a time.
 
     `transfer` and `layers_in_flight` are for kv_runahead, `attention` is for tsp, and `exchange` for zigzag.
+    `chunk_tokens` bounds the tokens that a rank computes at a time where it has the prompt for itself.
     """
 
     name: PrefillName = PrefillName.kv_runahead
@@ -190,6 +198,7 @@ class PrefillOptions:
     layers_in_flight: int = 3
     attention: Attention = Attention.causal
     exchange: Exchange = Exchange.all_gather
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.name = _choice("prefill", PrefillName, self.name)
@@ -203,6 +212,8 @@ class PrefillOptions:
             self.layers_in_flight,
             "must be at least 2",
         )
+        if self.chunk_tokens is not None:
+            _require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, "must be at least 1")
 
     @property
     def takes_partition(self) -> bool:
@@ -292,10 +303,12 @@ class PlacesOptions:
 class PolicyOptions:
     """What stays in the KV cache. Each policy has some of these options, whose defaults are its own.
 
-    `steps` is for sequence, `ranks` for per_rank; a step is a name or {name: ..., option: ...}.
+    `steps` is for sequence, `ranks` for per_rank; a step is a name or {name: ..., option: ...}. `positions` is for all
+    policies, which decide what is kept and not where it stands.
     """
 
     name: PolicyName = PolicyName.full
+    positions: Positions = Positions.original
     budget: Any = None
     sinks: int | None = None
     recent: int | None = None
@@ -320,6 +333,7 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         self.name = _choice("policy", PolicyName, self.name)
+        self.positions = _choice("policy.positions", Positions, self.positions)
         if self.name is not PolicyName.sequence and self.steps is not None:
             raise ValueError(
                 f"policy.steps={self.steps} has no effect with policy={self.name.name}; add policy=sequence"
@@ -372,6 +386,10 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     for name, reader in (("attention", PrefillName.tsp), ("exchange", PrefillName.zigzag)):
         if prefill is not reader and _changed(run.prefill, [name]):
             sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
+    if prefill not in (PrefillName.kv_runahead, PrefillName.single) and _changed(run.prefill, ["chunk_tokens"]):
+        sentences.append(f"prefill.chunk_tokens has no effect with prefill={prefill.name}")
+    if run.policy.name is PolicyName.full and _changed(run.policy, ["positions"]):
+        sentences.append("policy.positions has no effect with policy=full")
     if not run.prefill.takes_partition:
         for name in _changed(run.partition, ["name"]):
             sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill={prefill.name}")

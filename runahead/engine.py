@@ -16,6 +16,7 @@ from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
+from runahead.text_limits import check_chunk_tokens, pieces_of, remedy
 from runahead.token_stream import TokenStream
 
 OnTokens = Callable[[list[int | None]], None]
@@ -95,6 +96,7 @@ class Engine:
         options = options or GenerationOptions()
         self._check(prompts, options)
         partition = self._strategy.split(max(map(len, prompts)), self.ranks.size, self.partition)
+        check_chunk_tokens(self.prefill, len(partition.chain))
         self._agree(prompts, options, partition.boundaries)
         with self.ranks.failing_together():
             result = self._generate(prompts, options, partition, on_tokens, record_timeline, first_index)
@@ -126,6 +128,13 @@ class Engine:
             capacity=batch.num_tokens + options.max_new_tokens - 1,
             options=self.prefill,
             policies=self.policies,
+            pieces_of=pieces_of(
+                batch.num_tokens,
+                max_positions=self.model.max_positions,
+                num_layers=self.model.num_layers,
+                policies=self.policies,
+                prefill=self.prefill,
+            ),
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
@@ -164,10 +173,19 @@ class Engine:
             if not all(0 <= token < self.model.vocab_size for token in prompt):
                 raise ValueError(f"prompt {index} holds token ids outside 0..{self.model.vocab_size - 1}")
             total = len(prompt) + options.max_new_tokens
-            if limit is not None and total > limit:
+            helps = remedy(
+                len(prompt),
+                options.max_new_tokens,
+                max_positions=limit,
+                num_layers=self.model.num_layers,
+                policies=self.policies,
+                prefill=self.prefill,
+                num_ranks=self.ranks.size,
+            )
+            if helps is not None:
                 raise ValueError(
                     f"prompt {index} has {len(prompt)} tokens, and with {options.max_new_tokens} new ones exceeds the "
-                    f"model's {limit} positions; shorten it or lower generation.max_new_tokens"
+                    f"model's {limit} positions; use {helps}"
                 )
             threshold = self.model.length_threshold
             if threshold is not None and len(prompt) <= threshold < total - 1:

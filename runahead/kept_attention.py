@@ -11,6 +11,7 @@ from runahead.causal_attention import CausalAttention
 from runahead.kept_cache import KeptCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
+from runahead.slot_positions import at_slots
 
 
 class KeptAttention(CausalAttention):
@@ -23,6 +24,7 @@ class KeptAttention(CausalAttention):
 
     def __init__(self, kept: KeptCache, steps: PolicySteps) -> None:
         self.kept, self.steps = kept, steps
+        self.rotates = kept.reencodes
 
     @property
     def new_tokens(self) -> NewTokens:
@@ -35,6 +37,9 @@ class KeptAttention(CausalAttention):
         kept.append(k_BKCH, v_BKCV, positions_BC, self.new_tokens.pads(num_new))
         # From here on positions are those of slots, which are in causal order.
         self.start, self.pads = start, kept.pads
-        out_BNCV = self.attend_to_slab(kept.slab(), q_BNCH, terms)
-        self.steps.run(layer, kept, q_BNCH, terms)
+        seen = kept.slab()
+        if kept.rotary is not None:
+            seen, q_BNCH = at_slots(kept.rotary, seen, q_BNCH, new=start, pads=kept.pads)
+        out_BNCV = self.attend_to_slab(seen, q_BNCH, terms)
+        self.steps.run(layer, kept, q_BNCH, terms, seen)
         return out_BNCV

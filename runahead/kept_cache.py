@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runahead.kv_cache import KVShape, KVSlab
+from runahead.rotary import Rotary
 
 
 @dataclass(kw_only=True)
@@ -28,6 +29,8 @@ class KeptLayer:
         pads: slots on the left of each row that are padding.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
         carried_TBK: what a policy accumulates per slot.
+        rotary: where positions are re-encoded: keys are stored unrotated, and rotated like this to their slots when
+            they are attended to. Else they are rotated to where their tokens stood.
     """
 
     shape: KVShape
@@ -37,15 +40,18 @@ class KeptLayer:
     num_slots: int = 0
     first: int = 0
     carried_TBK: Tensor | None = None
+    rotary: Rotary | None = None
 
     @classmethod
-    def empty(cls, shape: KVShape, *, batch: int, room: int, device: torch.device) -> KeptLayer:
+    def empty(
+        cls, shape: KVShape, *, batch: int, room: int, device: torch.device, rotary: Rotary | None = None
+    ) -> KeptLayer:
         """A layer with room for so many tokens."""
         slab = torch.empty(
             room, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
         )
         positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
-        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch)
+        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch, rotary=rotary)
 
     @property
     def num_bytes(self) -> int:
@@ -152,8 +158,29 @@ class KeptCache:
     peak_bytes: int = field(default=0)
 
     @classmethod
-    def empty(cls, shapes: Sequence[KVShape], *, batch: int, device: torch.device) -> KeptCache:
-        return cls(layers=[KeptLayer.empty(shape, batch=batch, room=0, device=device) for shape in shapes])
+    def empty(
+        cls,
+        shapes: Sequence[KVShape],
+        *,
+        batch: int,
+        device: torch.device,
+        rotaries: Sequence[Rotary] | None = None,
+        room: int = 0,
+    ) -> KeptCache:
+        """Layers without tokens, with room for so many. `rotaries`, one per layer, are for re-encoded positions."""
+        return cls(
+            layers=[
+                KeptLayer.empty(
+                    shape, batch=batch, room=room, device=device, rotary=None if rotaries is None else rotaries[layer]
+                )
+                for layer, shape in enumerate(shapes)
+            ]
+        )
+
+    @property
+    def reencodes(self) -> bool:
+        """Are keys stored unrotated?"""
+        return any(layer.rotary is not None for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:

@@ -27,11 +27,16 @@ from runahead.masks import MaskRule
 from runahead.narrowing import decoder_layers, narrowing
 from runahead.new_tokens import NewTokens
 from runahead.rope_length import length_dependent_rotaries, rotary_length
+from runahead.rotary import Heads, Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a family is checked against transformers when it is loaded."""
+
+
+PROBED_POSITION = 1 << 17
+"""Up to this position a model's rotations are looked at before the runtime takes them over."""
 
 
 class PrefillEndsHere(Exception):
@@ -157,6 +162,38 @@ class Model:
                     return int(parameters["original_max_position_embeddings"])
         return None
 
+    @cached_property
+    def rotaries(self) -> list[Rotary]:
+        """How each layer rotates queries and keys, for positions that the runtime gives.
+
+        Raises:
+            ValueError: positions are not given by rotations alone, or are not ours to change.
+        """
+        why = None
+        if self.has_key_bias:
+            why = "adds a bias to its attention by distance (ALiBi)"
+        elif any(rule is not None and not rule.sees_everything for rule in self.rules):
+            why = "has layers that look at windows of the text as it is"
+        elif self._rotaries:
+            why = "rotates by angles that depend on the length of the text"
+        elif "position_ids" not in self._optional:
+            why = "counts positions on its own"
+        else:
+            try:
+                last = min(self.max_positions or PROBED_POSITION, PROBED_POSITION) - 1
+                return find_rotaries(self.module, self._heads_at, last)
+            except ValueError as error:
+                why = str(error)
+        raise ValueError(
+            f"model {self.name} ({self.config.model_type}) {why}, so its positions cannot be re-encoded; "
+            "use policy.positions=original"
+        )
+
+    def _heads_at(self, position: int) -> list[Heads]:
+        trace = _Trace()
+        self.forward(torch.full((1, 1), 3, device=self.device), trace, start=position, pads=[0])
+        return trace.heads
+
     @property
     def uneven_limit(self) -> int | None:
         """Tokens up to which prompts of different lengths may run together; None is any number.
@@ -185,6 +222,7 @@ class Model:
         length: int | None = None,
         index_C: Tensor | None = None,
         tokens: NewTokens | None = None,
+        all_logits: bool = False,
     ) -> Tensor:
         """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
 
@@ -198,6 +236,7 @@ class Model:
             index_C: increasing indices of the tokens in the padded batch, from `start` on, where they do not lie
                 side by side.
             tokens: narrowed by `attention` from layer to layer, if a policy does that.
+            all_logits: (B, C, V), of all tokens. Those of tokens that a policy dropped on the way mean nothing.
 
         Raises:
             PrefillEndsHere: `attention` raised it.
@@ -207,16 +246,19 @@ class Model:
         pads_B = torch.tensor(pads, device=ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:
-            keywords["position_ids"] = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
+            position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
+            rotates = isinstance(attention, CausalAttention) and attention.rotates
+            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
-            keywords["logits_to_keep"] = 1
+            keywords["logits_to_keep"] = 0 if all_logits else 1
         if self._passes_keywords:
             keywords["runahead"] = attention
         length = start + ids_BC.shape[1] if length is None else length
         narrowed = nullcontext() if tokens is None else narrowing(self._layers, tokens, ids_BC.shape[1])
         with rotary_length(self._rotaries, [length - pad for pad in pads]), narrowed:
             logits_BCV = self._run(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
-        return logits_BCV[:, -1].to(torch.promote_types(logits_BCV.dtype, torch.float32))
+        wanted = logits_BCV if all_logits else logits_BCV[:, -1]
+        return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
     def _trace(self) -> list[tuple[KVShape, AttentionTerms]]:
         """K,V shape and attention terms of every layer, seen in a forward of one token."""
@@ -307,6 +349,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, KVShape, AttentionTerms]] = []
+        self.heads: list[Heads] = []
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         shape = KVShape(
@@ -316,4 +359,5 @@ class _Trace:
             dtype=k_BKCH.dtype,
         )
         self.calls.append((layer, shape, terms))
+        self.heads.append((q_BNCH, k_BKCH, v_BKCV))
         return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

@@ -1,6 +1,6 @@
 """Policies at work behind a layer's attention: each looks at the layer, cuts it back and narrows what goes on."""
 
-# Legend: B batch, N query heads, C new tokens, H head dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, m kept ones, H key dim, V value dim.
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from policies.base import LayerView, Phase, Policy
 from runahead.attention import AttentionTerms
 from runahead.kept_cache import KeptLayer
+from runahead.kv_cache import KVSlab
 from runahead.new_tokens import NewTokens
 from runahead.signals import QuerySignals
 
@@ -43,16 +44,23 @@ class PolicySteps:
         self.policies, self.tokens, self.phase, self.prompt_tokens = policies, tokens, phase, prompt_tokens
         self.num_layers, self.room, self.cuts_back = num_layers, room, cuts_back
 
-    def run(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms) -> None:
+    def run(
+        self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms, seen: KVSlab | None = None
+    ) -> None:
         """Let the policies have their say, behind the attention of the new tokens to the layer.
+
+        `seen` is the layer as the queries saw it, if that is not as it is stored.
 
         A layer with a window of its own is left alone: it looks at recent tokens only, at their original distances.
         """
         if terms.rule is not None and not terms.rule.sees_everything:
             return
         positions_BC = self.tokens.positions_BC(q_BNCH.shape[2], q_BNCH.device)
+        k_BKnH, v_BKnV = (kept.slab() if seen is None else seen).read(kept.first, kept.end)
         for policy in self.policies:
-            self._step(policy, layer, kept, q_BNCH, terms, positions_BC)
+            slots_BKm = self._step(policy, layer, kept, q_BNCH, k_BKnH, v_BKnV, terms, positions_BC)
+            if slots_BKm is not None and policy is not self.policies[-1]:
+                k_BKnH, v_BKnV = _at(slots_BKm, k_BKnH), _at(slots_BKm, v_BKnV)
 
     def _step(
         self,
@@ -60,10 +68,12 @@ class PolicySteps:
         layer: int,
         kept: KeptLayer,
         q_BNCH: Tensor,
+        k_BKnH: Tensor,
+        v_BKnV: Tensor,
         terms: AttentionTerms,
         positions_BC: Tensor,
-    ) -> None:
-        k_BKnH, v_BKnV = kept.slab().read(kept.first, kept.end)
+    ) -> Tensor | None:
+        """The slots that are kept, if not all are."""
         view = LayerView(
             layer=layer,
             num_layers=self.num_layers,
@@ -88,3 +98,9 @@ class PolicySteps:
             kept.cut_back(slots_BKm, room=self.room)
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)
+        return slots_BKm
+
+
+def _at(slots_BKm: Tensor, x_BKnX: Tensor) -> Tensor:
+    """What is in these slots, (B, K, m, X). Slots may be the same for all heads."""
+    return x_BKnX.take_along_dim(slots_BKm[..., None], dim=2)

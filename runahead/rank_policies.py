@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from policies.base import Policy
+from policies.base import Phase, Policy
+from runahead.config import Positions
 from runahead.context import ContextPartition
 from runahead.model import Model
+from runahead.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +24,17 @@ class RankPolicies:
     Attributes:
         last: on the rank that decodes; also while it decodes.
         others: on the ranks before it.
+        positions: where a kept token stands.
     """
 
     last: list[Policy] = field(default_factory=list)
     others: list[Policy] = field(default_factory=list)
+    positions: Positions = Positions.original
 
     @classmethod
-    def everywhere(cls, policies: Sequence[Policy]) -> RankPolicies:
+    def everywhere(cls, policies: Sequence[Policy], positions: Positions = Positions.original) -> RankPolicies:
         """The same on all ranks, as far as they can."""
-        return cls(last=list(policies), others=list(policies))
+        return cls(last=list(policies), others=list(policies), positions=positions)
 
     def __bool__(self) -> bool:
         return bool(self.last) or any(policy.narrows for policy in self.others)
@@ -38,6 +42,19 @@ class RankPolicies:
     def of(self, *, is_last: bool) -> list[Policy]:
         """Those at work on a rank."""
         return self.last if is_last else [policy for policy in self.others if policy.narrows]
+
+    def rotaries(self, model: Model) -> list[Rotary] | None:
+        """How the runtime is to rotate keys to their slots in each layer, if positions are re-encoded.
+
+        Raises:
+            ValueError: it cannot on this model.
+        """
+        return model.rotaries if self and self.positions is Positions.reencoded else None
+
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        """The most slots that stay in any layer on the rank that decodes, however long the text; None: no bound."""
+        bounds = [policy.most_slots(num_layers, phase) for policy in self.last]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def check(self, model: Model) -> None:
         """Raise a ValueError for a model that they cannot work on."""
@@ -47,6 +64,7 @@ class RankPolicies:
                 f"model {model.name} ({model.config.model_type}) adds a bias to its attention by distance (ALiBi), and "
                 "cache policies change which key is where; use policy=full"
             )
+        self.rotaries(model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:
             if policy.narrows and has_windows:
@@ -66,9 +84,11 @@ class RankPolicies:
         for rank in chain:
             chunk = len(partition.chunk(rank))
             left = [chunk] * num_layers
+            before = [sum(each) for each in lengths]
             for policy in self.of(is_last=rank == chain[-1]):
                 if policy.narrows and len(chain) > 1:
-                    left = [min(a, b) for a, b in zip(left, policy.layer_tokens(chunk, num_layers), strict=True)]
+                    tokens = policy.layer_tokens(chunk, num_layers, before)
+                    left = [min(a, b) for a, b in zip(left, tokens, strict=True)]
             for layer in range(num_layers):
                 lengths[layer][rank] = left[layer]
         return [ContextPartition(boundaries=(0, *accumulate(each))) for each in lengths]

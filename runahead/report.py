@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from runahead.config import PolicyOptions, RunOptions
+from runahead.config import PolicyOptions, Positions, RunOptions
 from runahead.span import Span
 from runahead.whole_file import ensure_writable, write_whole
 
@@ -102,7 +102,8 @@ def report_json(
         "dtype": dtype,
         "device": device,
         "policy": _what_was_set(run.policy),
-        "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name},
+        "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name}
+        | ({} if run.prefill.chunk_tokens is None else {"chunk_tokens": run.prefill.chunk_tokens}),
         "warmup": run.warmup,
         "versions": library_versions(),
     }
@@ -124,6 +125,10 @@ def _what_was_set(policy: PolicyOptions) -> dict[str, Any]:
     """The policy's name and the options that were given."""
     places = {place: value for place, value in asdict(policy.ranks).items() if value is not None}
     given = {name: value for name, value in asdict(policy).items() if value is not None and name != "ranks"}
+    if policy.positions is Positions.original:
+        del given["positions"]
+    else:
+        given["positions"] = policy.positions.name
     return given | {"name": policy.name.name} | ({"ranks": places} if places else {})
 
 

@@ -1,23 +1,20 @@
 """What new queries tell about stored keys, for cache policies: attention probabilities, summed over queries.
 
-Computed again from queries and keys, block by block, since fused kernels do not give probabilities away: first the
-log-sum-exp of each query, then its probabilities, added up.
+Computed again from queries and keys, since fused kernels do not give probabilities away, a few queries at a time.
 """
 
-# Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored keys, H head dim, q, s: blocks of both.
+# Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, q of them, n stored keys, H head dim.
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from runahead.attention import AttentionTerms
 
-QUERY_BLOCK = 128
-BLOCK_SCORES = 1 << 23
-"""Scores of one block, all rows and heads together: what a signal needs in memory does not grow with the prompt."""
+BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Scores at a time, all rows and heads together: what stays in a core's cache, or keeps a GPU busy. At least those of
+one query, which are as many as the sums."""
 
 
 class QuerySignals:
@@ -61,35 +58,28 @@ class QuerySignals:
         batch, num_heads, num_new, _ = self._q_BNCH.shape
         total_BNn = torch.zeros(batch, num_heads, self._k_BKnH.shape[2], device=self._q_BNCH.device)
         before = num_new - len(weights_w)
-        for first in range(before, num_new, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, num_new)
-            self._add(first, last, weights_w[first - before : last - before], total_BNn)
+        step = max(1, BLOCK_SCORES[total_BNn.device.type] // total_BNn.numel())
+        for first in range(before, num_new, step):
+            last = min(first + step, num_new)
+            voting_Bq = self._queries_BC[:, first:last] >= 0
+            weights_Bq = weights_w[first - before : last - before] * voting_Bq
+            attention_BNqn = self._probabilities(first, last)
+            total_BNn += (weights_Bq[:, None, None].to(attention_BNqn.dtype) @ attention_BNqn).squeeze(2)
         return total_BNn
 
-    def _add(self, first: int, last: int, weights_q: Tensor, total_BNn: Tensor) -> None:
-        """Add the probabilities of the new tokens [first, last)."""
-        batch, num_heads, n = total_BNn.shape
-        width = max(1, BLOCK_SCORES // (batch * num_heads * (last - first)))
-        spans = [(start, min(start + width, n)) for start in range(0, n, width)]
-        only = self._scores(first, last, *spans[0]) if len(spans) == 1 else None
-        lse_BNq1 = total_BNn.new_full((batch, num_heads, last - first, 1), -math.inf)
-        for span in spans:
-            scores = self._scores(first, last, *span) if only is None else only
-            lse_BNq1 = torch.logaddexp(lse_BNq1, scores.logsumexp(dim=-1, keepdim=True))
-        if self._terms.sinks_N is not None:
-            lse_BNq1 = torch.logaddexp(lse_BNq1, self._terms.sinks_N.float()[None, :, None, None])
-        lse_BNq1 = lse_BNq1.nan_to_num(neginf=0.0)  # a query that is padding sees nothing
-        for start, stop in spans:
-            scores = self._scores(first, last, start, stop) if only is None else only
-            total_BNn[:, :, start:stop] += weights_q.to(scores.dtype) @ (scores - lse_BNq1).exp_()
-
-    def _scores(self, first: int, last: int, start: int, stop: int) -> Tensor:
-        """Scores (B, N, q, s) of the new tokens [first, last) with the keys [start, stop), -inf where unseen."""
-        q_BKGqH = self._q_BNCH[:, :, first:last].unflatten(1, (self._k_BKnH.shape[1], -1))
-        scores = (q_BKGqH @ self._k_BKnH[:, :, start:stop].unsqueeze(2).transpose(-1, -2)).float()
-        scores *= self._terms.scaling
-        if self._terms.softcap is not None:
-            scores = self._terms.softcap * torch.tanh(scores / self._terms.softcap)
-        keys_BKs, queries_Bq = self._keys_BKn[:, :, start:stop], self._queries_BC[:, first:last]
-        seen_BKqs = (keys_BKs[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKs >= 0)[:, :, None]
-        return scores.masked_fill_(~seen_BKqs[:, :, None], -math.inf).flatten(1, 2)
+    def _probabilities(self, first: int, last: int) -> Tensor:
+        """Attention (B, N, q, n) of the new tokens [first, last); anything for those that are padding."""
+        num_kv_heads, terms = self._k_BKnH.shape[1], self._terms
+        q_BKGqH = self._q_BNCH[:, :, first:last].unflatten(1, (num_kv_heads, -1)) * terms.scaling
+        scores_BKXn = q_BKGqH.flatten(2, 3) @ self._k_BKnH.transpose(-1, -2)  # X: a group's heads x queries
+        scores_BKGqn = scores_BKXn.unflatten(2, q_BKGqH.shape[2:4]).float()
+        if terms.softcap is not None:
+            scores_BKGqn = terms.softcap * torch.tanh(scores_BKGqn / terms.softcap)
+        keys_BKn, queries_Bq = self._keys_BKn, self._queries_BC[:, first:last]
+        seen_BKqn = (keys_BKn[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKn >= 0)[:, :, None]
+        scores_BKGqn.masked_fill_(~seen_BKqn[:, :, None], torch.finfo(torch.float32).min)
+        scores_BNqn = scores_BKGqn.flatten(1, 2)
+        if terms.sinks_N is None:
+            return scores_BNqn.softmax(dim=-1)
+        sinks_BNq1 = terms.sinks_N.float()[None, :, None, None].expand(*scores_BNqn.shape[:3], 1)
+        return torch.cat([scores_BNqn, sinks_BNq1], dim=-1).softmax(dim=-1)[..., :-1]

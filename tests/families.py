@@ -249,13 +249,13 @@ def throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def build(
-    name: str, *, dtype: torch.dtype = torch.float64, attention: str | None = None, **config: Any
+    name: str | Family, *, dtype: torch.dtype = torch.float64, attention: str | None = None, **config: Any
 ) -> PreTrainedModel:
     """A new model of a family, with the same weights in every process; `config` overrides the family's.
 
     float64 makes transformers run its experts one by one, since its grouped kernels know no float64.
     """
-    family = {**FAMILIES, **REFUSED}[name]
+    family = name if isinstance(name, Family) else {**FAMILIES, **REFUSED}[name]
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]):

@@ -48,6 +48,7 @@ class PrefillJob:
         partition: chunks of the padded prompt, as the strategy split it.
         capacity: tokens for which the K,V of a rank that decodes has room.
         policies: what of the K,V is computed and kept.
+        pieces_of: tokens that are computed at a time where one rank has the whole prompt; None is all of them.
         record: keep what this rank did when.
     """
 
@@ -58,6 +59,7 @@ class PrefillJob:
     capacity: int
     options: PrefillOptions
     policies: RankPolicies = field(default_factory=RankPolicies)
+    pieces_of: int | None = None
     record: bool = False
 
 

@@ -32,8 +32,9 @@ class ChainAttention(CausalAttention):
         self.transfer.send(layer)
         if layer == self.cache.num_layers - 1 and not self.transfer.schedule.is_last:
             raise PrefillEndsHere  # all that later ranks need of this one is on its way
-        out_BNCV = self.attend_to_slab(slab, q_BNCH, terms, partial(self.transfer.await_prefix, layer))
-        self.leave(layer, slab, q_BNCH, terms)
+        seen, q_BNCH = self.place(layer, slab, q_BNCH)
+        out_BNCV = self.attend_to_slab(seen, q_BNCH, terms, partial(self.transfer.await_prefix, layer))
+        self.leave(layer, slab, seen, q_BNCH, terms)
         self.transfer.close(layer)
         self.transfer.ranks.progress()
         self.layer_ends.append(self._clock.mark())
@@ -42,5 +43,9 @@ class ChainAttention(CausalAttention):
     def enter(self, layer: int, num_new: int) -> None:
         """Before the layer's own K,V are stored."""
 
-    def leave(self, layer: int, slab: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
-        """While the layer's K,V are still there."""
+    def place(self, layer: int, slab: KVSlab, q_BNCH: Tensor) -> tuple[KVSlab, Tensor]:
+        """K,V and queries as attention is to see them. The prefix may still be on its way."""
+        return slab, q_BNCH
+
+    def leave(self, layer: int, slab: KVSlab, seen: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
+        """While the layer's K,V are still there; `seen` is how they were attended to."""

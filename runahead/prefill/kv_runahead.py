@@ -19,6 +19,7 @@ from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
+from runahead.prefill.pieces import run_in_pieces
 from runahead.prefill.thinned_chain import run_thinned
 from runahead.ranks import Ranks
 
@@ -48,6 +49,8 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     chunk, pads = job.partition.chunk(rank), job.batch.pads
     if not chunk:
         return Prefilled()
+    if job.pieces_of is not None:
+        return run_in_pieces(job, job.pieces_of)
     if job.policies:
         return run_thinned(job, rank)
     schedule = TransferSchedule(

@@ -10,6 +10,7 @@ ring of slabs; there the policies cut a layer back once it was attended to, into
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
+from runahead.rotary import Rotary
+from runahead.slot_positions import at_slots
 
 
 class ThinnedAttention(ChainAttention):
@@ -38,6 +41,7 @@ class ThinnedAttention(ChainAttention):
         rank: this one.
         steps: policies at work behind each layer.
         kept: what stays for decoding, on the last rank.
+        rotaries: of each layer, where positions are re-encoded: those of the tokens that are left, without gaps.
     """
 
     def __init__(
@@ -48,11 +52,13 @@ class ThinnedAttention(ChainAttention):
         rank: int,
         steps: PolicySteps,
         kept: KeptCache | None,
+        rotaries: Sequence[Rotary] | None,
         **keywords: Any,
     ) -> None:
         super().__init__(*args, **keywords)
         self._by_layer, self._chunks, self._rank = by_layer, chunks, rank
         self._row_pads, self.steps, self.kept = list(self.pads), steps, kept
+        self._rotaries, self.rotates = rotaries, rotaries is not None
 
     def enter(self, layer: int, num_new: int) -> None:
         partition = self._by_layer[layer]
@@ -71,7 +77,12 @@ class ThinnedAttention(ChainAttention):
     def _left(self, layer: int, rank: int, num_new: int) -> int:
         return num_new if rank == self._rank else len(self._by_layer[layer].chunk(rank))
 
-    def leave(self, layer: int, slab: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
+    def place(self, layer: int, slab: KVSlab, q_BNCH: Tensor) -> tuple[KVSlab, Tensor]:
+        if self._rotaries is None:
+            return slab, q_BNCH
+        return at_slots(self._rotaries[layer], slab, q_BNCH, new=self.start, pads=self.pads)
+
+    def leave(self, layer: int, slab: KVSlab, seen: KVSlab, q_BNCH: Tensor, terms: AttentionTerms) -> None:
         num_new, device = q_BNCH.shape[2], q_BNCH.device
         end = self.start + num_new
         # Which tokens of the prefix are left is not known here; any positions before this rank's own will do.
@@ -85,9 +96,10 @@ class ThinnedAttention(ChainAttention):
             pads=list(self.pads),
             num_slots=end - slab.first,
             first=slab.first,
+            rotary=None if self._rotaries is None else self._rotaries[layer],
         )
         borrowed = kept.slab_TBKX
-        self.steps.run(layer, kept, q_BNCH, terms)
+        self.steps.run(layer, kept, q_BNCH, terms, seen)
         if self.kept is not None:
             if kept.slab_TBKX is borrowed:
                 kept.copy_out(room=self.steps.room)
@@ -126,6 +138,7 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         cuts_back=schedule.is_last,
     )
     kept = KeptCache.empty(model.kv_shapes, batch=len(pads), device=job.ranks.device) if schedule.is_last else None
+    rotaries = job.policies.rotaries(model)
     began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
     attention = ThinnedAttention(
@@ -139,6 +152,7 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         rank=rank,
         steps=steps,
         kept=kept,
+        rotaries=rotaries,
     )
     result = run_chunk(job, attention, clock, [own[0]], began_s=began_s, tokens=tokens)
     result.cache = kept

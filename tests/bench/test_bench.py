@@ -19,10 +19,11 @@ from benchmarks.measurement import Contenders, Run
 from benchmarks.network.shaped_network import check_machine
 from benchmarks.plot import main as plot
 from launch.bench import main
+from policies.pyramidinfer import PyramidInfer
 
 BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
-VARIANTS += ["zigzag_direct", "tensor", "compute_only", "plain_transformers"]
+VARIANTS += ["zigzag_direct", "compute_only", "single_pyramidinfer", "kvr_pyramidinfer", "tensor", "plain_transformers"]
 KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
 """Keys and values x KV heads x head dim x float32 x layers."""
 
@@ -86,6 +87,10 @@ def test_every_variant_and_length_has_a_line_with_all_its_runs(measured: tuple[P
         bound = found.pop("compute_only")  # computes with made-up K,V, along the split of TTFT(p)
         assert (bound["first_token"], bound["sent_bytes"]) == (None, 0)
         assert bound["boundaries"] == bound["bounds"]["free_boundaries"]
+        alone, chain = found.pop("single_pyramidinfer"), found.pop("kvr_pyramidinfer")
+        assert alone["memory"]["kv_kept_bytes"] < found["single"]["memory"]["kv_kept_bytes"]
+        prefix = chain["boundaries"][1]
+        assert (chain["sent_bytes"] < prefix * KV_BYTES_PER_TOKEN) == (prefix > PyramidInfer().min_tokens)
         assert len({line["first_token"] for line in found.values()}) == 1
         assert all(line["bounds"]["free_s"] <= line["bounds"]["single_s"] for line in found.values())
 

@@ -19,25 +19,34 @@ from tests.families import throughout
 class Run:
     """Left-padded prompts through a model whose cache the steps cut back. Logits (B, V) in the model's dtype."""
 
-    def __init__(self, model: Model, steps: list[Policy], prompts: list[list[int]]) -> None:
+    def __init__(self, model: Model, steps: list[Policy], prompts: list[list[int]], *, reencoded: bool = False) -> None:
         longest = max(map(len, prompts))
         self.model, self.steps = model, steps
         self.pads = [longest - len(prompt) for prompt in prompts]
         self.ids_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         self.prompt_tokens = longest
-        self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device)
+        rotaries = model.rotaries if reencoded else None
+        self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device, rotaries=rotaries)
         self.seen = 0
 
     def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:
         """Logits behind the prompt, which goes in chunks of these lengths; policies cut back behind the last one."""
         for chunk in chunks or [self.ids_BS.shape[1]]:
-            ids_BC = self.ids_BS[:, self.seen : self.seen + chunk]
-            logits_BV = self._forward(ids_BC, Phase.prefill, cuts_back=self.seen + chunk == self.prompt_tokens)
+            logits_BV = self.chunk(chunk, cuts_back=self.seen + chunk == self.prompt_tokens)
         return logits_BV
+
+    def chunk(self, num_tokens: int, *, cuts_back: bool = True) -> Tensor:
+        """Logits behind the next tokens of the prompt."""
+        ids_BC = self.ids_BS[:, self.seen : self.seen + num_tokens]
+        return self._forward(ids_BC, Phase.prefill, cuts_back=cuts_back)
 
     def decode(self, token: int) -> Tensor:
         """Logits behind one more token, the same in every row."""
-        return self._forward(torch.full((len(self.pads), 1), token), Phase.decode)
+        return self.decode_each([token] * len(self.pads))
+
+    def decode_each(self, tokens: list[int]) -> Tensor:
+        """Logits behind one more token in each row."""
+        return self._forward(torch.tensor(tokens)[:, None], Phase.decode)
 
     def next_prompt(self, ids: list[int]) -> Tensor:
         """Logits behind another turn's prompt, the same in every row."""

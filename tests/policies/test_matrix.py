@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,6 +37,7 @@ OPTIONS = {
     "pyramidinfer": {"min_tokens": 8},
 }
 NUM_TOKENS, BUDGET = 40, 16
+PADDED = (NUM_TOKENS, 23, 7)
 GENERATED = [5, 7, 11, 13]
 
 
@@ -40,16 +45,37 @@ def policy(name: str, budget: int | float = BUDGET) -> Policy:
     if name == "odd_tokens":
         return OddTokens(budget=budget)
     if name == "pyramidinfer":  # its budget is the mean over layers
-        return PyramidInfer(**OPTIONS[name], mean_keep=1.0 if budget > NUM_TOKENS else 0.6)
+        return PyramidInfer(**OPTIONS[name], mean_keep=0.6 if budget == BUDGET else 1.0)
     return POLICIES[name](**OPTIONS[name], **({} if name == "full" else {"budget": budget}))
+
+
+@dataclass(kw_only=True)
+class PyramidOfBatch(PyramidInfer):
+    """Of a row alone, with the lengths of the padded batch that it was in: they are shares of the longest row."""
+
+    def lengths(self, num_tokens: int, num_layers: int) -> list[int]:
+        return [min(num_tokens, tokens) for tokens in super().lengths(NUM_TOKENS, num_layers)]
+
+    def recent(self, num_tokens: int) -> int:
+        return min(num_tokens, super().recent(NUM_TOKENS))
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
 def test_every_policy_is_in_the_matrix() -> None:
     assert OPTIONS.keys() == POLICIES.keys()
 
 
+def test_a_policy_of_ones_own_is_one_short_file() -> None:
+    source = Path(__file__).with_name("policy_odd_tokens.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 40
+
+
 every_policy = pytest.mark.parametrize("name", [*POLICIES, "odd_tokens"])
 every_family = pytest.mark.parametrize("family", FAMILIES)
+every_batch = pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 
 
 @pytest.fixture(autouse=True)
@@ -58,28 +84,35 @@ def _without_windows(request: pytest.FixtureRequest) -> None:
     options = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if options.get("name") == "pyramidinfer" and options.get("family") in ("gpt_oss", "gemma2"):
         pytest.skip("a model with windows")
+    if len(options.get("lengths", ())) > 1 and tiny_model(options.get("family", "llama")).uneven_limit is not None:
+        pytest.skip("its rows cannot be of different lengths")
 
 
-@every_family
+@pytest.mark.parametrize(
+    ("family", "budget"), [*((family, 1000) for family in FAMILIES), ("llama", 1.0), ("gpt_bigcode", 1.0)]
+)
 @every_policy
-def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(name: str, family: str) -> None:
-    model, ids = tiny_model(family), prompt(NUM_TOKENS)
-    run = Run(model, [policy(name, 1000)], [ids])
+@every_batch
+def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
+    name: str, family: str, lengths: tuple[int, ...], budget: int | float
+) -> None:
+    model = tiny_model(family)
+    run = Run(model, [policy(name, budget)], prompts(lengths))
     ours = [run.prefill(), *(run.decode(token) for token in GENERATED)]
     total = NUM_TOKENS + len(GENERATED)
     cache = KVCache(
         model.kv_shapes,
-        batch=1,
+        batch=len(lengths),
         spans=[(0, total)] * model.num_layers,
         num_slots=model.num_layers,
         device=model.device,
     )
     start, full = 0, []
-    for chunk in [ids, *([token] for token in GENERATED)]:
+    for chunk_BC in [run.ids_BS, *(torch.full((len(lengths), 1), token) for token in GENERATED)]:
         with throughout(model.dtype):
-            attention = CausalAttention(cache, start=start, pads=[0])
-            full.append(model.forward(torch.tensor([chunk]), attention, start=start, pads=[0]))
-        start += len(chunk)
+            attention = CausalAttention(cache, start=start, pads=run.pads)
+            full.append(model.forward(chunk_BC, attention, start=start, pads=run.pads))
+        start += chunk_BC.shape[1]
     for a, b in zip(ours, full, strict=True):
         assert torch.equal(a, b)
 
@@ -90,21 +123,21 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     model = tiny_model(family)
     if model.uneven_limit is not None:
         pytest.skip("its rows cannot be of different lengths")
-    if name == "pyramidinfer":
-        pytest.skip("its schedule is a share of the longest row")
-    prompts = [prompt(length, seed) for seed, length in enumerate((NUM_TOKENS, 23, 7))]
-    together = Run(model, [policy(name)], prompts)
+    together = Run(model, [policy(name)], prompts(PADDED))
     logits = [together.prefill(), *(together.decode(token) for token in GENERATED)]
-    for row, ids in enumerate(prompts):
-        alone = Run(model, [policy(name)], [ids])
+    of_row = PyramidOfBatch(**vars(policy(name))) if name == "pyramidinfer" else policy(name)
+    for row, ids in enumerate(prompts(PADDED)):
+        alone = Run(model, [of_row], [ids])
         for ours, theirs in zip(logits, [alone.prefill(), *(alone.decode(t) for t in GENERATED)], strict=True):
             torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)  # float64
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "pyramidinfer"])  # it narrows each chunk
-def test_chunks_of_a_prompt_do_not_matter(name: str) -> None:
-    model, ids = tiny_model("llama"), prompt(NUM_TOKENS)
-    whole, pieces = Run(model, [policy(name)], [ids]), Run(model, [policy(name)], [ids])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
+@every_batch
+def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    model = tiny_model(family)
+    whole, pieces = (Run(model, [policy(name)], prompts(lengths)) for _ in range(2))
     torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
     assert whole.kept.num_slots == pieces.kept.num_slots
     for layer, other in zip(whole.kept.layers, pieces.kept.layers, strict=True):
@@ -114,21 +147,37 @@ def test_chunks_of_a_prompt_do_not_matter(name: str) -> None:
 
 @every_family
 @every_policy
-def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str) -> None:
-    model = tiny_model(family)
-    run = Run(model, [policy(name)], [prompt(NUM_TOKENS)])
+@every_batch
+def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    model, batch = tiny_model(family), len(lengths)
+    run = Run(model, [policy(name)], prompts(lengths))
     run.prefill()
-    before = sum(shape.bytes_per_token() * NUM_TOKENS for shape in model.kv_shapes)
+    before = sum(shape.bytes_per_token(batch) * NUM_TOKENS for shape in model.kv_shapes)
     expected = 0
     for layer, (shape, rule) in enumerate(zip(model.kv_shapes, model.rules, strict=True)):
         left_alone = name == "full" or (rule is not None and not rule.sees_everything)
         slots = NUM_TOKENS if left_alone else _slots(name, layer, model.num_layers)
         assert run.kept.layers[layer].num_slots == slots, layer
-        expected += shape.bytes_per_token() * slots
+        expected += shape.bytes_per_token(batch) * slots
     kv_bytes = sum(layer.slab_TBKX.nbytes for layer in run.kept.layers)
     assert kv_bytes == expected
     assert kv_bytes == before if name == "full" else kv_bytes < before
     assert run.kept.num_bytes - kv_bytes < 0.3 * kv_bytes  # positions, and what is carried along
+
+
+@every_family
+@every_policy
+@every_batch
+def test_every_head_keeps_as_many_tokens_as_there_is_room_for(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    """Different ones of its row, in order; padding only where a row has no more tokens."""
+    run = Run(tiny_model(family), [policy(name)], prompts(lengths))
+    run.prefill()
+    for layer in run.kept.layers:
+        for length, positions_Kn in zip(lengths, layer.positions_BKn().tolist(), strict=True):
+            for positions in positions_Kn:
+                kept = [position for position in positions if position >= 0]
+                assert len(kept) == min(length, layer.num_slots)
+                assert kept == sorted(set(kept)) and kept[-1] < length
 
 
 def _slots(name: str, layer: int, num_layers: int) -> int:
@@ -157,6 +206,20 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
         assert set(tight.kept.num_slots) == {BUDGET}
 
 
+@every_family
+@every_policy
+@every_batch
+def test_another_turn_sees_what_was_kept_and_itself(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    """All at once under the policy it is what it is token by token over the same cache."""
+    run, more = Run(tiny_model(family), [policy(name)], prompts(lengths)), prompt(7, seed=5)
+    run.prefill()
+    run.decode(5)
+    singly = copy(run)
+    singly.kept, singly.steps = deepcopy(run.kept), []
+    expected = [singly.decode(token) for token in more][-1]
+    torch.testing.assert_close(run.next_prompt(more), expected, atol=1e-9, rtol=0)  # float64
+
+
 @pytest.mark.parametrize("name", ["window", "streaming_llm", "h2o", "odd_tokens"])
 def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
     model = tiny_model("llama")
@@ -180,8 +243,13 @@ def test_generated_tokens_are_kept(name: str) -> None:
     assert run.kept.num_slots == [slots + 27 for slots in before]
 
 
-def test_a_prompt_shorter_than_the_window_is_kept_whole() -> None:
-    for name in POLICIES:
-        run = Run(tiny_model("llama"), [policy(name)], [prompt(3)])
-        run.prefill()
-        assert set(run.kept.num_slots) == {3}
+@every_policy
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
+@pytest.mark.parametrize("lengths", [(3,), (3, 2, 1)], ids=["alone", "padded"])
+def test_a_prompt_shorter_than_the_window_is_kept_whole(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    model = tiny_model(family)
+    ours, full = Run(model, [policy(name)], prompts(lengths)), Run(model, [policy("full")], prompts(lengths))
+    assert torch.equal(ours.prefill(), full.prefill())
+    assert set(ours.kept.num_slots) == {3}
+    for token in GENERATED:
+        assert torch.equal(ours.decode(token), full.decode(token))

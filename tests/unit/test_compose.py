@@ -204,6 +204,7 @@ def test_cfg_job_prints_what_would_run():
         "layers_in_flight": 3,
         "attention": "causal",
         "exchange": "all_gather",
+        "chunk_tokens": None,
     }
 
 

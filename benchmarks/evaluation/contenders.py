@@ -1,0 +1,122 @@
+"""The policies that are compared: each entry of policies=, under each budget that it can have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from launch.policies import policies_of
+from policies import POLICIES
+from policies.base import Budget
+from policies.pyramidinfer import Schedule, Select
+from runahead.config import Positions
+from runahead.rank_policies import RankPolicies
+
+RECENT_RATIO = 0.2
+"""Of PyramidInfer's tokens, the most that are kept as recent ones: its own default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy under a budget.
+
+    Attributes:
+        label: the policy for readers, without the budget.
+        budget: None where the policy has none, or has its own among its options.
+        settings: name and options that it was made of.
+    """
+
+    label: str
+    budget: Budget | None
+    settings: dict[str, Any]
+    policies: RankPolicies
+
+    @property
+    def name(self) -> str:
+        return self.label if self.budget is None else f"{self.label}, {budget_text(self.budget)}"
+
+
+def budget_text(budget: Budget | None) -> str:
+    """For readers."""
+    if budget is None:
+        return "-"
+    return f"{budget:,} tokens" if isinstance(budget, int) else f"{100 * budget:g}%"
+
+
+def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Contender]:
+    """All of them, in order.
+
+    Raises:
+        ValueError: in one line, for an unknown policy or option, a budget that a policy cannot have, or a policy twice.
+    """
+    found = []
+    for entry in entries:
+        settings = {"name": entry} if isinstance(entry, str) else entry
+        if not isinstance(settings, dict):
+            raise ValueError(f"policies has {entry}, which is neither a name nor {{name:<policy>,<option>:<value>}}")
+        _policies(settings if _has_own_budget(settings) else _with_budget(settings, 1.0))  # finds names and options
+        label = _label(settings)
+        if _has_own_budget(settings):
+            found.append(_contender(label, None, settings))
+        elif not budgets:
+            raise ValueError(f"policies: {label} needs budgets=[...], or a budget among its options")
+        else:
+            found += [_contender(label, budget, _with_budget(settings, budget)) for budget in budgets]
+    names = [contender.name for contender in found]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"policies has {twice[0]} more than once; leave one out")
+    return found
+
+
+def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> Contender:
+    try:
+        policies = _policies(settings)
+    except ValueError as error:
+        raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
+    return Contender(label=label, budget=budget, settings=settings, policies=policies)
+
+
+def _policies(settings: dict[str, Any]) -> RankPolicies:
+    """Raises: ValueError."""
+    own = {name: value for name, value in settings.items() if name != "positions"}
+    positions = settings.get("positions", Positions.original.name)
+    if positions not in Positions.__members__:
+        raise ValueError(f"positions={positions} is not one of {', '.join(Positions.__members__)}")
+    return RankPolicies.everywhere(policies_of(own, "policies"), Positions[positions])
+
+
+def _has_own_budget(settings: dict[str, Any]) -> bool:
+    """Does nothing remain to be said of how much it keeps? True of what is not in the table of policies."""
+    if settings.get("name") not in POLICIES:
+        return True
+    options = _options(settings["name"])
+    if "mean_keep" in options and {"mean_keep", "budget"} & settings.keys():
+        return True
+    if "mean_keep" in options:  # it has no effect with these
+        return settings.get("schedule") == Schedule.cosine.name or settings.get("select") == Select.top_p.name
+    return "budget" not in options or "budget" in settings
+
+
+def _with_budget(settings: dict[str, Any], budget: Budget) -> dict[str, Any]:
+    """A policy's settings with a budget in them; for PyramidInfer a share is the mean over layers."""
+    if "mean_keep" not in _options(settings["name"]) or isinstance(budget, int):
+        return settings | {"budget": budget}
+    # What every layer keeps must leave room for others, and no minimum may raise the mean, of short chunks above all.
+    return {"recent_ratio": min(RECENT_RATIO, budget / 2), "min_tokens": 1} | settings | {"mean_keep": budget}
+
+
+def _options(name: str) -> set[str]:
+    return {field.name for field in fields(POLICIES[name])}  # type: ignore[arg-type]
+
+
+def _label(settings: dict[str, Any]) -> str:
+    options = ", ".join(f"{name}={_short(value)}" for name, value in settings.items() if name != "name")
+    return settings["name"] + (f"({options})" if options else "")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(_label(each) if isinstance(each, dict) else str(each) for each in value) + "]"
+    return str(value)

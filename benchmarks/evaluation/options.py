@@ -1,0 +1,193 @@
+"""The options of launch/evaluate.py: plain dataclasses that check themselves, like those of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from runahead.config import ModelOptions, RanksOptions
+
+TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "throughput")
+
+
+class Question(Enum):
+    """When a policy sees the question: in a turn of its own, behind the thinned context, or with the context."""
+
+    separate = "separate"
+    with_context = "with_context"
+
+
+@dataclass(kw_only=True)
+class TextOptions:
+    """The text that perplexity, copy and needle are made of: a file in UTF-8; by default that of examples/."""
+
+    file: str | None = None
+
+
+@dataclass(kw_only=True)
+class PerplexityOptions:
+    """Text that is read in chunks.
+
+    Attributes:
+        tokens: of a sample; samples follow each other in the text.
+        chunk: tokens that are read at a time. Each sees what was kept of earlier chunks, and its own up to itself.
+    """
+
+    tokens: int = 2048
+    samples: int = 1
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        _require_least("perplexity", self, tokens=2, samples=1, chunk=1)
+
+
+@dataclass(kw_only=True)
+class CopyOptions:
+    """A passage, other text, and the passage again; lengths in tokens."""
+
+    passage: int = 128
+    filler: int = 640
+    samples: int = 4
+
+    def __post_init__(self) -> None:
+        _require_least("copy", self, passage=1, filler=0, samples=1)
+
+
+@dataclass(kw_only=True)
+class RetrievalOptions:
+    """One fact in a long context.
+
+    Attributes:
+        lengths: tokens of context and question, at most.
+        depths: where the fact is, from 0 (first) to 1 (last).
+        samples: facts per length and depth.
+        new_tokens: that may answer.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: int = 1
+    question: Question = Question.separate
+    new_tokens: int = 8
+
+    def check(self, name: str) -> None:
+        """Raise a ValueError that calls the task by its name."""
+        if isinstance(self.question, str):
+            self.question = Question[self.question]
+        _require_least(name, self, samples=1, new_tokens=2)
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"{name}.lengths={self.lengths} must be a list of whole numbers of at least 1")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"{name}.depths={self.depths} must be a list of shares from 0 to 1")
+        self.lengths, self.depths = sorted(set(self.lengths)), sorted(set(self.depths))
+
+
+@dataclass(kw_only=True)
+class ThroughputOptions:
+    """The largest batch whose K,V fit into a budget.
+
+    Attributes:
+        prompt_tokens, new_tokens: of each row, random tokens.
+        kv_tokens: the budget as tokens of a full cache.
+        kv_bytes: the budget as bytes, in place of `kv_tokens`.
+        max_batch: no batch has more rows.
+        rounds: runs of each policy; they take turns (A B C A B C).
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 256
+    kv_tokens: int = 6144
+    kv_bytes: int | None = None
+    max_batch: int = 64
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        _require_least("throughput", self, prompt_tokens=1, new_tokens=2, max_batch=1, rounds=1)
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise ValueError(f"throughput.kv_bytes={self.kv_bytes} must be at least 1")
+        row = self.prompt_tokens + self.new_tokens
+        if self.kv_bytes is None and self.kv_tokens < row:
+            raise ValueError(
+                f"throughput.kv_tokens={self.kv_tokens} must hold at least one row of {row} tokens "
+                "(throughput.prompt_tokens + throughput.new_tokens)"
+            )
+
+
+@dataclass(kw_only=True)
+class EvaluateRun:
+    """One run of launch/evaluate.py.
+
+    Attributes:
+        policies: each a name, or {name: ..., and its options}; a list or a single one.
+        tasks: names of `TASK_NAMES`.
+        budgets: for policies that have one: tokens if a whole number, else a share of the prompt.
+        report: JSON file for the results; pictures go beside it.
+        lines: JSON lines, one per measurement; what is in it already is not measured again. By default beside the
+            report.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    policies: Any = field(default_factory=lambda: ["full", "pyramidinfer", "snapkv"])
+    tasks: Any = field(default_factory=lambda: ["perplexity", "copy", "passkey"])
+    budgets: Any = field(default_factory=lambda: [0.2, 0.5, 0.8])
+    text: TextOptions = field(default_factory=TextOptions)
+    perplexity: PerplexityOptions = field(default_factory=PerplexityOptions)
+    copy: CopyOptions = field(default_factory=CopyOptions)
+    passkey: RetrievalOptions = field(default_factory=RetrievalOptions)
+    needle: RetrievalOptions = field(default_factory=RetrievalOptions)
+    throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
+    report: str | None = None
+    lines: str | None = None
+
+    def __post_init__(self) -> None:
+        self.policies, self.tasks, self.budgets = (
+            list(value) if isinstance(value, list) else [value] for value in (self.policies, self.tasks, self.budgets)
+        )
+        if not self.policies:
+            raise ValueError("policies=[] must name at least one policy, such as policies=[full,snapkv]")
+        unknown = [str(name) for name in self.tasks if name not in TASK_NAMES]
+        if unknown:
+            raise ValueError(f"tasks has {', '.join(unknown)}, which is not one of {', '.join(TASK_NAMES)}")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks=[{','.join(self.tasks)}] must name at least one task, and each only once")
+        for budget in self.budgets:
+            _check_budget(budget)
+        if len(set(map(repr, self.budgets))) < len(self.budgets):
+            raise ValueError(f"budgets={self.budgets} must hold each value only once")
+        self.passkey.check("passkey")
+        self.needle.check("needle")
+        if self.lines is None and self.report is not None:
+            stem, dot, ending = self.report.rpartition(".")
+            self.lines = f"{stem if dot and '/' not in ending else self.report}.jsonl"
+        if self.lines is not None and self.lines == self.report:
+            raise ValueError(f"report={self.report} and lines={self.lines} would overwrite each other; rename one")
+
+
+def _check_budget(budget: Any) -> None:
+    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
+        raise ValueError(
+            f"budgets has {budget}, which is neither a whole number of tokens of at least 1 nor a share in (0, 1]"
+        )
+
+
+def _require_least(section: str, options: object, **least: int) -> None:
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value < bound:
+            raise ValueError(f"{section}.{name}={value} must be at least {bound}")
+
+
+def ineffective_settings(run: EvaluateRun) -> list[str]:
+    """One sentence per option that was changed from its default and changes nothing in this run."""
+    defaults = EvaluateRun()
+    sentences = [
+        f"{name}.* has no effect without {name} among tasks"
+        for name in TASK_NAMES
+        if name not in run.tasks and getattr(run, name) != getattr(defaults, name)
+    ]
+    if run.text.file is not None and not {"perplexity", "copy", "needle"} & set(run.tasks):
+        sentences.append("text.file has no effect without perplexity, copy or needle among tasks")
+    return sentences

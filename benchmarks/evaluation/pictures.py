@@ -1,0 +1,222 @@
+"""Pictures of an evaluation, made of its rows: a function each, None where there is nothing for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+from benchmarks.evaluation.contenders import budget_text
+from benchmarks.evaluation.summary import FULL, Row
+from benchmarks.evaluation.tasks import TASKS
+from benchmarks.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
+from partitioner.picture_style import (
+    INK,
+    MUTED,
+    dress,
+    ink_on,
+    new_figure,
+    panels,
+    png,
+    rows_and_columns,
+    set_title,
+    tokens,
+)
+from policies.base import Budget
+
+LOOKS = [
+    Look(VERMILION, "D"),
+    Look(BLUE, "s"),
+    Look(GREEN, "^"),
+    Look(ORANGE, "v"),
+    Look(PURPLE, "P"),
+    Look(SKY, "h"),
+    Look(VERMILION, "o", "--"),
+    Look(BLUE, "X", "--"),
+    Look(GREEN, "<", "--"),
+    Look(ORANGE, ">", "--"),
+]
+"""In the order of the policies; further ones begin again."""
+TITLES = {
+    "perplexity": "Perplexity of text read in chunks",
+    "copy": "Copy-NLL: the same passage again",
+    "passkey": "Passkey found",
+    "needle": "Needle found",
+    "throughput": "Throughput at a fixed budget of K,V",
+}
+PYRAMID_FROM = ("copy", "needle", "passkey", "throughput", "perplexity")
+"""The task that shows what is kept per layer: the first of these that was run."""
+MOST_LEGEND_COLUMNS = 4
+
+
+def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
+    """Every task's score over the bytes of K,V that a policy keeps: one panel per task, all policies in each."""
+    if not rows:
+        return None
+    tasks = _distinct([row.task for row in rows])
+    looks = _looks(rows)
+    count_rows, count_columns = rows_and_columns(len(tasks), 3)
+    figure = new_figure(max(6.4, 4.4 * count_columns), 1.5 + 3.5 * count_rows)
+    for task, axes in zip(tasks, panels(figure, len(tasks), count_rows, count_columns), strict=True):
+        of_task = [row for row in rows if row.task == task]
+        _draw_full(axes, [row for row in of_task if row.policy == FULL])
+        for policy, look in looks.items():
+            points = sorted((100 * row.kv_share, row.score) for row in of_task if row.policy == policy)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=look.colour,
+                    marker=look.marker,
+                    linestyle=look.dashes,
+                    markersize=6,
+                )
+        better = "lower is better" if TASKS[task].lower_is_better else "higher is better"
+        dress(axes, title=TITLES[task], x="K,V kept, % of the full cache's bytes", y=f"{_unit(task)} ({better})")
+        axes.set_xlim(0, max(105.0, 1.03 * max(100 * row.kv_share for row in of_task)))
+        _set_scores(axes, task, [row.score for row in of_task])
+    _legend(figure, looks, with_full=any(row.policy == FULL for row in rows))
+    set_title(figure, "What is lost, and what is saved", subject)
+    return png(figure)
+
+
+def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
+    """Maps of what was found, over length and depth: a row of them per policy, a column per budget."""
+    mapped = [row for row in rows if row.task == task and row.cells]
+    if not mapped:
+        return None
+    lengths = sorted({length for row in mapped for length, _ in row.cells})
+    depths = sorted({depth for row in mapped for _, depth in row.cells})
+    policies = _distinct([row.policy for row in mapped])
+    budgets = _budgets([row for row in mapped if row.budget is not None]) or [None]
+    width, height = max(2.3, 0.5 * len(lengths) + 1.0), max(1.5, 0.3 * len(depths) + 0.95)
+    figure = new_figure(max(6.4, width * len(budgets)), 1.2 + height * len(policies))
+    places = panels(figure, len(policies) * len(budgets), len(policies), len(budgets))
+    colours = matplotlib.colormaps["viridis"]
+    taken = set()
+    for row in mapped:
+        column = 0 if row.budget is None else budgets.index(row.budget)
+        place = policies.index(row.policy) * len(budgets) + column
+        taken.add(place)
+        axes = places[place]
+        scores = [[row.cells.get((length, depth), float("nan")) for length in lengths] for depth in depths]
+        axes.imshow(scores, vmin=0, vmax=1, cmap=colours, aspect="auto")
+        for y, line in enumerate(scores):
+            for x, score in enumerate(line):
+                if not math.isnan(score):
+                    told = f"{100 * score:.0f}"
+                    axes.text(x, y, told, ha="center", va="center", fontsize=8, color=ink_on(colours(score)))
+        budget = "" if row.budget is None else f", {budget_text(row.budget)}"
+        title = f"{row.policy}{budget}\nfound {row.score:.0%}, K,V {row.kv_share:.0%}"
+        dress(axes, title=title, y="" if column else "depth", grid="")
+        axes.title.set_fontsize(8.5)
+        axes.set_xticks(range(len(lengths)), [tokens(length) for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    for place in set(range(len(places))) - taken:
+        places[place].set_axis_off()
+    set_title(figure, f"{TITLES[task]}, % by length in tokens and by depth", subject)
+    return png(figure)
+
+
+def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
+    """Tokens that each layer keeps, a panel per budget."""
+    source = next((task for task in PYRAMID_FROM if any(row.task == task for row in rows)), None)
+    thinned = [row for row in rows if row.task == source and row.policy != FULL and row.kept_shares]
+    if source is None or not thinned:
+        return None
+    budgets = _budgets(thinned)
+    looks = _looks(rows)
+    count_rows, count_columns = rows_and_columns(len(budgets), 3)
+    figure = new_figure(max(6.4, 4.2 * count_columns), 1.5 + 3.3 * count_rows)
+    for budget, axes in zip(budgets, panels(figure, len(budgets), count_rows, count_columns), strict=True):
+        for row in thinned:
+            if row.budget == budget:
+                look = looks[row.policy]
+                at = list(looks).index(row.policy)  # equal lines show all of their markers
+                axes.plot(
+                    range(len(row.kept_shares)),
+                    [100 * share for share in row.kept_shares],
+                    color=look.colour,
+                    linestyle=look.dashes,
+                    marker=look.marker,
+                    markevery=(at, max(len(looks), 4)),
+                    markersize=5,
+                    linewidth=1.4,
+                )
+        title = "own budgets" if budget is None else f"budget {budget_text(budget)}"
+        dress(axes, title=title, x="layer", y="tokens kept, % of the context")
+        axes.set_ylim(0, 105)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    _legend(figure, {policy: look for policy, look in looks.items() if any(row.policy == policy for row in thinned)})
+    set_title(figure, "What each layer keeps", f"{subject}; behind the contexts of {source}")
+    return png(figure)
+
+
+def pictures(rows: Sequence[Row], subject: str) -> dict[str, bytes]:
+    """All that there are rows for, by name."""
+    drawn = {
+        "quality": quality_png(rows, subject),
+        "passkey": found_png("passkey", rows, subject),
+        "needle": found_png("needle", rows, subject),
+        "pyramid": pyramid_png(rows, subject),
+    }
+    return {name: image for name, image in drawn.items() if image is not None}
+
+
+def _draw_full(axes: Any, full: Sequence[Row]) -> None:
+    """The full cache, and its score all along the panel."""
+    for row in full:
+        axes.axhline(row.score, color=MUTED, linewidth=1, linestyle="--")
+        axes.plot([100 * row.kv_share], [row.score], color=BLACK, marker="o", markersize=6, linestyle="")
+
+
+def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
+    if TASKS[task].metric == "found":
+        axes.set_ylim(-0.05, 1.05)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    elif task == "perplexity" and max(scores) > 4 * min(scores):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+    elif task != "perplexity":
+        axes.set_ylim(0, 1.1 * max(scores))
+
+
+def _unit(task: str) -> str:
+    return "found" if TASKS[task].metric == "found" else TASKS[task].metric
+
+
+def _legend(figure: Any, looks: dict[str, Look], *, with_full: bool = False) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=BLACK, marker="o", linestyle="--", label=FULL)] if with_full else []
+    handles += [
+        Line2D([], [], color=look.colour, marker=look.marker, linestyle=look.dashes, label=policy)
+        for policy, look in looks.items()
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=min(MOST_LEGEND_COLUMNS, len(handles)),
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, Look]:
+    """Of the policies that are compared with the full cache; the same in all pictures."""
+    policies = _distinct([row.policy for row in rows if row.policy != FULL])
+    return {policy: LOOKS[at % len(LOOKS)] for at, policy in enumerate(policies)}
+
+
+def _budgets(rows: Sequence[Row]) -> list[Budget | None]:
+    """Shares, then tokens, then those that policies have of their own."""
+    return sorted(
+        {row.budget for row in rows}, key=lambda budget: (budget is None, isinstance(budget, int), budget or 0)
+    )
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,98 @@
+"""What a line of the evaluation holds, and what it is told apart by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks import lines, machine
+from benchmarks.evaluation.contenders import Contender
+from benchmarks.evaluation.material import Text
+from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.tasks import Task
+from benchmarks.evaluation.tasks.base import Case, Outcome
+from benchmarks.lines import Line
+from partitioner.fingerprint import now
+from runahead.ranks import Ranks
+from runahead.report import library_versions
+
+MEASURED = ("runahead", "policies", "benchmarks/evaluation")
+"""Folders whose code decides what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What all lines share, known before the model is loaded: a start where all is done need not load it.
+
+    Attributes:
+        about: what two measurements must have in common to be compared.
+        date, commit: for readers.
+    """
+
+    about: dict[str, Any]
+    date: str
+    commit: str | None
+
+    @classmethod
+    def of(cls, run: EvaluateRun, ranks: Ranks, config: Any, text: Text | None, num_threads: int | None) -> Record:
+        """`config` is transformers', of the text model."""
+        about = {
+            "model_options": repr(run.model),
+            "model_config": _digest(config.to_json_string()),
+            "text": None if text is None else _digest(text.content),
+            "code": machine.code(MEASURED),
+            "hardware": machine.hardware(),
+            "versions": library_versions(),
+            "device": ranks.device.type,
+            "threads": num_threads,
+        }
+        return cls(about=about, date=now(), commit=machine.commit())
+
+    def comparison(self, name: str, task: Task) -> str:
+        """Of what is compared with each other in a task."""
+        text = self.about["text"] if task.needs_text else None
+        return lines.key(self.about | {"text": text, "task": name, "settings": task.settings})
+
+    def key(self, name: str, task: Task, contender: Contender, case: Case) -> str:
+        """Of one measurement."""
+        return lines.key({"comparison": self.comparison(name, task), "policy": contender.settings, "case": case})
+
+    def line(
+        self, name: str, task: Task, contender: Contender, case: Case, outcome: Outcome, *, model: str, dtype: str
+    ) -> Line:
+        """What is written of one measurement."""
+        return {
+            "task": name,
+            "policy": contender.label,
+            "budget": contender.budget,
+            "case": case,
+            "score": outcome.score,
+            "metric": task.metric,
+            "weight": outcome.weight,
+            **asdict(outcome.kv),
+            "ttft_s": outcome.ttft_s,
+            "tpot_s": outcome.tpot_s,
+            "details": outcome.details,
+            "policy_settings": contender.settings,
+            "task_settings": task.settings,
+            "key": self.key(name, task, contender, case),
+            "comparison": self.comparison(name, task),
+            "model": model,
+            "dtype": dtype,
+            "date": self.date,
+            "commit": self.commit,
+            **self.about,
+        }
+
+
+def latest(found: Sequence[Line]) -> list[Line]:
+    """Of every task the lines that compare with its last one; of several of one measurement, the last."""
+    comparison = {line["task"]: line["comparison"] for line in found}
+    by_key = {line["key"]: line for line in found if line["comparison"] == comparison[line["task"]]}
+    return list(by_key.values())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,18 @@
+"""Tasks, one file each. To add one: a file, a line here, and its options with their name in options.py."""
+
+from __future__ import annotations
+
+from benchmarks.evaluation.tasks.base import Task
+from benchmarks.evaluation.tasks.copying import Copying
+from benchmarks.evaluation.tasks.needle import Needle
+from benchmarks.evaluation.tasks.passkey import Passkey
+from benchmarks.evaluation.tasks.perplexity import Perplexity
+from benchmarks.evaluation.tasks.throughput import Throughput
+
+TASKS: dict[str, type[Task]] = {
+    "perplexity": Perplexity,
+    "copy": Copying,
+    "passkey": Passkey,
+    "needle": Needle,
+    "throughput": Throughput,
+}

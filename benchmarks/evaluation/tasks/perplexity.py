@@ -1,0 +1,100 @@
+"""Perplexity of a text that is read in chunks, with the cache under the policy from the first token on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.evaluation.contenders import Contender
+from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.tasks.base import (
+    COST_OF_NEW,
+    PROBE_TOKENS,
+    Case,
+    KVUse,
+    Outcome,
+    Runtime,
+    Task,
+    feed_timed,
+    nll_S,
+    probe_tpot_s,
+)
+from policies.base import Phase
+from runahead.config import Positions
+from runahead.conversation import Conversation
+
+
+class Perplexity(Task):
+    """A token sees what the policy kept of earlier chunks, and its own chunk up to itself.
+
+    A budget that is a share is one of the text read so far, so that the share holds at any time.
+    """
+
+    metric = "perplexity"
+    lower_is_better = True
+    needs_text = True
+
+    def __init__(self, run: EvaluateRun, material: Material) -> None:
+        self._options = options = run.perplexity
+        material.require_text(
+            "perplexity",
+            options.tokens * options.samples,
+            f"fewer than perplexity.samples={options.samples} x perplexity.tokens={options.tokens}",
+        )
+        self._material = material
+        of_text = options.tokens - len(material.prefix)
+        self._texts = [
+            material.prefix + material.text_ids[sample * of_text : (sample + 1) * of_text]
+            for sample in range(options.samples)
+        ]
+
+    def check(self, contender: Contender, num_layers: int) -> None:
+        """Positions in the cache begin again: a text may have any length if what is kept and a chunk fit."""
+        options, policies = self._options, contender.policies
+        stay = policies.most_slots(num_layers, Phase.prefill) if policies.positions is Positions.reencoded else None
+        num_tokens = options.tokens if stay is None else min(options.tokens, stay + options.chunk)
+        self._material.require_positions(
+            f"perplexity.tokens={options.tokens} under {contender.name}",
+            num_tokens + PROBE_TOKENS,
+            "use fewer, or policies of a fixed size such as {name:streaming_llm,budget:1024,positions:reencoded}",
+        )
+
+    @property
+    def cases(self) -> list[Case]:
+        return [{"sample": sample} for sample in range(self._options.samples)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        options = asdict(self._options)
+        del options["samples"]
+        return options
+
+    def cost(self, case: Case) -> float:
+        return 2.0 * self._options.tokens + COST_OF_NEW * PROBE_TOKENS
+
+    def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
+        ids, size = self._texts[case["sample"]], self._options.chunk
+        conversation = Conversation(runtime.model, contender.policies, length=len(ids))
+        total, number, prefill_s = 0.0, 0, 0.0
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            each = nll_S(conversation, chunk)
+            total, number = total + each.sum().item(), number + len(each)
+            prefill_s += feed_timed(conversation, chunk)
+        kv = KVUse.of(conversation)
+        return Outcome(
+            score=math.exp(total / number),
+            weight=number,
+            kv=kv,
+            ttft_s=prefill_s,
+            tpot_s=probe_tpot_s(conversation),
+            details={"nll": total / number},
+        )
+
+    @staticmethod
+    def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
+        """Of all tokens together."""
+        return math.exp(Task.combine([math.log(score) for score in scores], weights))

@@ -1,0 +1,276 @@
+"""Do SnapKV and StreamingLLM keep the tokens that kvpress keeps, and who is right about padding?
+
+    python benchmarks/kvpress_agreement.py
+    python benchmarks/kvpress_agreement.py --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
+
+kvpress 0.5 needs another transformers than Runahead, so it gets an environment of its own in the cache folder
+(RUNAHEAD_CACHE), made with pip on the first run. Both read the same folder of weights and the same prompts. Then:
+
+- per layer and KV head, the share of the tokens that both keep, with our options set to kvpress's definitions, and with
+  one of them at a time set to another value;
+- prompts of different lengths as one left-padded batch against each of them alone, for both.
+
+Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl; docs/kvpress.md says what they mean.
+"""
+
+# Legend: B batch, K kv heads, m kept slots, T tokens behind the prompt, V vocabulary.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import machine  # noqa: E402
+from partitioner.fingerprint import now  # noqa: E402
+from policies import SnapKV, StreamingLLM  # noqa: E402
+from policies.base import Policy  # noqa: E402
+from policies.snapkv import Pool  # noqa: E402
+from runahead import Model, ModelOptions, loading  # noqa: E402
+from runahead.conversation import Conversation  # noqa: E402
+from runahead.loading.smollm2 import cache_folder  # noqa: E402
+from runahead.rank_policies import RankPolicies  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "kvpress.jsonl"
+TEXT = ROOT / "examples" / "frankenstein_letters.txt"
+REQUIREMENTS = ["kvpress>=0.5,<0.6", "transformers<5.3"]
+
+WINDOW, KERNEL, SINKS = 64, 5, 4
+"""kvpress's defaults. It pools by the mean over neighbours, which commutes with the mean over a group's query heads."""
+ALIKE: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL, "pool": Pool.avg}
+DIFFERENT = {
+    "pool=max": ALIKE | {"pool": Pool.max},
+    "kernel=7": ALIKE | {"kernel": 7},
+    "window=32": ALIKE | {"window": 32},
+    "our defaults": {},
+}
+FOLLOWING = 32
+"""Tokens decoded behind a padded batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Prompts through a policy of a budget in tokens, by kvpress and by us."""
+
+    policy: str
+    budget: int
+    rows: list[list[int]]
+    following: list[list[int]]
+    ours: dict[str, Any] = field(default_factory=dict)
+
+    def request(self) -> dict[str, Any]:
+        theirs = {"window_size": WINDOW, "kernel_size": KERNEL} if self.policy == "snapkv" else {"n_sink": SINKS}
+        asked = {"press": self.policy, "options": theirs, "budget": self.budget}
+        return asked | {"rows": self.rows, "following": self.following}
+
+    @property
+    def key(self) -> str:
+        """The same for cases that are the same for kvpress."""
+        return repr(self.request())
+
+    def our_policy(self) -> Policy:
+        if self.policy == "snapkv":
+            return SnapKV(budget=self.budget, **self.ours)
+        return StreamingLLM(budget=self.budget, sinks=SINKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default=str(TEXT), help="a text file; prompts are taken from it one after the other")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a prompt")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.5], help="shares of the prompt")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per length")
+    parser.add_argument("--padded", type=int, nargs="+", default=[1024, 700, 450], help="lengths of the padded batch")
+    options = parser.parse_args()
+
+    python = environment(cache_folder() / f"kvpress-0.5-torch-{_torch_version()}")
+    options_of_model = ModelOptions()
+    loaded = loading.load(options_of_model, device=torch.device("cpu"), attn_implementation="sdpa")
+    tokenizer = loading.load_tokenizer(options_of_model)
+    assert loaded.path is not None and tokenizer is not None
+    ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
+    needed = max(max(options.lengths) + options.prompts, max(options.padded) + FOLLOWING)
+    if len(ids) < needed:
+        raise SystemExit(f"--text={options.text} has {len(ids)} tokens, but {needed} are needed; use a longer text")
+
+    agreeing = list(agreement_cases(ids, options.lengths, options.budgets, options.prompts))
+    padded = list(padded_cases(ids, options.padded, min(options.padded) // 2))
+    asked = [case for case, _ in agreeing] + [case for batch, alone in padded for case in (batch, *alone)]
+    theirs, versions = ask(python, loaded.path, asked)
+    shared = {
+        "date": now(),
+        "commit": machine.commit(),
+        "text": Path(options.text).name,
+        "kvpress": versions,
+        "ours": {name: version(name) for name in ("transformers", "torch")},
+    }
+    model = Model.load(options_of_model, torch.device("cpu"))
+    with RESULTS.open("a", encoding="utf-8") as file:
+        for case, name in agreeing:
+            line = {"kind": "agreement", "definitions": name} | agreement(model, case, theirs[case.key])
+            print(json.dumps(line))
+            file.write(json.dumps(shared | line) + "\n")
+        for batch, alone in padded:
+            line = {"kind": "padding"} | padding(
+                model, batch, alone, theirs[batch.key], [theirs[case.key] for case in alone]
+            )
+            print(json.dumps(line))
+            file.write(json.dumps(shared | line) + "\n")
+
+
+def _torch_version() -> str:
+    return version("torch").split("+")[0]
+
+
+def environment(folder: Path) -> Path:
+    """kvpress's Python; its environment is made if it is not whole.
+
+    Raises:
+        SystemExit: pip failed.
+    """
+    python, whole = folder / "bin" / "python", folder / ".whole"
+    if not whole.exists():
+        print(f"Making kvpress's environment in {folder} ...", file=sys.stderr)
+        venv.create(folder, with_pip=True, clear=True)
+        # torch by its version alone first: where pip is offered a CPU build of it, it takes that, and keeps it.
+        torch_is = f"torch=={_torch_version()}"
+        for packages in ([torch_is], [torch_is, *REQUIREMENTS]):
+            done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-input", *packages], check=False)
+            if done.returncode != 0:
+                raise SystemExit(f"pip could not install {', '.join(packages)} in {folder}; see its message above")
+        whole.touch()
+    return python
+
+
+def agreement_cases(
+    ids: list[int], lengths: list[int], budgets: list[float], prompts: int
+) -> Iterator[tuple[Case, str]]:
+    """(case, which of our definitions differ), over prompts of one row."""
+    for length in lengths:
+        stride = max(1, (len(ids) - length) // prompts)
+        for start in range(0, stride * prompts, stride):
+            for budget in budgets:
+                row = ids[start : start + length]
+                given: dict[str, Any] = {"budget": round(budget * length), "rows": [row], "following": [[]]}
+                yield Case(policy="streaming_llm", **given), "alike"
+                yield Case(policy="snapkv", ours=ALIKE, **given), "alike"
+                if length == min(lengths):
+                    for name, ours in DIFFERENT.items():
+                        yield Case(policy="snapkv", ours=ours, **given), name
+
+
+def padded_cases(ids: list[int], lengths: list[int], budget: int) -> Iterator[tuple[Case, list[Case]]]:
+    """(a left-padded batch, its rows alone)."""
+    rows = [ids[:length] for length in lengths]
+    following = [ids[length : length + FOLLOWING] for length in lengths]
+    for policy in ("streaming_llm", "snapkv"):
+        given: dict[str, Any] = {"policy": policy, "budget": budget, "ours": ALIKE if policy == "snapkv" else {}}
+        alone = [Case(rows=[row], following=[behind], **given) for row, behind in zip(rows, following, strict=True)]
+        yield Case(rows=rows, following=following, **given), alone
+
+
+def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What kvpress says in its own environment, by `Case.key`, and the versions there."""
+    requests = {case.key: case.request() for case in cases}
+    with tempfile.TemporaryDirectory() as scratch:
+        request, answer = Path(scratch) / "request.pt", Path(scratch) / "answer.pt"
+        torch.save({"model": model, "cases": list(requests.values())}, request)
+        script = ROOT / "benchmarks" / "kvpress_kept.py"
+        quiet = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        subprocess.run([python, script, request, answer], check=True, env=quiet, cwd=scratch)
+        answered = torch.load(answer, weights_only=True)
+    return dict(zip(requests, answered["cases"], strict=True)), answered["versions"]
+
+
+def kept_by_us(model: Model, case: Case) -> tuple[list[Tensor], Tensor]:
+    """Per row the positions (layers, K, m) that are kept behind the prompt, and logits (B, T, V) of what follows it."""
+    longest = max(map(len, case.rows))
+    pads = [longest - len(row) for row in case.rows]
+    conversation = Conversation(model, RankPolicies(last=[case.our_policy()]))
+    ids_BS = torch.tensor([[0] * pad + row for pad, row in zip(pads, case.rows, strict=True)])
+    conversation.feed(ids_BS, pads=pads)
+    assert conversation.cache is not None
+    heads = model.kv_shapes[0].num_kv_heads
+    layers = [layer.positions_BKn().expand(-1, heads, -1).long() for layer in conversation.cache.layers]
+    positions_BLKm = torch.stack(layers, dim=1)
+    following_BT = torch.tensor(case.following)
+    return list(positions_BLKm), conversation.peek(following_BT) if following_BT.numel() else torch.empty(0)
+
+
+def shares(ours_LKm: Tensor, theirs_LKm: Tensor) -> Tensor:
+    """Of the tokens kept in each layer and KV head (L, K), the share that both keep."""
+    assert ours_LKm.shape == theirs_LKm.shape, (ours_LKm.shape, theirs_LKm.shape)
+    both = [
+        [len(set(a) & set(b)) / len(a) for a, b in zip(ours, theirs, strict=True)]
+        for ours, theirs in zip(ours_LKm.tolist(), theirs_LKm.tolist(), strict=True)
+    ]
+    return torch.tensor(both)
+
+
+def agreement(model: Model, case: Case, theirs: dict[str, Any]) -> dict[str, Any]:
+    """How far both keep the same tokens of a prompt."""
+    shares_LK = shares(kept_by_us(model, case)[0][0], theirs["positions"][0])
+    return {
+        "policy": case.policy,
+        "tokens": len(case.rows[0]),
+        "budget": case.budget,
+        "share": shares_LK.mean().item(),
+        "lowest_share": shares_LK.min().item(),
+        "equal_heads": (shares_LK == 1).float().mean().item(),
+    }
+
+
+def padding(
+    model: Model, batch: Case, alone: list[Case], theirs: dict[str, Any], theirs_alone: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Rows of a padded batch against each of them alone: kept tokens, and logits of what follows."""
+    ours_positions, ours_logits = kept_by_us(model, batch)
+    ours_alone = [kept_by_us(model, case) for case in alone]
+    rows = []
+    for row, prompt in enumerate(batch.rows):
+        by_us, by_them = ours_positions[row], theirs["positions"][row]
+        target_T = torch.tensor(batch.following[row][1:])
+        alone_TV = {"ours": ours_alone[row][1][0], "theirs": theirs_alone[row]["logits"]["no mask"][0]}
+        padded_TV = {"ours": ours_logits[row]}
+        padded_TV |= {f"theirs, {name}": logits[row] for name, logits in theirs["logits"].items()}
+        found: dict[str, Any] = {
+            "tokens": len(prompt),
+            "pads": max(map(len, batch.rows)) - len(prompt),
+            "same_tokens": {
+                "ours": shares(by_us, ours_alone[row][0][0]).mean().item(),
+                "theirs": shares(by_them, theirs_alone[row]["positions"][0]).mean().item(),
+            },
+            "padding_kept": {name: (x < 0).float().mean().item() for name, x in (("ours", by_us), ("theirs", by_them))},
+            "nll_alone": {name: _nll(logits_TV, target_T) for name, logits_TV in alone_TV.items()},
+            "nll_padded": {name: _nll(logits_TV, target_T) for name, logits_TV in padded_TV.items()},
+            "logits_off_by": {
+                name: (logits_TV - alone_TV[name.split(",")[0]]).abs().max().item()
+                for name, logits_TV in padded_TV.items()
+            },
+        }
+        rows.append(found)
+    return {"policy": batch.policy, "budget": batch.budget, "rows": rows}
+
+
+def _nll(logits_TV: Tensor, target_T: Tensor) -> float:
+    """Mean over the tokens that follow, in nats."""
+    return torch.nn.functional.cross_entropy(logits_TV[: len(target_T)].float(), target_T).item()
+
+
+if __name__ == "__main__":
+    main()

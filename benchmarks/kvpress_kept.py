@@ -1,0 +1,102 @@
+"""What kvpress keeps of given prompts. Runs in an environment of its own, which benchmarks/kvpress_agreement.py makes.
+
+    python benchmarks/kvpress_kept.py REQUEST ANSWER
+
+Both are files of torch.save. REQUEST: {"model": folder, "cases": [{"press", "options", "budget", "rows", "following"},
+...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come behind.
+ANSWER: per case {"positions": per row (layers, KV heads, budget), ascending, below 0 on padding, "logits": by the mask
+that decoding is given, (rows, following, vocabulary)}, and the versions of what ran.
+"""
+
+# Legend: B batch, S prompt tokens, K kv heads, m kept slots, H head dim, T tokens behind the prompt, V vocabulary.
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from kvpress import SnapKVPress, StreamingLLMPress  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+PRESSES = {"snapkv": SnapKVPress, "streaming_llm": StreamingLLMPress}
+
+
+@torch.inference_mode()
+def main() -> None:
+    logging.disable_progress_bar()
+    request = torch.load(sys.argv[1], weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32, attn_implementation="sdpa")
+    wholes: dict[str, DynamicCache] = {}
+    answer = {
+        "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
+        "cases": [run(model.eval(), case, wholes) for case in request["cases"]],
+    }
+    torch.save(answer, sys.argv[2])
+
+
+def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> dict[str, Any]:
+    """One batch of prompts through one press. `wholes` are all K,V of prompts that were seen."""
+    rows = case["rows"]
+    longest = max(map(len, rows))
+    pads_B = torch.tensor([longest - len(row) for row in rows])
+    ids_BS = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask_BS = (torch.arange(longest) >= pads_B[:, None]).long()
+    # Positions are given, as a caller who minds padding does; a plain forward would count padding.
+    prompt = {
+        "input_ids": ids_BS,
+        "attention_mask": mask_BS,
+        "position_ids": (torch.arange(longest) - pads_B[:, None]).clamp_min(0),
+        "logits_to_keep": 1,
+    }
+    # A share that comes to the budget, however it is rounded.
+    press = PRESSES[case["press"]](compression_ratio=1 - (case["budget"] + 0.5) / longest, **case["options"])
+    if repr(rows) not in wholes:
+        wholes[repr(rows)] = DynamicCache()
+        model(**prompt, past_key_values=wholes[repr(rows)])
+    cache = DynamicCache()
+    with press(model):
+        model(**prompt, past_key_values=cache)
+    logits = {}
+    for name in ("mask of the prompt", "no mask") if case["following"][0] else ():
+        mask = mask_BS if name == "mask of the prompt" else None
+        logits[name] = decode(model, deepcopy(cache), torch.tensor(case["following"]), longest - pads_B, mask)
+    return {"positions": positions(wholes[repr(rows)], cache, pads_B.tolist()), "logits": logits}
+
+
+def positions(whole: DynamicCache, cache: DynamicCache, pads: list[int]) -> list[Tensor]:
+    """Per row the positions (layers, K, m) of what is stored, found by its keys: compressing changes none of them."""
+    found = [[] for _ in pads]  # type: ignore[var-annotated]
+    for all_of, kept in zip(whole.layers, cache.layers, strict=True):
+        for row, pad in enumerate(pads):
+            heads = []
+            for all_SH, kept_mH in zip(all_of.keys[row].numpy(), kept.keys[row].numpy(), strict=True):
+                slots = {key.tobytes(): slot for slot, key in enumerate(all_SH)}
+                assert len(slots) >= len(all_SH) - max(0, pad - 1), "two tokens have the same key"
+                heads.append(sorted(slots[key.tobytes()] - pad for key in kept_mH))
+            found[row].append(heads)
+    return [torch.tensor(layers) for layers in found]
+
+
+def decode(model: Any, cache: DynamicCache, following_BT: Tensor, lengths_B: Tensor, mask_BS: Tensor | None) -> Tensor:
+    """Logits (B, T, V) behind each of the tokens that follow the prompt."""
+    logits = []
+    for step, ids_B1 in enumerate(following_BT.split(1, dim=1)):
+        if mask_BS is not None:
+            mask_BS = torch.cat([mask_BS, torch.ones_like(ids_B1)], dim=1)
+        output = model(
+            input_ids=ids_B1,
+            attention_mask=mask_BS,
+            position_ids=lengths_B[:, None] + step,
+            past_key_values=cache,
+        )
+        logits.append(output.logits[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Rotary positions that the runtime gives queries and keys itself: what the model's own code would do, and checked so.
+
+At position 0 a rotation turns nothing. So a model that is told position 0 for every token hands out queries and keys
+as they are before RoPE, with whatever scale its tables have, and they can be rotated to any position afterwards, once
+and without a drift: a stored key is never rotated back.
+"""
+
+# Legend: T tokens, B batch, N heads, X head dim, F frequencies, of which each turns two of the head's dims.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+
+class Pairs(Enum):
+    """Which two of the rotated dims belong together: i with i + F (Llama), or 2i with 2i + 1 (Cohere, GLM)."""
+
+    half = "half"
+    interleaved = "interleaved"
+
+
+class Rotary:
+    """One layer's rotation.
+
+    Args:
+        inv_freq_F: radians per position; none in a layer without positions.
+        pairs: how dims are paired.
+        first: of the head's dims, the first one that is rotated.
+    """
+
+    def __init__(self, inv_freq_F: Tensor, pairs: Pairs = Pairs.half, first: int = 0) -> None:
+        self.inv_freq_F, self.pairs, self.first = inv_freq_F, pairs, first
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def rotated(self, x_TBNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
+        """Tokens [start, start + T) of a left-padded batch, rotated to the positions that they have in their rows.
+
+        Returns:
+            (T, B, N, X) of its own memory, in the dtype of `x_TBNX`; padding is where position 0 is.
+        """
+        num_freqs, end = len(self.inv_freq_F), start + x_TBNX.shape[0]
+        out_TBNX = x_TBNX.clone(memory_format=torch.contiguous_format)
+        if num_freqs == 0 or out_TBNX.numel() == 0:
+            return out_TBNX
+        # As transformers does, tables are in at least float32, whatever the model's dtype.
+        cos_LF, sin_LF = self._cos_sin(end, torch.promote_types(x_TBNX.dtype, torch.float32), x_TBNX.device)
+        if any(pads):
+            slots_T1 = torch.arange(start, end, device=x_TBNX.device)[:, None]
+            index_TB = (slots_T1 - torch.tensor(pads, device=x_TBNX.device)).clamp_min(0)
+            cos, sin = cos_LF[index_TB][:, :, None], sin_LF[index_TB][:, :, None]
+        else:
+            cos, sin = cos_LF[start:end, None, None], sin_LF[start:end, None, None]
+        a, b = self.paired(x_TBNX)
+        to_a, to_b = self.paired(out_TBNX)
+        to_a.copy_(a * cos - b * sin)
+        to_b.copy_(b * cos + a * sin)
+        return out_TBNX
+
+    def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two dims of every frequency, (..., F) each, as views."""
+        num_freqs = len(self.inv_freq_F)
+        turned = x[..., self.first : self.first + 2 * num_freqs]
+        if self.pairs is Pairs.half:
+            return turned[..., :num_freqs], turned[..., num_freqs:]
+        return turned[..., 0::2], turned[..., 1::2]
+
+    def _cos_sin(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tables (at least `length`, F), made once for more and more positions."""
+        if self._tables is None or self._tables[0].shape[0] < length or self._tables[0].dtype != dtype:
+            positions_L = torch.arange(length + length // 4, dtype=dtype, device=device)
+            angles_LF = positions_L[:, None] * self.inv_freq_F.to(device=device, dtype=dtype)
+            self._tables = angles_LF.cos(), angles_LF.sin()
+        return self._tables
+
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values (1, N or K, 1, X) of one token in one layer."""
+
+
+def find_rotaries(module: nn.Module, heads_at: Callable[[int], list[Heads]], last_position: int) -> list[Rotary]:
+    """How each layer of a model rotates, found out by looking at one token at several positions.
+
+    Frequencies are those of the model's rotary modules. Which of them a layer uses, for which of its head's dims and in
+    which pairs, is what gives the model's own queries and keys at all of these positions.
+
+    Args:
+        heads_at: one token's heads in every layer, at a position. Its hidden states do not depend on attention.
+        last_position: of those that will be used.
+
+    Raises:
+        ValueError: a layer does anything else with positions; the message says what is wrong, not of which model.
+    """
+    frequencies = [
+        inv_freq for name, inv_freq in module.named_buffers() if name.endswith("inv_freq") and "original" not in name
+    ]
+    positions = sorted({1, 2, last_position})
+    at_0, others = heads_at(0), [heads_at(position) for position in positions]
+    rotaries = []
+    for layer, (q, k, v) in enumerate(at_0):
+        seen = [(position, heads[layer]) for position, heads in zip(positions, others, strict=True)]
+        if not all(torch.allclose(v, other[2], rtol=_rounding(v.dtype)) for _, other in seen):
+            raise ValueError("adds positions to its hidden states")
+        fitting = (
+            rotary
+            for rotary in _candidates(frequencies, q.shape[-1])
+            if all(_turns(rotary, x, other[i], position) for position, other in seen for i, x in ((0, q), (1, k)))
+        )
+        rotary = next(fitting, None)
+        if rotary is None:
+            raise ValueError("does not turn queries and keys by angles that are proportional to positions")
+        rotaries.append(rotary)
+    return rotaries
+
+
+def _candidates(frequencies: list[Tensor], head_dim: int) -> list[Rotary]:
+    found = [Rotary(torch.empty(0))]
+    for inv_freq_F in frequencies:
+        if 2 * inv_freq_F.numel() <= head_dim and inv_freq_F.ndim == 1:
+            firsts = sorted({0, head_dim - 2 * len(inv_freq_F)})
+            found += [Rotary(inv_freq_F, pairs, first) for first in firsts for pairs in Pairs]
+    return found
+
+
+def _turns(rotary: Rotary, x_1N1X: Tensor, expected_1N1X: Tensor, position: int) -> bool:
+    """Does rotating what stands at position 0 give what stands at another one?"""
+    x_TBNX, expected_TBNX = x_1N1X.permute(2, 0, 1, 3), expected_1N1X.permute(2, 0, 1, 3)
+    # Against the two dims that are turned: some models have dims that are hundreds of times as large as others.
+    scale_TBNX = x_TBNX.abs()
+    a, b = rotary.paired(scale_TBNX)
+    both = a + b
+    a.copy_(both)
+    b.copy_(both)
+    off_TBNX = (rotary.rotated(x_TBNX, position, [0]) - expected_TBNX).abs()
+    return bool((off_TBNX <= _rounding(x_TBNX.dtype) * scale_TBNX).all())
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Of tables in float32, or of low precision; a wrong frequency or pair is off by about 1."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.05

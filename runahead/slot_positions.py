@@ -1,0 +1,76 @@
+"""Positions inside the cache: a kept token's position is its slot, without gaps, in each layer its own.
+
+The cache holds keys as they are before RoPE, and the model is told position 0 for every token (see rotary.py). What
+attention reads is rotated to the slots as they are numbered then. So positions never exceed what is stored, however
+long the text.
+"""
+
+# Legend: T slots, B batch, N query heads, K kv heads, C new tokens, H key dim.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runahead.kv_cache import KVSlab
+from runahead.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedSlab(KVSlab):
+    """A slab of unrotated keys that reads as if they were rotated to their slots.
+
+    Keys are rotated when they are first read, those of the new tokens apart from those before them, which may still be
+    on their way.
+
+    Attributes:
+        rotary: of this layer.
+        pads: slots on the left of each row that are padding.
+        new: number of the first new token's slot.
+        rotated_TBKH: the keys, as far as they were read; `done` tells for the old and the new ones.
+    """
+
+    rotary: Rotary
+    pads: Sequence[int]
+    new: int
+    rotated_TBKH: Tensor
+    done: list[bool]
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k_BKSH, v_BKSV = super().read(start, end)
+        if start == end:
+            return k_BKSH, v_BKSV
+        for part, (first, last) in enumerate(((self.first, self.new), (self.new, self.end))):
+            if not self.done[part] and start < last and end > first:
+                keys_TBKH = self.tokens(first, last)[..., : self.key_dim]
+                self.rotated_TBKH[first - self.first : last - self.first] = self.rotary.rotated(
+                    keys_TBKH, first, self.pads
+                )
+                self.done[part] = True
+        return self.rotated_TBKH[start - self.first : end - self.first].permute(1, 2, 0, 3), v_BKSV
+
+
+def at_slots(rotary: Rotary, slab: KVSlab, q_BNCH: Tensor, *, new: int, pads: Sequence[int]) -> tuple[KVSlab, Tensor]:
+    """Keys and new tokens' queries at the positions of their slots.
+
+    Args:
+        slab: unrotated keys, the new tokens' among them.
+        q_BNCH: unrotated queries of the new tokens.
+        new: number of the first new token's slot.
+        pads: slots on the left of each row that are padding.
+    """
+    shape = (*slab.slab_TBKX.shape[:3], slab.key_dim)
+    rotated = RotatedSlab(
+        slab_TBKX=slab.slab_TBKX,
+        key_dim=slab.key_dim,
+        first=slab.first,
+        rotary=rotary,
+        pads=list(pads),
+        new=new,
+        rotated_TBKH=torch.empty(shape, dtype=slab.slab_TBKX.dtype, device=slab.slab_TBKX.device),
+        done=[False, False],
+    )
+    return rotated, rotary.rotated(q_BNCH.permute(2, 0, 1, 3), new, pads).permute(1, 2, 0, 3)

@@ -1,0 +1,124 @@
+"""Wrong options are told in one sentence: with status 2 by the command line, or before the model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.evaluation.contenders import contenders
+from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
+from benchmarks.evaluation.pictures import PYRAMID_FROM, TITLES
+from benchmarks.evaluation.tasks import TASKS
+from launch.evaluate import EVALUATE, HELP, main
+from policies import PyramidInfer, SnapKV, Window
+from runahead.config import Positions
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (
+            "tasks=[perplexity,speed]",
+            "tasks has speed, which is not one of perplexity, copy, passkey, needle, throughput",
+        ),
+        ("tasks=[copy,copy]", "tasks=[copy,copy] must name at least one task, and each only once"),
+        ("tasks=[]", "tasks=[] must name at least one task"),
+        ("policies=[]", "policies=[] must name at least one policy"),
+        ("budgets=[0.2,1.5]", "budgets has 1.5, which is neither a whole number of tokens of at least 1 nor a share"),
+        ("budgets=[0]", "budgets has 0, which is neither"),
+        ("budgets=half", "budgets has half, which is neither"),
+        ("budgets=[0.2,0.2]", "budgets=[0.2, 0.2] must hold each value only once"),
+        ("perplexity.chunk=0", "perplexity.chunk=0 must be at least 1"),
+        ("perplexity.tokens=many", "perplexity.tokens=many is not a whole number"),
+        ("copy.samples=0", "copy.samples=0 must be at least 1"),
+        ("passkey.depths=[0.5,2]", "passkey.depths=[0.5, 2.0] must be a list of shares from 0 to 1"),
+        ("needle.lengths=[]", "needle.lengths=[] must be a list of whole numbers of at least 1"),
+        ("needle.question=none", "needle.question=none is not one of separate, with_context"),
+        ("throughput.kv_tokens=100", "throughput.kv_tokens=100 must hold at least one row of 768 tokens"),
+        ("throughput.kv_bytes=0", "throughput.kv_bytes=0 must be at least 1"),
+        ("speed.rounds=1", "unknown option speed.rounds"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(option: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([option]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("entries", "budgets", "says"),
+    [
+        (["snapkw"], [0.5], "policies=snapkw is not one of full, window"),
+        ([3], [0.5], "policies has 3, which is neither a name nor {name:"),
+        ([{"kernel": 3}], [0.5], "is neither a policy's name nor {name:"),
+        ([{"name": "window", "kernel": 3}], [0.5], "policies: window has no option kernel; it has budget"),
+        (["snapkv"], [], r"policies: snapkv needs budgets=\[...\], or a budget among its options"),
+        (["snapkv"], [8], "snapkv with a budget of 8 tokens: policy.budget=8 has no room for the window"),
+        (["full", "full"], [0.5], "policies has full more than once; leave one out"),
+        ([{"name": "window", "positions": "new"}], [0.5], "positions=new is not one of original, reencoded"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_one_sentence(entries: list[object], budgets: list[float], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        contenders(entries, budgets)
+    assert "\n" not in str(caught.value)
+
+
+def test_policies_with_a_budget_come_under_every_one_and_others_once() -> None:
+    found = contenders(["full", "snapkv", {"name": "window", "budget": 64}, "pyramidinfer"], [0.2, 64])
+    assert [(each.label, each.budget) for each in found] == [
+        ("full", None),
+        ("snapkv", 0.2),
+        ("snapkv", 64),
+        ("window(budget=64)", None),
+        ("pyramidinfer", 0.2),
+        ("pyramidinfer", 64),
+    ]
+    of = [each.policies.last for each in found]
+    assert (
+        of[0] == [] and of[1] == [SnapKV(budget=0.2)] and of[2] == [SnapKV(budget=64)] and of[3] == [Window(budget=64)]
+    )
+    # A share is PyramidInfer's mean, which leaves room beside the recent tokens.
+    assert of[4] == [PyramidInfer(mean_keep=0.2, recent_ratio=0.1, min_tokens=1)] and of[5] == [PyramidInfer(budget=64)]
+
+
+def test_options_of_a_policy_are_its_own() -> None:
+    window = {"name": "window", "budget": 64, "positions": "reencoded"}
+    sequence = {"name": "sequence", "steps": ["pyramidinfer", window | {"budget": 32}]}
+    sequence["steps"][1].pop("positions")  # type: ignore[union-attr, index]
+    cosine = {"name": "pyramidinfer", "schedule": "cosine"}
+    given = {"name": "pyramidinfer", "recent_ratio": 0.3}
+    found = contenders([window, sequence, cosine, given], [0.5])
+    assert [each.budget for each in found] == [None, None, None, 0.5]
+    assert found[0].policies.positions is Positions.reencoded
+    assert found[1].policies.last == [PyramidInfer(), Window(budget=32)]
+    assert found[2].policies.last == [PyramidInfer(schedule="cosine")]  # type: ignore[arg-type]
+    assert found[3].policies.last == [PyramidInfer(mean_keep=0.5, recent_ratio=0.3, min_tokens=1)]
+
+
+def test_the_defaults_of_the_file_are_those_of_the_dataclasses() -> None:
+    assert EVALUATE.compose([]) == EvaluateRun()
+
+
+def test_a_single_value_is_a_list_of_one() -> None:
+    run = EVALUATE.compose(["policies=window", "tasks=copy", "budgets=64", "report=out/eval.json"])
+    assert (run.policies, run.tasks, run.budgets, run.lines) == (["window"], ["copy"], [64], "out/eval.jsonl")
+
+
+def test_entries_with_options_come_through_the_command_line() -> None:
+    run = EVALUATE.compose(["policies=[full,{name:window,budget:64}]", "text.file=a b,c.txt"])
+    assert run.policies == ["full", {"name": "window", "budget": 64}] and run.text.file == "a b,c.txt"
+
+
+def test_settings_without_effect_are_told() -> None:
+    run = EVALUATE.compose(["tasks=[passkey]", "copy.samples=2", "text.file=x.txt", "passkey.samples=2"])
+    assert ineffective_settings(run) == [
+        "copy.* has no effect without copy among tasks",
+        "text.file has no effect without perplexity, copy or needle among tasks",
+    ]
+
+
+def test_every_task_is_known_everywhere() -> None:
+    assert tuple(TASKS) == TASK_NAMES
+    assert TITLES.keys() == TASKS.keys() and set(PYRAMID_FROM) == set(TASKS)
+    assert all(name in HELP for name in TASKS)

@@ -1,0 +1,220 @@
+"""Turns on one cache are what one long prompt would be, as far as the policies let them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies import H2O, PyramidInfer, SnapKV, StreamingLLM
+from policies.base import Policy
+from runahead import Conversation, GenerationOptions
+from runahead.rank_policies import RankPolicies
+from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, oracle_logits, oracle_tokens, prompt, throughout
+from tests.ranks.tasks import tiny_model
+
+IDS = prompt(48)
+POLICIES = {
+    "streaming_llm": StreamingLLM(budget=12, sinks=2),
+    "h2o": H2O(budget=12),
+    "snapkv": SnapKV(budget=0.5, window=4, kernel=3),
+    "pyramidinfer": PyramidInfer(min_tokens=4, mean_keep=0.5),
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+NEW = GenerationOptions(max_new_tokens=6, ignore_eos=True)
+
+
+def conversation(*policies: Policy, family: str = "llama", length: int | None = None) -> Conversation:
+    return Conversation(tiny_model(family), RankPolicies.everywhere(policies), length=length)
+
+
+def feed(to: Conversation, *rows: Sequence[int], **options: object) -> Tensor:
+    with throughout(to.model.dtype):
+        return to.feed(torch.tensor(rows), **options)  # type: ignore[arg-type]
+
+
+def peek(at: Conversation, ids: Sequence[int]) -> Tensor:
+    with throughout(at.model.dtype):
+        return at.peek(torch.tensor([ids]))
+
+
+def generate(by: Conversation) -> list[list[int]]:
+    with throughout(by.model.dtype):
+        return [row.new_ids for row in by.generate(NEW).rows]
+
+
+def equal(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)  # float64
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_bigcode", "bloom"])
+@pytest.mark.parametrize("turns", [[48], [20, 28], [1, 30, 1, 16]], ids=str)
+def test_with_all_kept_every_token_has_the_logits_of_one_pass(family: str, turns: list[int]) -> None:
+    ours, start = conversation(family=family), 0
+    for turn in turns:
+        logits_1CV = feed(ours, IDS[start : start + turn], all_logits=True)
+        assert logits_1CV.shape == (1, turn, VOCAB_SIZE)
+        for at in {0, turn - 1}:
+            equal(logits_1CV[0, at], oracle_logits(family, tuple(IDS[: start + at + 1])))
+        start += turn
+    assert (ours.num_tokens, ours.rows) == (48, [IDS])
+
+
+def test_an_answer_is_part_of_the_next_turn() -> None:
+    """Its last token was never fed, so the next turn brings it along."""
+    ours = conversation()
+    feed(ours, IDS[:30])
+    [answer] = generate(ours)
+    assert answer == oracle_tokens("llama", tuple(IDS[:30]), 6)
+    logits_1CV = feed(ours, IDS[30:], all_logits=True)
+    text = IDS[:30] + answer + IDS[30:]
+    assert logits_1CV.shape[1] == 18 and ours.rows == [text] and ours.num_tokens == len(text)
+    equal(logits_1CV[0, 0], oracle_logits("llama", tuple(text[:37])))
+    equal(logits_1CV[0, -1], oracle_logits("llama", tuple(text)))
+    assert generate(ours) == [oracle_tokens("llama", tuple(text), 6)]
+
+
+@every_policy
+def test_padded_rows_go_on_as_they_do_alone(policy: Policy) -> None:
+    """Shares of a prompt are of the padded one, so rows alone are padded as well."""
+    short = IDS[:33]
+    together = conversation(policy)
+    found = [feed(together, IDS[:40], [0] * 7 + short, pads=[0, 7]), feed(together, IDS[40:])]
+    answers = generate(together)
+    for row, (ids, pad) in enumerate([(IDS[:40], 0), ([0] * 7 + short, 7)]):
+        alone = conversation(policy)
+        for ours, theirs in zip(found, [feed(alone, ids, pads=[pad]), feed(alone, IDS[40:])], strict=True):
+            equal(ours[row], theirs[0])
+        assert generate(alone) == [answers[row]]
+
+
+@every_policy
+def test_a_look_ahead_changes_nothing(policy: Policy) -> None:
+    looking, other = conversation(policy), conversation(policy)
+    for start in (0, 16, 32):
+        ids = IDS[start : start + 16]
+        before = looking.kv_bytes
+        seen = peek(looking, ids)
+        assert (looking.kv_bytes, looking.num_tokens) == (before, start)
+        last = feed(looking, ids)
+        logits_1CV = feed(other, ids, all_logits=True)
+        equal(last, logits_1CV[:, -1])
+        equal(seen[:, :-1], logits_1CV[:, :-1])
+    assert looking.kept_tokens == other.kept_tokens and looking.kv_bytes == other.kv_bytes
+
+
+@every_policy
+def test_tokens_see_only_what_is_kept_of_earlier_turns(policy: Policy) -> None:
+    ours = conversation(policy)
+    feed(ours, IDS[:32])
+    assert max(ours.kept_tokens) <= 32 and min(ours.kept_tokens) < 32
+    thinned = peek(ours, IDS[32:])
+    kept_all = conversation()
+    feed(kept_all, IDS[:32])
+    assert (thinned - peek(kept_all, IDS[32:])).abs().max() > 1e-3
+
+
+@every_policy
+def test_branches_do_not_meet(policy: Policy) -> None:
+    trunk = conversation(policy)
+    feed(trunk, IDS[:30])
+    generate(trunk)  # leaves room behind what is stored
+    branch = trunk.fork()
+    answers = []
+    for ours, ids in ((branch, IDS[30:40]), (trunk, IDS[35:48])):
+        feed(ours, ids)
+        answers.append(generate(ours))
+    for ids, answer in zip((IDS[30:40], IDS[35:48]), answers, strict=True):
+        fresh = conversation(policy)
+        feed(fresh, IDS[:30])
+        generate(fresh)
+        feed(fresh, ids)
+        assert generate(fresh) == answer
+
+
+def test_bytes_are_those_of_what_is_kept() -> None:
+    ours = conversation(StreamingLLM(budget=12, sinks=2))
+    per_token = sum(shape.bytes_per_token() for shape in ours.model.kv_shapes)
+    positions = 4 * len(ours.model.kv_shapes)  # an int32 per slot and layer
+    for end in (8, 20, 48):
+        feed(ours, IDS[ours.num_tokens : end])
+        kept = min(12, end)
+        assert ours.kept_tokens == [kept] * len(ours.model.kv_shapes)
+        assert ours.kv_bytes == kept * (per_token + positions)
+        assert ours.full_kv_bytes == end * per_token
+
+
+def test_chunks_may_be_kept_whole_until_the_last_one() -> None:
+    """So that a policy sees the whole prompt, as if it came at once."""
+    policy = SnapKV(budget=12, window=4, kernel=3)
+    whole, pieces = conversation(policy), conversation(policy)
+    feed(whole, IDS)
+    for start in (0, 20):
+        feed(pieces, IDS[start : start + 20], cut_back=False)
+    assert min(pieces.kept_tokens) == 40
+    equal(feed(pieces, IDS[40:]), whole.logits_BV)  # type: ignore[arg-type]
+    assert pieces.kept_tokens == whole.kept_tokens
+    assert generate(pieces) == generate(whole)
+
+
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [
+        ([[]], "no tokens were given; a turn has at least one"),
+        ([[VOCAB_SIZE]], f"token ids must be in 0..{VOCAB_SIZE - 1}"),
+        ([prompt(513)], "would have 513 tokens, which exceeds the 512 positions"),
+        ([prompt(500), prompt(13)], "would have 513 tokens, which exceeds the 512 positions"),
+    ],
+)
+def test_what_cannot_be_fed_is_told(turns: list[list[int]], says: str) -> None:
+    ours = conversation(StreamingLLM(budget=12, sinks=2))
+    for turn in turns[:-1]:
+        feed(ours, turn)
+    before = ours.num_tokens
+    with pytest.raises(ValueError, match=says) as caught, throughout(torch.float64):
+        ours.feed(torch.tensor([turns[-1]], dtype=torch.long))
+    assert "\n" not in str(caught.value) and ours.num_tokens == before
+
+
+def test_nothing_to_answer_and_padding_later_on_are_told() -> None:
+    ours = conversation()
+    with pytest.raises(ValueError, match="there is nothing to answer; feed tokens first"):
+        ours.generate()
+    feed(ours, IDS[:8])
+    with pytest.raises(ValueError, match=r"pads=\[2\]: only the first turn may be padded"):
+        feed(ours, IDS[8:], pads=[2])
+    with pytest.raises(ValueError, match="2 rows were given but the conversation has 1"):
+        feed(ours, IDS[8:], IDS[8:])
+    with pytest.raises(ValueError, match="exceeds the 512 positions"):
+        ours.generate(GenerationOptions(max_new_tokens=600))
+
+
+def test_rows_that_ended_apart_cannot_go_on_together() -> None:
+    first, second = oracle_tokens("llama", tuple(IDS[:20]), 4), oracle_tokens("llama", tuple(IDS[20:40]), 4)
+    ours = conversation()
+    feed(ours, IDS[:20], IDS[20:40])
+    # An end of text that only one of the rows comes to.
+    ends = next(token for token in first[:3] if token not in second)
+    with throughout(torch.float64), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ours.model), "eos_token_ids", {ends})
+        ours.generate(GenerationOptions(max_new_tokens=4))
+    with pytest.raises(ValueError, match="after different numbers of tokens"):
+        feed(ours, [5])
+
+
+def test_a_change_of_rope_within_a_conversation_is_told_or_known_ahead() -> None:
+    family, ids = "phi3_longrope", prompt(ROPE_THRESHOLD + 10)
+    short = conversation(family=family)
+    feed(short, ids[:20])
+    with pytest.raises(ValueError, match=f"grows past {ROPE_THRESHOLD} tokens, where this model's RoPE changes"):
+        feed(short, ids[20:])
+    known = conversation(family=family, length=len(ids))
+    feed(known, ids[:20])
+    equal(feed(known, ids[20:])[0], oracle_logits(family, tuple(ids)))
+
+
+def test_a_policy_that_cannot_work_on_a_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="ALiBi"):
+        conversation(StreamingLLM(budget=12), family="bloom")
