@@ -44,12 +44,13 @@ SPACINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--heads", nargs="+", choices=KV_HEADS, default=list(KV_HEADS))
     parser.add_argument("--gbps", type=float, nargs="+", default=[800, 100, 25, 10], help="1e9 bits per second")
     parser.add_argument("--spacings", nargs="+", choices=SPACINGS, default=list(SPACINGS))
     parser.add_argument("--step-us", type=float, default=20, help="fixed overhead of a step of compute")
     options = parser.parse_args()
 
-    cases = list(product(options.spacings, KV_HEADS, options.gbps, options.ranks))
+    cases = list(product(options.spacings, options.heads, options.gbps, options.ranks))
     out = ROOT / "benchmarks" / "results" / "interpolation.jsonl"
     worst: list[float] = []
     with out.open("a") as file:
@@ -108,8 +109,9 @@ def _losses(cluster: Cluster, lengths: list[int], max_loss: float | None) -> dic
     losses = {}
     for shorter, longer in pairwise(lengths):
         for length in (round((shorter * longer) ** 0.5), (shorter + 3 * longer) // 4):
-            if length in known:  # added; the next left out is halfway to the next
-                length = (length + min(each for each in known if each > length)) // 2
+            while length in known:  # added; the next left out is halfway to the next, if any is between
+                longer_known = min(each for each in known if each > length)
+                length = (length + longer_known) // 2 if longer_known > length + 1 else longer_known
             split = table.lookup(length, ranks)
             stride = options.stride(length, ranks)
             searched = [

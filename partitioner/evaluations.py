@@ -12,6 +12,18 @@ Cost = Callable[[ContextPartition], float]
 """Partition -> seconds to the first token, wherever they come from."""
 
 
+def remembered(cost: Cost) -> Cost:
+    """The same cost, asked once per partition however many searches ask."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def remember(partition: ContextPartition) -> float:
+        if partition.boundaries not in known:
+            known[partition.boundaries] = cost(partition)
+        return known[partition.boundaries]
+
+    return remember
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One evaluation.

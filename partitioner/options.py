@@ -50,7 +50,8 @@ class SearchOptions:
     multiples of `min_stride` tokens. `repeats` are runs per measured point. `probe_chunks` and `probe_prefixes` are the
     lengths whose compute is measured; `probe_layers` how many layers are run for it. `speeds` are the ranks' speeds
     relative to the measured device. `max_loss` is the share of TTFT that a lookup between two lengths may cost
-    before a simulated search adds a length there; None: it adds none. `force` searches anew what earlier runs measured.
+    before a simulated search fits the entries to each other or adds lengths there; None: neither. `force` searches
+    anew what earlier runs measured.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])

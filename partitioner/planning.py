@@ -31,6 +31,7 @@ def best_split(
     *,
     min_stride: int,
     seeds: Sequence[ContextPartition] = (),
+    cost: Cost | None = None,
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
@@ -38,13 +39,16 @@ def best_split(
 
     Even chunks are the better start where links are so slow that compute hardly counts.
 
+    Args:
+        cost: the simulated one, by default; or what remembers it.
+
     Raises:
         ValueError: as for `seeded_search`, or more ranks than the cluster has.
     """
     if not 1 <= num_ranks <= cluster.num_ranks:
         raise ValueError(f"search.ranks={num_ranks} must be 1 to {cluster.num_ranks}, the ranks of the cluster")
 
-    cost = simulated_cost(cluster)
+    cost = cost or simulated_cost(cluster)
     balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
     starts = [balanced, even(num_tokens, num_ranks), *seeds]
     return seeded_search(

@@ -2,32 +2,40 @@
 
 The best split of a slow cluster is in one of several valleys, and between splits of different valleys interpolation is
 of no use. So what was found at one length is also tried at its neighbours, until that helps no more. Then the table is
-asked for lengths at a third and two thirds of the way from each to the next: where that costs too much against a search
-there, the worse one is added.
+asked for lengths between its own, and its answers are compared with searches there. Where they cost too much, the two
+entries around are fitted to each other (`lookup_fit`). Where that is not enough, the valley changes there, and the two
+lengths around the change are added (`valley_change`); or else the worst of the lengths is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from math import ceil, inf, log
 
 from partitioner.cluster import Cluster
-from partitioner.evaluations import Cost, SearchResult
+from partitioner.evaluations import SearchResult, Step, remembered
 from partitioner.grid_search import grid_search
+from partitioner.lookup_fit import NEARLY_BEST, fit_entry
 from partitioner.lookup_table import LookupTable
 from partitioner.options import Method, SearchOptions
 from partitioner.planning import best_split, simulated_cost
 from partitioner.search_progress import SearchProgress
 from partitioner.seeded_search import seeded_search
-from partitioner.table_entry import Entry, from_shares
+from partitioner.table_entry import Entry, scaled
+from partitioner.valley_change import valley_change
 from runahead.context import ContextPartition
 
-NARROW = 1.2
-"""Between two lengths whose quotient is at most this none is added."""
+APART = 1.2
+"""Lookups are compared with searches at lengths whose quotients are at most this,"""
+NARROW = 1.02
+"""and at one length at least between two whose quotient is more than this. At lengths as close as this lookups are also
+compared, without a search, with what was found around them."""
 BETTER = 0.0005
 """By this share at least a split has to be better to be tried at the neighbours again."""
-PLACES = (1 / 3, 2 / 3)
-"""Where between two lengths a lookup is tried, on a logarithmic scale."""
+HOPELESS = 0.03
+"""A neighbour's split that takes longer by this share is not searched from."""
 
 
 class SimulatedSearch:
@@ -46,14 +54,20 @@ class SimulatedSearch:
         self, table: LookupTable, clusters: Mapping[int, Cluster], options: SearchOptions, progress: SearchProgress
     ) -> None:
         self.table, self.trails = table, dict[tuple[int, int], SearchResult]()
-        self._between: dict[tuple[int, int], SearchResult] = {}
+        self._given, self._entries = table, dict[tuple[int, int], Entry]()
+        self._best: dict[tuple[int, int], SearchResult] = {}  # also of lengths that are not in the table
+        self._fitted: set[tuple[int, int]] = set()
         self._clusters, self._options, self._progress = clusters, options, progress
+        self._costs = {
+            count: remembered(progress.timed(simulated_cost(cluster))) for count, cluster in clusters.items()
+        }
 
     def run(self, lengths: Sequence[int]) -> Iterator[None]:
         """Search; gives way after every few searches."""
         for length in lengths:
             for count in self._clusters:
-                self._keep(length, count, self._search(length, count, self._nearest(length, count)))
+                self._best[length, count] = self._search(length, count, self._nearest(length, count))
+                self._keep(length, count, self._best[length, count])
                 yield
         for count in self._clusters:
             self._help_neighbours(lengths, count)
@@ -62,85 +76,205 @@ class SimulatedSearch:
             yield from self._fill(self._options.max_loss)
 
     def _fill(self, max_loss: float) -> Iterator[None]:
-        """Add lengths until a lookup between any two is good enough."""
-        added = True
-        while added:
-            added = False
+        """Fit entries and add lengths until a lookup between any two is good enough."""
+        tried: set[tuple[int, int, int]] = set()
+        changed = True
+        while changed:
+            changed = False
             for shorter, longer in pairwise(sorted({length for length, _ in self.trails})):
-                if longer <= NARROW * shorter:
-                    continue
-                between = [round(shorter ** (1 - share) * longer**share) for share in PLACES]
-                losses = {length: max(self._loss(length, count) for count in self._clusters) for length in between}
-                worst = max(losses, key=lambda length: losses[length])
-                if losses[worst] > max_loss:
-                    added = True
-                    for count in self._clusters:
-                        self._keep(worst, count, self._between[worst, count])
-                        self._help_neighbours([worst], count)
+                poor = self._poor(shorter, longer, max_loss)
+                changed = changed or bool(poor)
                 yield
+                for count in sorted({count for _, count in poor}):
+                    if (shorter, longer, count) not in tried:
+                        tried.add((shorter, longer, count))
+                        self._fit(shorter, count)
+                        self._fit(longer, count)
+                        poor = self._poor(shorter, longer, max_loss)
+                        yield
+                if poor:
+                    worst, count = max(poor, key=lambda at: poor[at])
+                    if not self._add_change(shorter, longer, worst, count, max_loss):
+                        for each in self._clusters:
+                            self._keep(worst, each, self._best[worst, each])
+
+    def _between(self, shorter: int, longer: int) -> list[int]:
+        """The lengths between two of the table at which lookups are compared: the known ones, and as few new ones."""
+        known = sorted({length for length, _ in self._best if shorter < length < longer})
+        lengths = set(known)
+        for start, end in pairwise([shorter, *known, longer]):
+            parts = ceil(log(end / start, APART) - 1e-9)  # 2.0736 is 1.2 to the fourth, and a little in floats
+            if parts == 1 and not known and end > NARROW * start:
+                parts = 2
+            lengths |= {round(start * (end / start) ** (part / parts)) for part in range(1, parts)}
+        return sorted(lengths - {shorter, longer})
+
+    def _poor(self, shorter: int, longer: int, max_loss: float) -> dict[tuple[int, int], float]:
+        """Losses above `max_loss` between two lengths of the table, by length and number of ranks."""
+        lengths = set(self._between(shorter, longer))
+        while True:
+            losses = {(length, count): self._loss(length, count) for length in lengths for count in self._clusters}
+            poor = {at: loss for at, loss in losses.items() if loss > max_loss}
+            suspects = {self._suspect(shorter, longer, count, max_loss) for count in self._clusters} - {None, *lengths}
+            if poor or not suspects:
+                return poor
+            lengths |= {length for length in suspects if length is not None}
+
+    def _suspect(self, shorter: int, longer: int, count: int, max_loss: float) -> int | None:
+        """Where a lookup seems to lose most, and more than `max_loss`: TTFT jumps where messages overtake each other.
+
+        No search is needed to see that: what is best per token changes little from one known length to the next.
+        """
+        known = {length: self._best[length, count].cost_s / length for length in self._known(count)}
+        seems: dict[int, float] = {}
+        for start, end in pairwise(length for length in sorted(known) if shorter <= length <= longer):
+            parts = ceil(log(end / start, NARROW))
+            for length in {round(start * (end / start) ** (part / parts)) for part in range(1, parts)} - {start, end}:
+                share = (length - start) / (end - start)
+                best_s = ((1 - share) * known[start] + share * known[end]) * length
+                seems[length] = self._costs[count](self.table.lookup(length, count)) / best_s - 1
+        worst = max(seems, key=lambda length: seems[length], default=None)
+        return None if worst is None or seems[worst] <= max_loss else worst
+
+    def _known(self, count: int) -> list[int]:
+        """The lengths that were searched."""
+        return sorted(length for length, ranks in self._best if ranks == count)
 
     def _loss(self, length: int, count: int) -> float:
-        """Of TTFT, by a lookup against a search, as a share. What is found is first tried at the neighbours."""
-        if (length, count) not in self._between:
-            found = self._search(length, count, [self.table.lookup(length, count)])
-            self._between[length, count] = found
-            improved = [near for near in self._around(length, count) if self._improve(near, count, found.partition)]
-            self._help_neighbours(improved, count)
-        lookup_s = self._cost(count)(self.table.lookup(length, count))
-        return lookup_s / self._between[length, count].cost_s - 1
+        """Of TTFT, by a lookup against the best known split, as a share."""
+        split = self.table.lookup(length, count)
+        if (length, count) not in self._best:
+            self._best[length, count] = self._search(length, count, [split])
+            for near in self._around(length, count):
+                self._improve(length, count, self._best[near, count].partition)
+            self._help_neighbours([length], count)
+            split = self.table.lookup(length, count)
+        lookup_s = self._costs[count](split)
+        best = self._best[length, count]
+        if lookup_s < best.cost_s:
+            self._best[length, count] = _ending(best, split, lookup_s)
+        return max(0.0, lookup_s / best.cost_s - 1)
+
+    def _fit(self, length: int, count: int) -> None:
+        """Let an entry fit its neighbours."""
+        if self._options.method is Method.grid:
+            return
+        best = self._best[length, count]
+        self._progress.begin(length, count)
+        split = fit_entry(
+            self._costs[count],
+            self.table,
+            next(entry for entry in self.table.entries_for(count) if entry.length == length),
+            {each: result for (each, ranks), result in self._best.items() if ranks == count},
+            min_stride=self._options.stride(length, count),
+            reach=self._near(length, count),
+            on_evaluation=lambda step: self._progress.tick(replace(step, cost_s=best.cost_s)),
+        )
+        self._progress.end()
+        self._fitted.add((length, count))
+        self._keep(length, count, _ending(best, split, self._costs[count](split)))
+
+    def _add_change(self, shorter: int, longer: int, between: int, count: int, max_loss: float) -> bool:
+        """Add the two lengths at which the valley changes between two of the table; does it?"""
+        if self._options.method is Method.grid:
+            return False
+        change = valley_change(
+            self._costs[count],
+            lambda split: self._search_near(split.num_tokens, count, split),
+            self.table.lookup(shorter, count),
+            self.table.lookup(longer, count),
+            between,
+            best_s=self._best[between, count].cost_s,
+            max_loss=max_loss,
+        )
+        for split in change or ():
+            length = split.num_tokens
+            if shorter < length < longer:
+                for each in self._clusters:
+                    self._add_near(length, each, split if each == count else self.table.lookup(length, each))
+        return change is not None
+
+    def _add_near(self, length: int, count: int, split: ContextPartition) -> None:
+        """Add an entry that stays near a split."""
+        found, at = self._search_near(length, count, split), (length, count)
+        self._best[at] = _joined([found, self._best[at]]) if at in self._best else found
+        self._fitted.add(at)
+        self._keep(length, count, found)
 
     def _help_neighbours(self, lengths: Sequence[int], count: int) -> None:
         """Try the splits of these lengths at the neighbouring ones, theirs at their neighbours, and so on."""
         waiting = list(lengths)
         while waiting:
             length = waiting.pop()
-            split = self.trails[length, count].partition
+            split = self._best[length, count].partition
             waiting += [near for near in self._around(length, count) if self._improve(near, count, split)]
 
     def _around(self, length: int, count: int) -> list[int]:
-        """The next shorter and the next longer length of this search."""
-        known = sorted(each for each, ranks in self.trails if ranks == count)
+        """The next shorter and the next longer length that was searched."""
+        known = self._known(count)
         return [*[each for each in known if each < length][-1:], *[each for each in known if each > length][:1]]
 
     def _improve(self, length: int, count: int, other: ContextPartition) -> bool:
-        """Search again from the ratios of another length's split; was that worth it?"""
-        if self._options.method is Method.grid:
+        """Search again near the ratios of another length's split; was that worth it?"""
+        known_s, seed = self._best[length, count].cost_s, scaled(other, length)
+        if self._options.method is Method.grid or self._costs[count](seed) > (1 + HOPELESS) * known_s:
             return False
-        known = self.trails[length, count]
-        self._progress.begin(length, count)
-        again = seeded_search(
-            self._cost(count),
-            length,
-            count,
-            min_stride=self._options.stride(length, count),
-            seed=from_shares([end / other.num_tokens for end in other.boundaries], length),
-            leave_out=False,
-            on_evaluation=self._progress.tick,
-        )
-        self._progress.end()
-        if again.cost_s >= (1 - BETTER) * known.cost_s:
+        again = self._search_near(length, count, seed)
+        if again.cost_s >= (1 - BETTER) * known_s:
             return False
-        self._keep(length, count, again)
+        self._improved(length, count, again)
         return True
 
+    def _improved(self, length: int, count: int, result: SearchResult) -> None:
+        """A better split was found. An entry that fits its neighbours stays as it is if it is nearly as good."""
+        at = length, count
+        result = self._best[at] = _joined([self._best[at], result])
+        if at not in self.trails:
+            return
+        if at in self._fitted and self.trails[at].cost_s <= (1 + NEARLY_BEST) * result.cost_s:
+            return
+        self._fitted.discard(at)
+        self._keep(length, count, result)
+
     def _search(self, length: int, count: int, seeds: Sequence[ContextPartition]) -> SearchResult:
+        """Search from the start, and near the seeds."""
         cluster, stride = self._clusters[count], self._options.stride(length, count)
         self._progress.begin(length, count)
-        if self._options.method is Method.seeded:
-            result = best_split(
-                length, count, cluster, min_stride=stride, seeds=seeds, on_evaluation=self._progress.tick
-            )
-        else:
+        if self._options.method is Method.grid:
             result = grid_search(
-                self._cost(count),
+                self._costs[count],
                 length,
                 count,
                 min_stride=stride,
                 ranks_alike=cluster.is_uniform,
                 on_evaluation=self._progress.tick,
             )
+            self._progress.end()
+            return result
+        result = best_split(
+            length, count, cluster, min_stride=stride, cost=self._costs[count], on_evaluation=self._progress.tick
+        )
+        self._progress.end()
+        return _joined([result, *(self._search_near(length, count, seed) for seed in seeds)])
+
+    def _search_near(self, length: int, count: int, seed: ContextPartition) -> SearchResult:
+        self._progress.begin(length, count)
+        result = seeded_search(
+            self._costs[count],
+            length,
+            count,
+            min_stride=self._options.stride(length, count),
+            seed=seed,
+            reach=self._near(length, count),
+            leave_out=False,
+            on_evaluation=self._progress.tick,
+        )
         self._progress.end()
         return result
+
+    def _near(self, length: int, count: int) -> int:
+        """Tokens by which boundaries move near a seed: a quarter of an even chunk, so that a search stays there."""
+        return max(self._options.stride(length, count), length // (4 * count))
 
     def _nearest(self, length: int, count: int) -> list[ContextPartition]:
         """The known entries around a length, scaled to it."""
@@ -149,16 +283,32 @@ class SimulatedSearch:
         longer = [entry for entry in known if entry.length > length][:1]
         return [entry.scaled(length) for entry in (*shorter, *longer)]
 
-    def _cost(self, count: int) -> Cost:
-        return self._progress.timed(simulated_cost(self._clusters[count]))
-
     def _keep(self, length: int, count: int, result: SearchResult) -> None:
         self.trails[length, count] = result
-        entry = Entry(
+        self._entries[length, count] = Entry(
             length=length,
             ranks=count,
             boundaries=result.partition.boundaries,
             ttft_s=result.cost_s,
             objective=self._options.objective.name,
         )
-        self.table = self.table.merge(LookupTable(self.table.fingerprint, [entry]))
+        self.table = self._given.merge(LookupTable(self._given.fingerprint, list(self._entries.values())))
+
+
+def _joined(searches: Sequence[SearchResult]) -> SearchResult:
+    """One search after the other."""
+    best, trail = inf, list[Step]()
+    for step in (step for search in searches for step in search.trail):
+        trail.append(replace(step, is_best=step.cost_s < best))
+        best = min(best, step.cost_s)
+    cheapest = min(searches, key=lambda search: search.cost_s)
+    return replace(cheapest, num_evaluations=len(trail), trail=trail)
+
+
+def _ending(search: SearchResult, partition: ContextPartition, cost_s: float) -> SearchResult:
+    """A search that took one more step and ends there, better or not."""
+    level, stride = search.trail[-1].level, search.trail[-1].stride
+    is_best = cost_s < search.cost_s
+    step = Step(level=level, stride=stride, boundaries=partition.boundaries, cost_s=cost_s, is_best=is_best)
+    trail = [*search.trail, step]
+    return SearchResult(partition=partition, cost_s=cost_s, num_evaluations=len(trail), trail=trail)

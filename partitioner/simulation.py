@@ -64,7 +64,7 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
     for i, rank in enumerate(partition.chain):
         result.compute_s[rank] = prefill.end_s[i] - prefill.wait_s[i]
         result.wait_s[rank] = prefill.wait_s[i]
-        result.sent_bytes[rank] = prefill.routes.sent_bytes[i] * prefill.num_layers
+        result.sent_bytes[rank] = prefill.sent_bytes(i)
     return result
 
 
@@ -78,9 +78,13 @@ class _Prefill:
     def __init__(self, partition: ContextPartition, cluster: Cluster, recorder: _Recorder | None) -> None:
         self.recorder = recorder
         self.routes = routes = routes_of(partition, cluster)
+        self.num_routes = len(routes)
         self.as_landed = cluster.pass_on_as_landed
         self.num_layers = layers = cluster.compute.num_layers
         self.costs = _costs(partition, cluster)
+        self.num_bytes = [len(partition.chunk(rank)) * cluster.kv_bytes_per_token for rank in partition.chain]
+        self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.piece, routes.bandwidth_Bps, strict=True)]
+        self.depth = [cluster.layers_in_flight + skew - 1 for skew in routes.skew]  # layers that a rank has room for
         size = len(self.costs)
         # The main thread of each rank: its layer, whether it has sent that layer's own K,V, and until when it is busy.
         self.at, self.has_sent = [0] * size, [False] * size
@@ -94,7 +98,7 @@ class _Prefill:
         self.unsent = [[routes.sender.count(i)] * layers for i in range(size)]
         self.left_s = [[0.0] * layers for _ in range(size)]
         # Messages: for layers below num_arrived it is known when all have arrived.
-        self.landed_s = [UNKNOWN] * (layers * len(routes))
+        self.landed_s = [UNKNOWN] * (layers * self.num_routes)
         self.next_message = routes.first[:-1]
         self.num_arrived = [0 if routes.first[i] < routes.first[i + 1] else layers for i in range(size)]
         self.arrived_s = [[0.0] * layers for _ in range(size)]
@@ -109,6 +113,12 @@ class _Prefill:
             self._compute(i)
         self._move_messages()
         assert UNKNOWN not in self.end_s, f"ranks stand still in layers {self.at} of {self.num_layers}"
+
+    def sent_bytes(self, i: int) -> float:
+        """By a rank, in all layers."""
+        routes = self.routes
+        sent = sum(self.num_bytes[k] for k, sender in zip(routes.piece, routes.sender, strict=True) if sender == i)
+        return sent * self.num_layers
 
     def _compute(self, i: int) -> None:
         """Run a rank's main thread as far as what is known allows."""
@@ -140,7 +150,8 @@ class _Prefill:
                     recorder.wait(i, layer, now, began, "prefix")
                     recorder.compute(i, layer, closed)
                 self.closed_s[i][layer] = closed
-                self._free_slots(i)
+                if layer + self.depth[i] == self.num_free[i]:
+                    self._free_slots(i)
                 if layer == self.num_layers - 1:
                     self.end_s[i] = closed + last
                     if recorder:
@@ -151,7 +162,7 @@ class _Prefill:
     def _send_own(self, i: int, layer: int, opened: float) -> None:
         self.sent_s[i][layer] = opened
         for route in self.routes.own[i]:
-            self._send(layer * len(self.routes) + route, layer, self.routes.receiver[route], opened)
+            self._send(layer * self.num_routes + route, layer, self.routes.receiver[route], opened)
         for seen, message in self.behind_own.pop((i, layer), ()):
             self._send(message, layer, i + 1, max(seen, opened))
 
@@ -166,7 +177,7 @@ class _Prefill:
 
     def _free_slots(self, i: int) -> None:
         """A slot is free once the layer `depth` before was attended to and its messages have left."""
-        free_s, layer, depth = self.free_s[i], self.num_free[i], self.routes.depth[i]
+        free_s, layer, depth = self.free_s[i], self.num_free[i], self.depth[i]
         while layer < self.num_layers:
             before = layer - depth
             if before >= 0:
@@ -181,9 +192,10 @@ class _Prefill:
     def _move_messages(self) -> None:
         """Serve messages in the order of time. All time of a simulation goes into this loop, hence the local names."""
         sender, receiver, wire, port = self.routes.sender, self.routes.receiver, self.routes.wire, self.routes.port
-        busy_s, latency_s = self.routes.busy_s, self.routes.latency_s
+        busy_s, latency_s = self.busy_s, self.routes.latency_s
         queue, landed_s, next_message, recorder = self.queue, self.landed_s, self.next_message, self.recorder
-        num_routes, num_messages = len(self.routes), len(self.landed_s)
+        num_free, depth = self.num_free, self.depth
+        num_routes, num_messages = self.num_routes, len(self.landed_s)
         wire_free_s = [0.0] * self.routes.num_wires
         seen_s = [0.0] * len(self.costs)
         while queue:
@@ -205,7 +217,7 @@ class _Prefill:
                     recorder.send(message, layer, route, self.routes, end)
                 unsent = self.unsent[i]
                 unsent[layer] -= 1
-                if not unsent[layer]:
+                if not unsent[layer] and layer + depth[i] == num_free[i]:
                     self._free_slots(i)
                     self._compute(i)
                 if port[route] >= 0:
@@ -218,8 +230,8 @@ class _Prefill:
 
     def _look(self, j: int, layer: int, route: int, message: int, seen: float) -> float:
         """Let a receiver look at what has arrived, in order, and pass it on. Returns when it saw the last of it."""
-        routes, landed_s, queue = self.routes, self.landed_s, self.queue
-        first, end, onward, num_routes = routes.first[j], routes.first[j + 1], routes.onward, len(routes)
+        routes, landed_s, queue, num_routes = self.routes, self.landed_s, self.queue, self.num_routes
+        first, end, onward = routes.first[j], routes.first[j + 1], routes.onward
         passes_on = onward[first] >= 0
         num_free, free_s = (self.num_free[j + 1], self.free_s[j + 1]) if passes_on else (0, [])
         direct = self.as_landed and not self.recorder
@@ -278,7 +290,7 @@ class _Recorder:
     """Keeps the spans of ranks, given as positions in the chain."""
 
     def __init__(self, partition: ContextPartition, num_ranks: int) -> None:
-        self._chain = partition.chain
+        self._partition, self._chain = partition, partition.chain
         self._until_s = [0.0] * len(self._chain)  # what is recorded of the main thread
         self.begun_s: dict[int, float] = {}
         self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
@@ -294,8 +306,8 @@ class _Recorder:
             self._add(i, Span(kind="wait", layer=layer, start_s=begin, end_s=end, detail=what_for))
 
     def send(self, message: int, layer: int, route: int, routes: Routes, end: float) -> None:
-        start_token, end_token = routes.span[route]
-        detail = f"tokens {start_token}-{end_token} to rank {self._chain[routes.receiver[route]]}"
+        chunk = self._partition.chunk(self._chain[routes.piece[route]])
+        detail = f"tokens {chunk.start}-{chunk.stop} to rank {self._chain[routes.receiver[route]]}"
         span = Span(kind="send", layer=layer, start_s=self.begun_s[message], end_s=end, detail=detail)
         self.spans[self._chain[routes.sender[route]]].append(span)
 

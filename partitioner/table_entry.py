@@ -75,9 +75,7 @@ class Entry:
 
     def scaled(self, length: int) -> ContextPartition:
         """A prompt of another length in the same ratios."""
-        if length == self.length:
-            return self.partition
-        return from_shares([end / self.length for end in self.boundaries], length)
+        return scaled(self.partition, length)
 
     @property
     def preference(self) -> tuple[int, str, float, tuple[int, ...]]:
@@ -86,6 +84,13 @@ class Entry:
         The boundaries only make it a strict order.
         """
         return TRUST[self.objective], self.date, -self.ttft_s, self.boundaries
+
+
+def scaled(partition: ContextPartition, length: int) -> ContextPartition:
+    """A prompt of another length in the same ratios."""
+    if length == partition.num_tokens:
+        return partition
+    return from_shares([end / partition.num_tokens for end in partition.boundaries], length)
 
 
 def from_shares(ends: Iterable[float], length: int) -> ContextPartition:

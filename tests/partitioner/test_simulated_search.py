@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from math import log2
 
 import pytest
 
 from partitioner.cluster import Cluster
+from partitioner.evaluations import Cost
+from partitioner.lookup_fit import NEARLY_BEST
 from partitioner.lookup_table import LookupTable
 from partitioner.options import Objective, SearchOptions
 from partitioner.planning import best_split, simulated_cost
 from partitioner.search_progress import SearchProgress
 from partitioner.simulated_search import SimulatedSearch
+from partitioner.table_entry import Entry
+from runahead.context import ContextPartition
 from tests.partitioner.clusters import llama, llama_cluster
 from tests.partitioner.test_lookup_table import FINGERPRINT
 
 LENGTHS = [2048, 4096, 8192, 16384]
 
 
-def searched(cluster: Cluster, lengths: list[int], **changes: object) -> LookupTable:
+def searched(cluster: Cluster, lengths: list[int], known: Sequence[Entry] = (), **changes: object) -> LookupTable:
     options = SearchOptions(objective=Objective.modelled, min_stride=64, **changes)  # type: ignore[arg-type]
     with SearchProgress([], options, shown=False) as progress:
         search = SimulatedSearch(
-            LookupTable(FINGERPRINT, []), {1: cluster.permuted([0]), cluster.num_ranks: cluster}, options, progress
+            LookupTable(FINGERPRINT, list(known)),
+            {1: cluster.permuted([0]), cluster.num_ranks: cluster},
+            options,
+            progress,
         )
         for _ in search.run(lengths):
             pass
@@ -64,6 +73,46 @@ def test_lengths_are_added_where_interpolation_loses_too_much() -> None:
     assert [(entry.length, entry.ranks) for entry in filled.entries] == [(n, p) for n in lengths for p in (1, 4)]
     middle = [8000]
     assert max(losses(filled, cluster, middle).values()) < max(losses(as_given, cluster, middle).values())
+
+
+def two_valleys(crossing: int, per_doubling: float) -> Cost:
+    """Two ranks; 30% on the first is best for prompts up to a length, 70% for longer ones; 1 us per token at best."""
+
+    def cost(partition: ContextPartition) -> float:
+        share, beyond = partition.boundaries[1] / partition.num_tokens, log2(partition.num_tokens / crossing)
+        low = abs(share - 0.3) + per_doubling * max(0.0, beyond)
+        high = abs(share - 0.7) + per_doubling * max(0.0, -beyond)
+        return 1e-6 * partition.num_tokens * (1 + min(low, high))
+
+    return cost
+
+
+@pytest.mark.parametrize("per_doubling", [0.001, 0.02, 0.1])
+def test_where_the_best_valley_changes_no_length_is_between(
+    monkeypatch: pytest.MonkeyPatch, per_doubling: float
+) -> None:
+    cost = two_valleys(5000, per_doubling)
+    monkeypatch.setattr("partitioner.simulated_search.simulated_cost", lambda cluster: cost)
+    cluster, lengths = llama_cluster(2, 100), [1024 * 2**i for i in range(5)]
+    # Of an earlier search, so that this one finds both.
+    known = [
+        Entry(length=n, ranks=2, boundaries=(0, round(share * n), n), ttft_s=1.0, objective="modelled", date="")
+        for n, share in zip(lengths, [0.3, 0.3, 0.3, 0.7, 0.7], strict=True)
+    ]
+    as_given, filled = (searched(cluster, lengths, known, max_loss=max_loss) for max_loss in (None, 0.01))
+
+    def largest_loss(table: LookupTable) -> float:
+        tried = [round(1024 * 16 ** (i / 200)) for i in range(201)]
+        return max(cost(table.lookup(length, 2)) / (1e-6 * length) - 1 for length in tried)
+
+    assert largest_loss(as_given) > 0.03
+    assert largest_loss(filled) < 0.01
+    last, first = sorted({entry.length for entry in filled.entries} - set(lengths))
+    assert first == last + 1
+    for entry in filled.entries_for(2):
+        assert entry.ratios[0] == pytest.approx(0.3 if entry.length <= last else 0.7, abs=0.005)
+        # What an entry gives up for its neighbours is little, here that and what the stride leaves.
+        assert entry.ttft_s <= (1 + NEARLY_BEST + 0.001) * 1e-6 * entry.length
 
 
 def test_the_ranks_that_idle_are_the_last_where_all_are_alike() -> None:
