@@ -27,11 +27,11 @@ COLUMNS = (
 )
 NOTES = (
     "TTFT: time to first token. `over single`, `kvr_s over it`: median of the ratios round by round, with their range. "
-    "TTFT(p): the best split if K,V arrived at once, as compute_only in the same rounds, else predicted from measured "
-    "compute. FLOPS: operations of the causal prompt over the measured peak of all ranks. Sent (K,V), formula (K,V; "
-    "hidden states for tensor), on the wire (headers included), kept (K,V behind the first token): all ranks together, "
-    "per prompt. Peaks: of the rank with the most; memory is that of the process, with the weights of every variant "
-    "that loads its own."
+    "TTFT(p): if K,V arrived at once; that is compute_only in the same rounds, else the best split as predicted from "
+    "measured compute. FLOPS: operations of the causal prompt over the measured peak of all ranks. Sent (K,V), formula "
+    "(K,V; hidden states for tensor), on the wire (headers included), kept (K,V behind the first token): all ranks "
+    "together, per prompt. Peaks: of the rank with the most; memory is that of the process, with the weights of every "
+    "variant that loads its own."
 )
 Rows = list[tuple[str, ...]]
 

@@ -84,9 +84,9 @@ VARIANTS: dict[str, Variant] = {
     "zigzag_ring": _zigzag("zigzag chunks, ring", "ring"),
     "zigzag_direct": _zigzag("zigzag chunks, what is attended to", "direct", Traffic.wanted),
     "compute_only": Variant(
-        what="TTFT(p), measured: the chunks of kvr_free with all K,V there",
-        prefill=None,
-        split=Split.free,
+        what="TTFT(p), measured: the chunks of kvr_s with all K,V there",
+        prefill={"name": "kv_runahead"},
+        split=Split.searched,
         traffic=Traffic.nothing,
     ),
     "single_pyramidinfer": Variant(

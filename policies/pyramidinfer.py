@@ -56,7 +56,8 @@ class PyramidInfer(Policy):
         budget: tokens kept, on average over layers, whatever the length of the text: the N_l are the lengths that the
             schedule gives to a text of budget / mean_keep tokens. None: only shares count.
         recent_ratio: share of the chunk that votes, and stays in every layer.
-        voters: at most so many of the recent tokens vote, the newest; null: all of them. Votes cost time.
+        voters: at most so many of the recent tokens vote, the newest; None: all of them. Votes of 20% of a long prompt
+            cost as much time as narrowing saves.
         newest_weight: weight of the newest vote, the oldest one's being 1.
         sinks: first tokens of the prompt, which stay.
         min_tokens: no layer has fewer.
@@ -72,7 +73,7 @@ class PyramidInfer(Policy):
     mean_keep: float = 0.6
     budget: int | None = None
     recent_ratio: float = 0.2
-    voters: int | None = None
+    voters: int | None = 128
     newest_weight: float = 1.2
     sinks: int = 4
     min_tokens: int = 64

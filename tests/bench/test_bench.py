@@ -84,9 +84,9 @@ def test_every_variant_and_length_has_a_line_with_all_its_runs(measured: tuple[P
         found = by_variant(measured[0], length)
         assert list(found) == VARIANTS
         assert all([run["round"] for run in line["runs"]] == [0, 1] for line in found.values())
-        bound = found.pop("compute_only")  # computes with made-up K,V, along the split of TTFT(p)
+        bound = found.pop("compute_only")  # computes with made-up K,V
         assert (bound["first_token"], bound["sent_bytes"]) == (None, 0)
-        assert bound["boundaries"] == bound["bounds"]["free_boundaries"]
+        assert bound["boundaries"] == found["kvr_s"]["boundaries"]
         alone, chain = found.pop("single_pyramidinfer"), found.pop("kvr_pyramidinfer")
         assert alone["memory"]["kv_kept_bytes"] < found["single"]["memory"]["kv_kept_bytes"]
         prefix = chain["boundaries"][1]
