@@ -16,16 +16,13 @@ from runahead.attention_seam import LayerAttention
 from runahead.causal_attention import CausalAttention
 from runahead.config import GenerationOptions
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import KeptCache
+from runahead.kept_cache import NEW_ROOM, KeptCache
 from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from runahead.sampling import Sampler
 from runahead.stop_strings import StopStrings
-
-DECODE_ROOM = 32
-"""Tokens for which a layer has room after it was cut back while decoding."""
 
 
 class Row:
@@ -77,7 +74,7 @@ def attention_over(
     def over_what_is_kept(start: int) -> KeptAttention:
         tokens = NewTokens(start, pads)
         steps = PolicySteps(
-            policies, tokens, phase=Phase.decode, prompt_tokens=prompt_tokens, num_layers=num_layers, room=DECODE_ROOM
+            policies, tokens, phase=Phase.decode, prompt_tokens=prompt_tokens, num_layers=num_layers, room=NEW_ROOM
         )
         return KeptAttention(cache, steps)
 

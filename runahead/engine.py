@@ -140,6 +140,8 @@ class Engine:
         prefilled = self._strategy.run(job)
         decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
         stream.relay()
+        if prefilled.cache is not None:
+            prefilled.kv_peak_bytes = max(prefilled.kv_peak_bytes, prefilled.cache.num_bytes)
         prefilled.cache = None
         return self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
 

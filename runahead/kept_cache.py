@@ -18,6 +18,9 @@ from torch import Tensor
 from runahead.kv_cache import KVShape, KVSlab
 from runahead.rotary import Rotary
 
+NEW_ROOM = 32
+"""New tokens for which a layer has room behind a prompt and after it was cut back; where more of them stay it grows."""
+
 
 @dataclass(kw_only=True)
 class KeptLayer:

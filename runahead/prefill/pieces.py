@@ -19,7 +19,7 @@ from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.clock import clock_for
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import KeptCache
+from runahead.kept_cache import NEW_ROOM, KeptCache
 from runahead.kv_cache import KVCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
@@ -56,7 +56,7 @@ def run_in_pieces(job: PrefillJob, piece_tokens: int) -> Prefilled:
     model, batch, ranks = job.model, job.batch, job.ranks
     num_tokens, num_rows = batch.num_tokens, len(batch.pads)
     policies, bounded = job.policies.last, job.policies.most_slots(model.num_layers, Phase.prefill) is not None
-    room = job.capacity - num_tokens
+    room = min(NEW_ROOM, job.capacity - num_tokens)
     cache: KVCache | KeptCache
     if job.policies:
         cache = KeptCache.empty(

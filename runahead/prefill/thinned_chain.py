@@ -20,7 +20,7 @@ from policies.base import Phase
 from runahead.attention import AttentionTerms
 from runahead.clock import clock_for
 from runahead.context import ContextPartition
-from runahead.kept_cache import KeptCache, KeptLayer
+from runahead.kept_cache import NEW_ROOM, KeptCache, KeptLayer
 from runahead.kv_cache import KVCache, KVSlab
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
 from runahead.new_tokens import NewTokens, tokens_behind
@@ -134,7 +134,7 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         phase=Phase.prefill,
         prompt_tokens=job.batch.num_tokens,
         num_layers=num_layers,
-        room=job.capacity - job.batch.num_tokens,
+        room=min(NEW_ROOM, job.capacity - job.batch.num_tokens),
         cuts_back=schedule.is_last,
     )
     kept = KeptCache.empty(model.kv_shapes, batch=len(pads), device=job.ranks.device) if schedule.is_last else None

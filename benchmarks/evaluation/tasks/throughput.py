@@ -24,8 +24,7 @@ class Throughput(Task):
     """Generated tokens per second, the prompt's time included. Every row's prompt is random tokens.
 
     K,V bytes are proportional to the rows, so a run of one row, which is the warm-up too, tells how many fit. What has
-    to fit is the most that is allocated at a time: while the prompt is computed, or behind it with room for all new
-    tokens.
+    to fit is the most that is allocated at a time: while the prompt is computed, behind it, or behind the last token.
     """
 
     metric = "tokens/s"
