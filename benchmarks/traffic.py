@@ -62,7 +62,8 @@ def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num
     """Of each layer: every rank but the last passes on what its own and all earlier chunks have left there."""
     sent = [0] * num_layers
     prefix = [0] * num_layers
-    for length in partition.chunk_lengths[:-1]:
+    for rank in partition.chain[:-1]:
+        length = len(partition.chunk(rank))
         left = [length] * num_layers
         for policy in policies:
             if policy.narrows:

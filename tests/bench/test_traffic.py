@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.traffic import formula_bytes, kv_bytes_per_token, wanted_zigzag_tokens
+from benchmarks.traffic import formula_bytes, kv_bytes_per_token, narrowed_tokens, wanted_zigzag_tokens
 from benchmarks.variants import Traffic
+from policies.pyramidinfer import PyramidInfer
 from runahead.context import ContextPartition, even
 from runahead.model import Model
 from tests.ranks.tasks import tiny_model
@@ -54,3 +55,12 @@ def test_zigzag_without_what_nobody_attends_to_sends_three_quarters(p: int) -> N
     C = 24 * p
     assert wanted_zigzag_tokens(C, p, in_last_layer=False) == 3 * (p - 1) * C // 4
     assert wanted_zigzag_tokens(C, p, in_last_layer=True) == C - C // p
+
+
+def test_what_pyramidinfer_leaves_of_a_chunk_travels() -> None:
+    policy = PyramidInfer(mean_keep=0.5, min_tokens=1)
+    lengths = policy.lengths(100, LAYERS)
+    assert narrowed_tokens([policy], ContextPartition(boundaries=(0, 100, 180)), LAYERS) == lengths
+    three = narrowed_tokens([policy], ContextPartition(boundaries=(0, 100, 200, 230)), LAYERS)
+    assert three == [3 * each for each in lengths]  # the first chunk twice
+    assert narrowed_tokens([policy], ContextPartition(boundaries=(0, 100, 100)), LAYERS) == [0] * LAYERS
