@@ -78,12 +78,13 @@ class Entry:
         return scaled(self.partition, length)
 
     @property
-    def preference(self) -> tuple[int, str, float, tuple[int, ...]]:
-        """Of two entries for one prompt the larger is kept: trust, then date, then TTFT.
+    def preference(self) -> tuple[int, str, float, float, tuple[int, ...]]:
+        """Of two entries for one prompt the larger is kept: trust, then date, TTFT and the smaller spread.
 
         The boundaries only make it a strict order.
         """
-        return TRUST[self.objective], self.date, -self.ttft_s, self.boundaries
+        spread = math.inf if self.spread is None else self.spread
+        return TRUST[self.objective], self.date, -self.ttft_s, -spread, self.boundaries
 
 
 def scaled(partition: ContextPartition, length: int) -> ContextPartition:

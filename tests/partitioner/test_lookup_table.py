@@ -301,6 +301,12 @@ def test_merging_keeps_everything_and_knows_no_order(
     assert all(each in first.entries or each in second.entries for each in merged.entries)
 
 
+@pytest.mark.parametrize(("kept", "dropped"), [(0.0, None), (0.01, 0.02)])
+def test_of_entries_that_are_alike_the_one_with_less_spread_is_kept(kept: float, dropped: float | None) -> None:
+    tables = [table_of(entry([0, 60, 100], spread=spread)) for spread in (kept, dropped)]
+    assert tables[0].merge(tables[1]).entries == tables[1].merge(tables[0]).entries == tables[0].entries
+
+
 @pytest.mark.parametrize(("better", "worse"), [*pairwise(OBJECTIVES), ("measured", "modelled")])
 def test_merging_prefers_measured_to_replayed_to_modelled(better: str, worse: str) -> None:
     kept = entry([0, 60, 100], ttft_s=2.0, objective=better, date="")
