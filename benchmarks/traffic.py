@@ -13,6 +13,7 @@ from runahead.context import ContextPartition, even
 from runahead.kv_cache import KVShape
 from runahead.model import Model
 from runahead.prefill.tensor import allreduce_bytes
+from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
 
 
@@ -60,17 +61,8 @@ def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool
 
 def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num_layers: int) -> list[int]:
     """Of each layer: every rank but the last passes on what its own and all earlier chunks have left there."""
-    sent = [0] * num_layers
-    prefix = [0] * num_layers
-    for rank in partition.chain[:-1]:
-        length = len(partition.chunk(rank))
-        left = [length] * num_layers
-        for policy in policies:
-            if policy.narrows:
-                left = [min(pair) for pair in zip(left, policy.layer_tokens(length, num_layers, prefix), strict=True)]
-        prefix = [before + own for before, own in zip(prefix, left, strict=True)]
-        sent = [total + on for total, on in zip(sent, prefix, strict=True)]
-    return sent
+    left = RankPolicies.everywhere(policies).by_layer(partition, num_layers)
+    return [chain_tokens(each) for each in left]
 
 
 class NetworkCards:

@@ -168,13 +168,12 @@ class KeptCache:
         batch: int,
         device: torch.device,
         rotaries: Sequence[Rotary] | None = None,
-        room: int = 0,
     ) -> KeptCache:
-        """Layers without tokens, with room for so many. `rotaries`, one per layer, are for re-encoded positions."""
+        """Layers without tokens. `rotaries`, one per layer, are for re-encoded positions."""
         return cls(
             layers=[
                 KeptLayer.empty(
-                    shape, batch=batch, room=room, device=device, rotary=None if rotaries is None else rotaries[layer]
+                    shape, batch=batch, room=0, device=device, rotary=None if rotaries is None else rotaries[layer]
                 )
                 for layer, shape in enumerate(shapes)
             ]

@@ -33,8 +33,6 @@ Run = Callable[[Callable[[], Tensor]], Tensor]
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a family is checked against transformers when it is loaded."""
-
-
 PROBED_POSITION = 1 << 17
 """Up to this position a model's rotations are looked at before the runtime takes them over."""
 

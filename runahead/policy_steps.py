@@ -44,19 +44,17 @@ class PolicySteps:
         self.policies, self.tokens, self.phase, self.prompt_tokens = policies, tokens, phase, prompt_tokens
         self.num_layers, self.room, self.cuts_back = num_layers, room, cuts_back
 
-    def run(
-        self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms, seen: KVSlab | None = None
-    ) -> None:
+    def run(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms, seen: KVSlab) -> None:
         """Let the policies have their say, behind the attention of the new tokens to the layer.
 
-        `seen` is the layer as the queries saw it, if that is not as it is stored.
+        `seen` is the layer as the queries saw it, which need not be as it is stored.
 
         A layer with a window of its own is left alone: it looks at recent tokens only, at their original distances.
         """
         if terms.rule is not None and not terms.rule.sees_everything:
             return
         positions_BC = self.tokens.positions_BC(q_BNCH.shape[2], q_BNCH.device)
-        k_BKnH, v_BKnV = (kept.slab() if seen is None else seen).read(kept.first, kept.end)
+        k_BKnH, v_BKnV = seen.read(kept.first, kept.end)
         for policy in self.policies:
             slots_BKm = self._step(policy, layer, kept, q_BNCH, k_BKnH, v_BKnV, terms, positions_BC)
             if slots_BKm is not None and policy is not self.policies[-1]:

@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, from_ratios
 from runahead.attention import AttentionTerms, attend, blockwise_attention, merge
 from runahead.config import Transfer
+from tests.gpu.models import model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,20 +22,6 @@ pytestmark = [
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Against the plain fallback in the same dtype, for inputs of spread 1: a few units in the last place."""
-
-
-def model(device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    return Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval())
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
