@@ -37,11 +37,18 @@ FILE_NAMES = (
     "text.file",
     "model.path",
     "model.config",
+    "ranks.fault_report",
     "partition.table",
     "table",
+    "policy.schema",
+    "policy.store",
+    "policy.skew",
+    "schema",
+    "out",
     "report",
     "lines",
     "timeline",
+    "sample",
     "bench.results",
     "bench.compute",
 )
@@ -64,7 +71,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
                                partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
-                               ranks.timeout_s=60   ranks.threads=<n>
+                               ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
   policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
                                policy.positions=original|reencoded
                                policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
@@ -74,6 +81,12 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
                                policy.voters=<n>   policy.newest_weight=1.2   policy.budget=<tokens>
                                policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
+         prompt_cache          policy.schema=<xml>   policy.store=<folder>   policy.link_tokens=4   policy.sinks=<n>
+                               policy.device_bytes=2GiB   policy.host_bytes=8GiB   policy.disk_bytes=64GiB
+         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=5
+                               policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
+                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false
+                               policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
          sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
          per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
@@ -83,7 +96,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
---cfg job prints the composed options; --help prints this.
+--cfg job prints the composed options; --help prints this. --layout prints where the modules of policy.schema stand.
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
   torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
@@ -264,7 +277,7 @@ def _option_names(options: type) -> tuple[list[str], list[str]]:
             sections += [field.name, *(f"{field.name}.{inner}" for inner in inner_sections)]
             leaves += [f"{field.name}.{inner}" for inner in inner_leaves]
         else:
-            leaves.append(field.name)
+            leaves += [field.name, *(f"{field.name}.{member}" for member in field.metadata.get("members", ()))]
     return sections, leaves
 
 

@@ -13,7 +13,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from launch.compose import INFER
 from launch.program import run_program
-from runahead.config import RunOptions, ineffective_settings
+from runahead.config import PolicyName, RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
     from launch.prompts import Prompts
@@ -25,8 +25,22 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of `run_program`."""
-    return run_program(INFER, args, _answer, warnings=ineffective_settings)
+    """The exit status of `run_program`. --layout prints where a schema's modules stand, and nothing runs."""
+    args = list(sys.argv[1:] if args is None else args)
+    shows_layout = "--layout" in args
+    return run_program(
+        INFER,
+        [arg for arg in args if arg != "--layout"],
+        _answer,
+        warnings=ineffective_settings,
+        without_ranks=_print_layout if shows_layout else lambda run: False,
+    )
+
+
+def _print_layout(run: RunOptions) -> bool:
+    from launch.prompt_cache import print_layout
+
+    return print_layout(run)
 
 
 def _answer(run: RunOptions, ranks: Ranks) -> None:
@@ -46,6 +60,7 @@ def infer(
     """
     from launch.answers import Answers, AnswerStream
     from launch.partitions import check_table
+    from launch.prompt_cache import open_store
     from launch.summary import summary
     from runahead.engine import Engine
     from runahead.model import Model
@@ -63,7 +78,10 @@ def infer(
         share_out(model, ranks)
     if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
-    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies)
+    store = None
+    if run.policy.name is PolicyName.prompt_cache:
+        store = ranks.together("the store", lambda: open_store(run.policy, model))
+    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
 
     answers = Answers()
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
@@ -71,13 +89,13 @@ def infer(
     starts = range(0, len(prompts.ids), run.prompt.batch)
     for _ in range(run.warmup):
         few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
-        engine.generate(prompts.ids[: run.prompt.batch], few_tokens)
+        engine.generate(prompts.asked[: run.prompt.batch], few_tokens)
     for start in starts:
         stream = None
         if prompts.one_text and ranks.rank == 0:
             stream = AnswerStream(answers, model.tokenizer, stop=run.generation.stop, eos_ids=eos_ids)
         batch = engine.generate(
-            prompts.ids[start : start + run.prompt.batch],
+            prompts.asked[start : start + run.prompt.batch],
             run.generation,
             on_tokens=stream.on_tokens if stream else None,
             # Of several calls the last one is drawn: it is warm.
@@ -98,6 +116,7 @@ def infer(
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
+    from launch.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.prompts import check_lengths, read_prompts
     from runahead import loading
     from runahead.model import max_positions
@@ -116,9 +135,12 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
             raise ValueError(f"report={run.report} and timeline={run.timeline} would overwrite each other; rename one")
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     PREFILLS[run.prefill.name].check_config(config, num_ranks)
+    tokenizer = loading.load_tokenizer(run.model)
+    if run.policy.name is PolicyName.prompt_cache:
+        return read_reusing_prompts(run.prompt, read_prompt_cache(run.policy, tokenizer, config))
     prompts = read_prompts(
         run.prompt,
-        tokenizer=loading.load_tokenizer(run.model),
+        tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         seed=run.model.seed,
     )

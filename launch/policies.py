@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from launch.prompt_cache import check_options
 from policies import POLICIES
 from policies.base import Policy
 from runahead.config import PolicyName, PolicyOptions
@@ -17,6 +18,9 @@ def rank_policies(options: PolicyOptions) -> RankPolicies:
     Raises:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
     """
+    if options.name is PolicyName.prompt_cache:  # reuses K,V rather than thinning them out
+        check_options(options)
+        return RankPolicies()
     if options.name is not PolicyName.per_rank:
         return RankPolicies.everywhere(policies_of(_given(options), "policy"), options.positions)
     return RankPolicies(

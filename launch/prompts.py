@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from runahead.config import Chat, PrefillOptions, PromptOptions
 
 if TYPE_CHECKING:
+    from policies.reuse import ReusingPrompt
     from runahead.rank_policies import RankPolicies
 
 SOURCES = ("text", "file", "ids_file", "random_tokens")
@@ -20,10 +21,19 @@ SOURCES = ("text", "file", "ids_file", "random_tokens")
 
 @dataclass(kw_only=True)
 class Prompts:
-    """Token ids of every prompt. `one_text`: it is a single prompt, whose answer is printed as text."""
+    """Token ids of every prompt, and what it reuses if it does.
+
+    `one_text`: it is a single prompt, whose answer is printed as text.
+    """
 
     ids: list[list[int]]
     one_text: bool
+    reusing: list[ReusingPrompt] | None = None
+
+    @property
+    def asked(self) -> Sequence[list[int] | ReusingPrompt]:
+        """What the engine is asked."""
+        return self.ids if self.reusing is None else self.reusing
 
 
 def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: int, seed: int = 0) -> Prompts:
@@ -55,7 +65,7 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
         assert options.file is not None
         texts, names = _texts_of_file(options.file, options.question)
     ids = [tokenize(text, tokenizer, options.chat, name=name) for text, name in zip(texts, names, strict=True)]
-    return Prompts(ids=ids, one_text=not _is_jsonl(options.file))
+    return Prompts(ids=ids, one_text=not is_jsonl(options.file))
 
 
 def check_lengths(
@@ -125,7 +135,7 @@ def _joined(document: str, question: str | None, *, name: str) -> str:
     return document.rstrip("\r\n") + "\n\n" + question
 
 
-def _is_jsonl(path: str | None) -> bool:
+def is_jsonl(path: str | None) -> bool:
     return path is not None and path.lower().endswith(".jsonl")
 
 
@@ -133,17 +143,23 @@ def _texts_of_file(path: str, question: str | None) -> tuple[list[str], list[str
     """The texts in a file, and what messages are to call each."""
     name = f"prompt.file={path}"
     text = read_text(path, name)
-    if not _is_jsonl(path):
+    if not is_jsonl(path):
         return [_joined(text, question, name=name)], [name]
-    texts, names = [], []
+    lines = jsonl_texts(text, name, question)
+    return [line for line, _ in lines], [line_name for _, line_name in lines]
+
+
+def jsonl_texts(text: str, name: str, question: str | None = None) -> list[tuple[str, str]]:
+    """The prompt in each line of a .jsonl file, and what messages are to call it. Raises: ValueError."""
+    texts = []
     # Only "\n" ends a line: JSON strings may hold the other characters that splitlines() takes for one.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            names.append(f"{name} line {number}")
-            texts.append(_text_of_line(line, question, names[-1]))
+            line_name = f"{name} line {number}"
+            texts.append((_text_of_line(line, question, line_name), line_name))
     if not texts:
         raise ValueError(f"{name} is empty; give a prompt per line")
-    return texts, names
+    return texts
 
 
 def _text_of_line(line: str, question: str | None, name: str) -> str:

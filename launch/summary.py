@@ -40,6 +40,11 @@ def summary(batches: Sequence[GenerationBatch]) -> str:
         total, rank = max(kept, key=lambda each: each[0])
         share = total / len(rank.kept_tokens) / first.boundaries[-1]
         rows.append(("K,V kept", f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"))
+    retrieving = next((rank for rank in first.ranks if rank.retrieval is not None), None)
+    if retrieving is not None and retrieving.retrieval is not None:
+        mean = retrieving.retrieval.mean_fetched_share
+        fetched = "" if mean is None else f", {mean:.1%} of the tokens fetched per step and layer"
+        rows.append(("K,V in host memory", f"{_bytes(retrieving.kv_host_bytes)}{fetched}"))
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 

@@ -18,6 +18,9 @@ from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from policies.reuse import ReusingPrompt as ReusingPrompt
+from policies.reuse import Segment as Segment
+
 
 class Phase(Enum):
     """What the newest tokens are: a prompt, or generated one at a time."""
@@ -89,6 +92,8 @@ class Policy:
 
     narrows: ClassVar[bool] = False
     """Does `narrow` ever drop tokens?"""
+    retrieves: ClassVar[bool] = False
+    """Do all K,V stay, and attention looks at some of them? (policies/retriever.py)"""
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         """Of a chunk of so many tokens, those that each layer computes: what ranks must know of each other's `narrow`.
@@ -137,12 +142,13 @@ Budget = int | float
 """Tokens if it is an integer, else a share of the prompt in (0, 1]."""
 
 
-def check_budget(budget: Budget) -> None:
-    """Raise a ValueError unless it is one."""
+def check_budget(budget: Budget, option: str = "budget") -> None:
+    """Raise a ValueError, which calls it policy.<option>, unless it is one."""
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
         raise ValueError(
-            f"policy.budget={budget} must be a whole number of tokens of at least 1, or a share of the prompt in (0, 1]"
+            f"policy.{option}={budget} must be a whole number of tokens of at least 1, or a share of the prompt in "
+            "(0, 1]"
         )
 
 

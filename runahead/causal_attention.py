@@ -46,6 +46,10 @@ class CausalAttention:
     def __init__(self, cache: KVCache, *, start: int, pads: list[int]) -> None:
         self.cache, self.start, self.pads = cache, start, pads
 
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        """Positions of the tokens with these indices in the padded batch; None: they are contiguous in each row."""
+        return None
+
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of one layer."""
         slab = self.cache.layer(layer)

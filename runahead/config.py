@@ -85,6 +85,11 @@ class PolicyName(Enum):
     snapkv = "snapkv"
     pyramidkv = "pyramidkv"
     pyramidinfer = "pyramidinfer"
+    infinigen = "infinigen"
+    quest = "quest"
+    exact_topk = "exact_topk"
+    offload = "offload"
+    prompt_cache = "prompt_cache"
     sequence = "sequence"
     per_rank = "per_rank"
 
@@ -166,13 +171,15 @@ class PromptOptions:
 class RanksOptions:
     """How the processes work together.
 
-    `timeout_s` bounds the silence of a peer; `threads` are the intra-op threads of one rank.
+    `timeout_s` bounds the silence of a peer, and how long no rank gets anywhere; `threads` are the intra-op threads of
+    one rank. What a rank knew when it had to end goes beside the file `fault_report`, or beside the run's report.
     """
 
     backend: Backend = Backend.auto
     device: Device = Device.auto
     timeout_s: float = 60.0
     threads: int | None = None
+    fault_report: str | None = None
 
     def __post_init__(self) -> None:
         self.backend = _choice("ranks.backend", Backend, self.backend)
@@ -315,7 +322,7 @@ class PolicyOptions:
     evict_every: int | None = None
     window: int | None = None
     kernel: int | None = None
-    pool: str | None = None
+    pool: Any = field(default=None, metadata={"members": ("bytes", "victim")})
     recent_share: float | None = None
     beta: float | None = None
     schedule: str | None = None
@@ -328,6 +335,22 @@ class PolicyOptions:
     select: str | None = None
     top_p: float | None = None
     decay: float | None = None
+    skew: str | None = None
+    ratio: float | None = None
+    alpha: float | None = None
+    max_fetch: float | None = None
+    fetch: Any = None
+    first_layer: int | None = None
+    observed: int | None = None
+    ahead: bool | None = None
+    sample_every: int | None = None
+    page: int | None = None
+    schema: str | None = None
+    store: str | None = None
+    link_tokens: int | None = None
+    device_bytes: Any = None
+    host_bytes: Any = None
+    disk_bytes: Any = None
     steps: Any = None
     ranks: PlacesOptions = field(default_factory=PlacesOptions)
 

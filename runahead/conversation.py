@@ -8,6 +8,7 @@ chunks that each see what was kept of the text before, and a question to a conte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase
+from runahead.attention_seam import LayerAttention
 from runahead.config import GenerationOptions
 from runahead.decode import Decoded, Row, attention_over, decode
 from runahead.kept_attention import KeptAttention
@@ -41,6 +43,7 @@ class Conversation:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
+        self._empty_cache = policies.cache
         self._rotaries = policies.rotaries(model)
         self.pads: list[int] = []
         """Left padding of each row."""
@@ -94,9 +97,7 @@ class Conversation:
         pads = self._checked_pads(ids_BC, pads)
         if self.cache is None:
             self.pads, self.rows = pads, [[] for _ in pads]
-            self.cache = KeptCache.empty(
-                self.model.kv_shapes, batch=len(pads), device=self.model.device, rotaries=self._rotaries
-            )
+            self.cache = self._empty_cache(self.model, batch=len(pads))
         ids_BC = ids_BC.to(self.model.device).expand(len(self.pads), -1)
         given = ids_BC.shape[1]
         for row, ids, pad in zip(self.rows, ids_BC.tolist(), pads, strict=True):
@@ -118,12 +119,43 @@ class Conversation:
     def peek(self, ids_BC: Tensor) -> Tensor:
         """Logits (B, C, V) behind each of these tokens if they came next. The conversation stays as it is.
 
-        Every token sees what is kept of earlier turns and all of this one before it.
+        Every token sees what is kept of earlier turns and all of this one before it. Under a policy that retrieves it
+        sees what is retrieved for it, as tokens do that are generated.
 
         Raises:
             ValueError: as `feed`.
         """
+        if self.cache is not None and self.cache.retrieval is not None:
+            return self.fork().follow(ids_BC)
         return self._unthinned().feed(ids_BC, all_logits=True)
+
+    @torch.inference_mode()
+    def follow(self, ids_BC: Tensor) -> Tensor:
+        """Go on with these tokens one at a time, as if the model had generated them.
+
+        Returns:
+            logits (B, C, V) behind each of them, in at least float32.
+
+        Raises:
+            ValueError: as `feed`, or there is nothing that they could follow.
+        """
+        if self.cache is None:
+            raise ValueError("there is nothing that tokens could follow; feed some first")
+        self._checked_pads(ids_BC, None)
+        ids_BC = ids_BC.to(self.model.device).expand(len(self.pads), -1)
+        given = ids_BC.shape[1]
+        for row, ids in zip(self.rows, ids_BC.tolist(), strict=True):
+            row += ids
+        if self._unfed_B1 is not None:
+            ids_BC, self._unfed_B1 = torch.cat([self._unfed_B1, ids_BC], dim=1), None
+        attention_at = self._attention_at()
+        parts = []
+        for ids_B1 in ids_BC.split(1, dim=1):
+            attention = attention_at(self.num_tokens)
+            parts.append(self.model.forward(ids_B1, attention, start=self.num_tokens, pads=self.pads))
+            self.num_tokens += 1
+        self.logits_BV = parts[-1]
+        return torch.stack(parts[-given:], dim=1)
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
         """Let the model go on, greedily by default. A row that ended waits for the others.
@@ -137,14 +169,11 @@ class Conversation:
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
-        attention_at = attention_over(
-            self.cache, self.policies, pads=self.pads, prompt_tokens=self.num_tokens, num_layers=self.model.num_layers
-        )
         decoded = decode(
             self.model,
             rows,
             self.logits_BV,
-            attention_at,
+            self._attention_at(),
             num_tokens=self.num_tokens,
             pads=self.pads,
             on_step=lambda tokens: None,
@@ -160,8 +189,20 @@ class Conversation:
         other = copy(self)
         other.rows = [list(row) for row in self.rows]
         if self.cache is not None:
-            other.cache = KeptCache(layers=[_without_room(layer) for layer in self.cache.layers])
+            retrieval = self.cache.retrieval
+            overwrites = retrieval is not None and retrieval.max_slots is not None
+            without_room = _copied if overwrites else _without_room
+            other.cache = KeptCache(layers=[without_room(layer) for layer in self.cache.layers])
+            if retrieval is not None:
+                other.cache.retrieval = retrieval.fork(other.cache)
         return other
+
+    def _attention_at(self) -> Callable[[int], LayerAttention]:
+        """Attention of single tokens, by their index."""
+        assert self.cache is not None
+        return attention_over(
+            self.cache, self.policies, pads=self.pads, prompt_tokens=self.num_tokens, num_layers=self.model.num_layers
+        )
 
     def _unthinned(self) -> Conversation:
         """A fork where nothing more is dropped."""
@@ -181,6 +222,7 @@ class Conversation:
             prompt_tokens=end,
             num_layers=self.model.num_layers,
             cuts_back=cut_back,
+            retrieval=self.cache.retrieval,
         )
         logits = self.model.forward(
             ids_BC,
@@ -252,6 +294,13 @@ class Conversation:
                     "give its length from the start, or keep it shorter"
                 )
             self._is_long = is_long
+
+
+def _copied(layer: KeptLayer) -> KeptLayer:
+    """The same slots in memory of their own."""
+    other = replace(layer)
+    other.copy_out(room=0)
+    return other
 
 
 def _without_room(layer: KeptLayer) -> KeptLayer:

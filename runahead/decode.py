@@ -21,6 +21,7 @@ from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
+from runahead.retrieving_attention import RetrievingAttention
 from runahead.sampling import Sampler
 from runahead.stop_strings import StopStrings
 
@@ -70,6 +71,8 @@ def attention_over(
     """The attention of single new tokens to a prompt's K,V, by their index in the padded batch."""
     if isinstance(cache, KVCache):
         return lambda start: CausalAttention(cache, start=start, pads=pads)
+    if cache.retrieval is not None:
+        return lambda start: RetrievingAttention(cache, start=start, pads=pads)
 
     def over_what_is_kept(start: int) -> KeptAttention:
         tokens = NewTokens(start, pads)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from policies.base import ReusingPrompt
+from runahead.agreement import fact, option_facts, secret
+from runahead.attention_seam import LayerAttention
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.decode import Decoded, Row, attention_over, decode
+from runahead.kept_cache import KeptCache
 from runahead.model import Model
+from runahead.model_fingerprint import model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
+from runahead.reuse import Reuse
+from runahead.reused_attention import ReusedKV, reused_attention_over
+from runahead.segment_store import SegmentStore
 from runahead.text_limits import check_chunk_tokens, pieces_of, remedy
 from runahead.token_stream import TokenStream
 
@@ -32,6 +39,7 @@ class Engine:
         partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table. Prefills
             with a split of their own do not ask it.
         policies: what of the K,V is computed and kept; by default everything.
+        store: of segments that prompts reuse; by default host memory, and the device's.
 
     Raises:
         ValueError: the model cannot be prefilled like this on these ranks.
@@ -45,6 +53,7 @@ class Engine:
         prefill: PrefillOptions | None = None,
         partition: Partitioner = even,
         policies: RankPolicies | None = None,
+        store: SegmentStore | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.policies = policies or RankPolicies()
@@ -65,11 +74,13 @@ class Engine:
                     "prefill=kv_runahead or prefill=single"
                 )
             self.policies.check(model)
+        self.store = store
         self._num_calls = 0
+        self._weights: str | None = None
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[list[int] | ReusingPrompt],
         options: GenerationOptions | None = None,
         *,
         on_tokens: OnTokens | None = None,
@@ -79,7 +90,7 @@ class Engine:
         """Generate from token ids, all prompts at once.
 
         Args:
-            prompts: token ids, the same on every rank.
+            prompts: token ids, or what is reused and what is new, the same on every rank.
             options: how to generate; greedy by default.
             on_tokens: called on rank 0 with every step's new ids, None for rows that have ended.
             record_timeline: fill the result's spans.
@@ -94,32 +105,40 @@ class Engine:
             PeerFailure: another rank is gone or silent.
         """
         options = options or GenerationOptions()
-        self._check(prompts, options)
-        partition = self._strategy.split(max(map(len, prompts)), self.ranks.size, self.partition)
+        ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
+        reuse = self._reuse(prompts, options)
+        self._check(ids, options)
+        new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
+        partition = self._strategy.split(max(map(len, new_ids)), self.ranks.size, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._agree(prompts, options, partition.boundaries)
         with self.ranks.failing_together():
-            result = self._generate(prompts, options, partition, on_tokens, record_timeline, first_index)
+            batch = PromptBatch.of(new_ids, self.ranks.device)
+            result = self._generate(ids, batch, reuse, options, partition, on_tokens, record_timeline, first_index)
         self._num_calls += 1
         return result
 
     def _generate(
         self,
         prompts: list[list[int]],
+        batch: PromptBatch,
+        reuse: Reuse | None,
         options: GenerationOptions,
         partition: ContextPartition,
         on_tokens: OnTokens | None,
         record_timeline: bool,
         first_index: int,
     ) -> GenerationBatch:
-        batch = PromptBatch.of(prompts, self.ranks.device)
         source = self._strategy.first_token_rank(partition, self.ranks.size)
         stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
         with self.ranks.busy():
             self._strategy.connect(self.ranks, partition, self.prefill)
+            if reuse is not None:
+                reuse.encode_missing()
         offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
         self.ranks.barrier("all ranks to hold the prompt")
         began_s = time.perf_counter()
+        reused = reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None
         job = PrefillJob(
             model=self.model,
             ranks=self.ranks,
@@ -128,6 +147,7 @@ class Engine:
             capacity=batch.num_tokens + options.max_new_tokens - 1,
             options=self.prefill,
             policies=self.policies,
+            reused=reused,
             pieces_of=pieces_of(
                 batch.num_tokens,
                 max_positions=self.model.max_positions,
@@ -138,23 +158,53 @@ class Engine:
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
-        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
+        decoded = self._decode(prompts, options, prefilled, batch, reused, stream, first_index)
         stream.relay()
         if prefilled.cache is not None:
             prefilled.kv_peak_bytes = max(prefilled.kv_peak_bytes, prefilled.cache.num_bytes)
+        if isinstance(prefilled.cache, KeptCache) and prefilled.cache.retrieval is not None:
+            prefilled.retrieval = prefilled.cache.retrieval.report()
         prefilled.cache = None
-        return self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
+        result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
+        if reuse is not None:
+            reuse.add_to(result)
+        return result
 
-    def _agree(self, prompts: list[list[int]], options: GenerationOptions, boundaries: tuple[int, ...]) -> None:
+    def _agree(
+        self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions, boundaries: tuple[int, ...]
+    ) -> None:
         """Ranks with different work would wait for each other for ever."""
-        work = repr((prompts, options, boundaries, self.prefill, self.policies, self.model.name, self.model.dtype))
-        digests = self.ranks.gather(hashlib.sha256(work.encode()).hexdigest(), "all ranks to hold the prompt")
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
+        if self.ranks.size == 1:
+            return
+        if self._weights is None:
+            # Of a share of the weights no two ranks have the same; whether they fit was found out when they were made.
+            self._weights = "" if self.model.num_shares > 1 else model_fingerprint(self.model.module)
+        facts = {
+            "the prompts": secret(prompts),
+            "the context partition": fact(list(boundaries)),
+            "the policies": secret(self.policies),
+            "the model": fact(self.model.name),
+            "its dtype": fact(self.model.dtype),
+            "its weights": secret(self._weights),
+        }
+        facts |= option_facts({"generation": options, "prefill": self.prefill})
+        self.ranks.require_same(facts, "every rank must make the same call with the same model")
+
+    def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions) -> Reuse | None:
+        """What the prompts reuse, if one of them does.
+
+        Raises:
+            ValueError: this engine cannot, or a prompt is beyond the model's positions.
+        """
+        if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
+            return None
+        if not self._strategy.takes_policies or self.policies or self.prefill.chunk_tokens is not None:
             raise ValueError(
-                f"rank {', '.join(map(str, others))} and rank 0 were given different prompts, options, partitions or "
-                "models; every rank must make the same call"
+                "prompts that reuse K,V need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, and "
+                "no cache policy that thins them out"
             )
+        self.store = self.store or SegmentStore(self.model)
+        return Reuse.of(prompts, self.store, self.model, self.ranks, num_new=options.max_new_tokens)
 
     def _check(self, prompts: list[list[int]], options: GenerationOptions) -> None:
         if not prompts:
@@ -202,6 +252,7 @@ class Engine:
         options: GenerationOptions,
         prefilled: Prefilled,
         batch: PromptBatch,
+        reused: ReusedKV | None,
         stream: TokenStream,
         first_index: int,
     ) -> Decoded | None:
@@ -213,17 +264,22 @@ class Engine:
             Row(self.model, prompt, options, seed=options.seed + first_index + index)
             for index, prompt in enumerate(prompts)
         ]
-        return decode(
-            self.model,
-            rows,
-            prefilled.logits_BV,
-            attention_over(
+        attention_at: Callable[[int], LayerAttention]
+        if reused is not None:
+            attention_at = reused_attention_over(prefilled.cache, reused, pads=batch.pads)
+        else:
+            attention_at = attention_over(
                 prefilled.cache,
                 policies,
                 pads=batch.pads,
                 prompt_tokens=batch.num_tokens,
                 num_layers=self.model.num_layers,
-            ),
+            )
+        return decode(
+            self.model,
+            rows,
+            prefilled.logits_BV,
+            attention_at,
             num_tokens=batch.num_tokens,
             pads=batch.pads,
             on_step=stream.send,
@@ -249,6 +305,8 @@ class Engine:
             kv_peak_bytes=prefilled.kv_peak_bytes,
             kv_kept_bytes=prefilled.kv_kept_bytes,
             kept_tokens=prefilled.kept_tokens,
+            kv_host_bytes=prefilled.kv_host_bytes,
+            retrieval=prefilled.retrieval,
         )
         outcome = None
         if decoded is not None:

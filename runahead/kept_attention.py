@@ -31,7 +31,8 @@ class KeptAttention(CausalAttention):
         return self.steps.tokens
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        kept, num_new = self.kept.layers[layer], q_BNCH.shape[2]
+        retrieval, num_new = self.kept.retrieval, q_BNCH.shape[2]
+        kept = self.kept.layers[layer] if retrieval is None else retrieval.bring(layer)
         start = kept.end
         positions_BC = self.new_tokens.positions_BC(num_new, q_BNCH.device)
         kept.append(k_BKCH, v_BKCV, positions_BC, self.new_tokens.pads(num_new))
@@ -42,4 +43,6 @@ class KeptAttention(CausalAttention):
             seen, q_BNCH = at_slots(kept.rotary, seen, q_BNCH, new=start, pads=kept.pads)
         out_BNCV = self.attend_to_slab(seen, q_BNCH, terms)
         self.steps.run(layer, kept, q_BNCH, terms, seen)
+        if retrieval is not None:
+            retrieval.settle(layer, room=self.steps.room)
         return out_BNCV

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from runahead.kv_cache import KVShape, KVSlab
 from runahead.rotary import Rotary
+
+if TYPE_CHECKING:
+    from runahead.retrieval import Retrieval
 
 NEW_ROOM = 32
 """New tokens for which a layer has room behind a prompt and after it was cut back; where more of them stay it grows."""
@@ -127,6 +131,25 @@ class KeptLayer:
         if self.carried_TBK is not None:
             self.carried_TBK = _with_room(self.carried_TBK[: self.num_slots], room)
 
+    def overwrite(self, slots_BK: Tensor, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
+        """A new token in the place of another one, or of the last padding of its row, in every row and KV head.
+
+        From then on slots are not in the order of positions.
+        """
+        batch, heads = slots_BK.shape
+        if self.positions_TBK.shape[2] < heads:
+            self.positions_TBK = self.positions_TBK.expand(-1, -1, heads).contiguous()
+        rows_B1 = torch.arange(batch, device=slots_BK.device)[:, None]
+        heads_K = torch.arange(heads, device=slots_BK.device)
+        self._put(slots_BK, rows_B1, heads_K, torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
+        self.positions_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
+        if self.carried_TBK is not None:
+            self.carried_TBK[slots_BK, rows_B1, heads_K] = 0
+        self.pads = [max(0, pad - 1) for pad in self.pads]
+
+    def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
+        self.slab_TBKX[slots_BK, rows_B1, heads_K] = new_BKX
+
     def _grow(self, room: int) -> None:
         """More room, and an eighth of what is there, so that growing token by token stays cheap."""
         self.copy_out(room=room - self.num_slots + self.num_slots // 8)
@@ -155,10 +178,12 @@ def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
 
 @dataclass(kw_only=True)
 class KeptCache:
-    """All layers. `peak_bytes` is the most that was allocated at a time."""
+    """All layers. `peak_bytes` is the most that was allocated at a time, on the device and in the pool of the host."""
 
     layers: list[KeptLayer]
     peak_bytes: int = field(default=0)
+    retrieval: Retrieval | None = None
+    """Of a policy that keeps all K,V and chooses what attention sees in a step."""
 
     @classmethod
     def empty(
@@ -180,13 +205,25 @@ class KeptCache:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.layers[0].positions_TBK.device
+
+    @property
     def reencodes(self) -> bool:
         """Are keys stored unrotated?"""
         return any(layer.rotary is not None for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers)
+        """Bytes allocated, without those in the host's pool."""
+        index_bytes = 0 if self.retrieval is None else self.retrieval.num_bytes
+        return sum(layer.num_bytes for layer in self.layers) - self.host_bytes + index_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the K,V that are in the host's pool. On a CPU that is memory like any other."""
+        return 0 if self.retrieval is None else sum(layer.slab_TBKX.nbytes for layer in self.layers)
 
     @property
     def num_slots(self) -> list[int]:

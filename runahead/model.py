@@ -21,11 +21,14 @@ from runahead.attention import AttentionTerms
 from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, register
 from runahead.causal_attention import CausalAttention
 from runahead.config import ModelOptions
+from runahead.finite import require_numbers
 from runahead.kv_cache import KVCache, KVShape
 from runahead.loading.sharing import share_out
 from runahead.masks import MaskRule
+from runahead.model_fingerprint import model_fingerprint
 from runahead.narrowing import decoder_layers, narrowing
 from runahead.new_tokens import NewTokens
+from runahead.query_prediction import PROBED_AT, QueryPrediction
 from runahead.rope_length import length_dependent_rotaries, rotary_length
 from runahead.rotary import Heads, Rotary, find_rotaries
 
@@ -187,10 +190,54 @@ class Model:
             "use policy.positions=original"
         )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the weights: what files that belong to this model alone are known by."""
+        return model_fingerprint(self.module)
+
+    @cached_property
+    def known_rotaries(self) -> list[Rotary] | None:
+        """`rotaries`, or None where they cannot be told."""
+        try:
+            return self.rotaries
+        except ValueError:
+            return None
+
+    @cached_property
+    def query_prediction(self) -> QueryPrediction:
+        """Queries of a layer from the attention input of the layer before it.
+
+        Raises:
+            ValueError: this family does not let them be predicted.
+        """
+        token_11 = torch.full((1, 1), 3, device=self.device)
+        try:
+            with torch.inference_mode():
+                return QueryPrediction(
+                    self._layers,
+                    lambda attention: self.forward(token_11, attention, start=PROBED_AT, pads=[0]),
+                    self.known_rotaries,
+                )
+        except ValueError as error:
+            raise ValueError(
+                f"model {self.name} ({self.config.model_type}) {error}, so queries cannot be predicted a layer ahead; "
+                "use policy.ahead=false"
+            ) from error
+
     def _heads_at(self, position: int) -> list[Heads]:
         trace = _Trace()
         self.forward(torch.full((1, 1), 3, device=self.device), trace, start=position, pads=[0])
         return trace.heads
+
+    @property
+    def rotates_by_length(self) -> bool:
+        """Do rotary angles depend on the length of the whole text?"""
+        return bool(self._rotaries)
+
+    @property
+    def counts_positions(self) -> bool:
+        """Does the family count positions on its own, rather than take those that it is given?"""
+        return self.uneven_limit is not None
 
     @property
     def uneven_limit(self) -> int | None:
@@ -244,8 +291,10 @@ class Model:
         pads_B = torch.tensor(pads, device=ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:
-            position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
-            rotates = isinstance(attention, CausalAttention) and attention.rotates
+            causal = attention if isinstance(attention, CausalAttention) else None
+            given_BC = None if causal is None else causal.positions_BC(index_C)
+            position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0) if given_BC is None else given_BC
+            rotates = causal is not None and causal.rotates
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
@@ -281,6 +330,7 @@ class Model:
 
     def _require_logits(self, theirs_BV: Tensor, ids_1S: Tensor, whose: str) -> None:
         """Compare two chunks through our attention with logits of the last token that are known to be right."""
+        require_numbers(theirs_BV, self.module, self.name)
         first, second = CHECK_TOKENS
         cache = KVCache(
             self.kv_shapes,

@@ -14,6 +14,7 @@ from runahead.attention import AttentionTerms
 from runahead.kept_cache import KeptLayer
 from runahead.kv_cache import KVSlab
 from runahead.new_tokens import NewTokens
+from runahead.retrieval import Retrieval
 from runahead.signals import QuerySignals
 
 
@@ -28,6 +29,7 @@ class PolicySteps:
         room: tokens for which cutting back leaves room.
         cuts_back: False where nothing of the cache may go: in all chunks of a prompt but the last one, if the policies
             are to see it whole, and on ranks that do not decode.
+        retrieval: of a policy among them that retrieves, on a rank that decodes.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class PolicySteps:
         num_layers: int,
         room: int = 0,
         cuts_back: bool = True,
+        retrieval: Retrieval | None = None,
     ) -> None:
         self.policies, self.tokens, self.phase, self.prompt_tokens = policies, tokens, phase, prompt_tokens
-        self.num_layers, self.room, self.cuts_back = num_layers, room, cuts_back
+        self.num_layers, self.room, self.cuts_back, self.retrieval = num_layers, room, cuts_back, retrieval
 
     def run(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, terms: AttentionTerms, seen: KVSlab) -> None:
         """Let the policies have their say, behind the attention of the new tokens to the layer.
@@ -55,10 +58,15 @@ class PolicySteps:
             return
         positions_BC = self.tokens.positions_BC(q_BNCH.shape[2], q_BNCH.device)
         k_BKnH, v_BKnV = seen.read(kept.first, kept.end)
+        before = kept.num_slots
         for policy in self.policies:
             slots_BKm = self._step(policy, layer, kept, q_BNCH, k_BKnH, v_BKnV, terms, positions_BC)
             if slots_BKm is not None and policy is not self.policies[-1]:
                 k_BKnH, v_BKnV = _at(slots_BKm, k_BKnH), _at(slots_BKm, v_BKnV)
+        if self.retrieval is not None and self.cuts_back:
+            self.retrieval.store_prompt(
+                layer, kept, q_BNCH, positions_BC, terms, room=self.room, was_cut=kept.num_slots < before
+            )
 
     def _step(
         self,

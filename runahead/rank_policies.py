@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from policies.base import Phase, Policy
+from policies.retriever import ModelFacts, Retriever
 from runahead.config import Positions
 from runahead.context import ContextPartition
+from runahead.kept_cache import NEW_ROOM, KeptCache
 from runahead.model import Model
+from runahead.retrieval import Retrieval
 from runahead.rotary import Rotary
 
 
@@ -43,6 +46,28 @@ class RankPolicies:
         """Those at work on a rank."""
         return self.last if is_last else [policy for policy in self.others if policy.narrows]
 
+    @property
+    def retriever(self) -> Retriever | None:
+        """The policy that retrieves, on the rank that decodes."""
+        return next((policy for policy in self.last if isinstance(policy, Retriever)), None)
+
+    def cache(self, model: Model, *, batch: int) -> KeptCache:
+        """An empty cache for the rank that decodes.
+
+        Raises:
+            ValueError: the policies cannot work on this model.
+        """
+        kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
+        if self.retriever is not None:
+            kept.retrieval = Retrieval(self.retriever, model, kept, batch=batch)
+        return kept
+
+    def room(self, num_new: int) -> int:
+        """Tokens for which a layer has room behind a prompt, where so many follow: what stays of them at most."""
+        if self.retriever is not None and self.retriever.pool.bytes is None:
+            return num_new
+        return min(NEW_ROOM, num_new)
+
     def rotaries(self, model: Model) -> list[Rotary] | None:
         """How the runtime is to rotate keys to their slots in each layer, if positions are re-encoded.
 
@@ -65,6 +90,7 @@ class RankPolicies:
                 "cache policies change which key is where; use policy=full"
             )
         self.rotaries(model)
+        self._check_retrieval(model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:
             if policy.narrows and has_windows:
@@ -72,6 +98,25 @@ class RankPolicies:
                     f"policy {type(policy).__name__} drops tokens between layers, but layers of model {model.name} "
                     "look at windows of the text as it is; use a policy that only evicts, such as snapkv"
                 )
+
+    def _check_retrieval(self, model: Model) -> None:
+        """Raise a ValueError unless at most one policy retrieves, behind all others, and the model lets it."""
+        retriever = self.retriever
+        if retriever is None:
+            return
+        if any(isinstance(policy, Retriever) for policy in self.last[:-1]):
+            raise ValueError(
+                f"policy {type(retriever).__name__} decides what attention sees of all that is kept, so it must be the "
+                "only one that does, and the last step of a sequence"
+            )
+        if self.positions is Positions.reencoded:
+            raise ValueError(
+                f"policy {type(retriever).__name__} keeps all K,V where they are; use policy.positions=original"
+            )
+        heads = [(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes]
+        retriever.require(ModelFacts(name=model.name, fingerprint=model.fingerprint, heads=heads))
+        if retriever.looks_ahead:
+            _ = model.query_prediction
 
     def by_layer(self, partition: ContextPartition, num_layers: int) -> list[ContextPartition]:
         """The chunks that are left in each layer, as boundaries of their own.

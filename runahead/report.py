@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import PolicyOptions, Positions, RunOptions
+from runahead.retrieval_report import RetrievalReport
 from runahead.span import Span
 from runahead.whole_file import ensure_writable, write_whole
 
@@ -19,11 +20,36 @@ __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "re
 
 
 @dataclass(kw_only=True)
+class ReuseReport:
+    """What one rank reused in one call: tokens of all prompts of the batch, bytes by the tier that they were found in.
+
+    Attributes:
+        cached_tokens, computed_tokens: of the prompts; with several ranks, those that this rank computed.
+        found_bytes: by tier, once for all prompts of the batch.
+        stored_bytes: by tier, of everything in the store.
+        joined_bytes: of the buffers in which pieces were joined.
+        encoded_tokens, encode_s: of segments that were in no tier, before the first token's time starts.
+        lookup_s, copy_s: finding segments, tiers' copies among it, and joining them.
+    """
+
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    found_bytes: dict[str, int] = field(default_factory=dict)
+    stored_bytes: dict[str, int] = field(default_factory=dict)
+    joined_bytes: int = 0
+    encoded_tokens: int = 0
+    encode_s: float = 0.0
+    lookup_s: float = 0.0
+    copy_s: float = 0.0
+
+
+@dataclass(kw_only=True)
 class RankReport:
     """One rank's part of one call; of `prefill_s`, until its last layer ended, it waited for K,V for `wait_s`.
 
     `kv_kept_bytes` is what it stores for decoding, behind the prompt; `kept_tokens` how many per layer, where a cache
-    policy decides.
+    policy decides. Under one that retrieves, `kv_host_bytes` are in the host's pool, and `kv_kept_bytes` only what
+    else is kept to find K,V there. `reuse` is there where prompts reuse K,V.
     """
 
     rank: int
@@ -35,6 +61,9 @@ class RankReport:
     kv_peak_bytes: int
     kv_kept_bytes: int = 0
     kept_tokens: list[int] = field(default_factory=list)
+    kv_host_bytes: int = 0
+    retrieval: RetrievalReport | None = None
+    reuse: ReuseReport | None = None
 
 
 @dataclass(kw_only=True)
@@ -149,9 +178,18 @@ def _prompt_fields(
         "tpot_s": batch.tpot_s,
         "warm": batch.warm,
         "partition": partition | {"boundaries": batch.boundaries},
-        "ranks": [asdict(rank) for rank in batch.ranks],
+        "ranks": [_rank_fields(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }
+
+
+def _rank_fields(rank: RankReport) -> dict[str, Any]:
+    rank_fields = asdict(rank)
+    if rank.reuse is None:
+        del rank_fields["reuse"]
+    if rank.retrieval is None:
+        del rank_fields["retrieval"], rank_fields["kv_host_bytes"]
+    return rank_fields
 
 
 def library_versions() -> dict[str, str | None]:

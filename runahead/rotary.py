@@ -60,6 +60,19 @@ class Rotary:
         to_b.copy_(b * cos + a * sin)
         return out_TBNX
 
+    def turned(self, x_BNCX: Tensor, by_BC: Tensor) -> Tensor:
+        """What stands at some position, so many positions further on: rotations add up."""
+        if len(self.inv_freq_F) == 0:
+            return x_BNCX
+        wide = torch.promote_types(x_BNCX.dtype, torch.float32)
+        angles_B1CF = by_BC[:, None, :, None].to(wide) * self.inv_freq_F.to(device=x_BNCX.device, dtype=wide)
+        out_BNCX = x_BNCX.clone()
+        a, b = self.paired(x_BNCX)
+        to_a, to_b = self.paired(out_BNCX)
+        to_a.copy_(a * angles_B1CF.cos() - b * angles_B1CF.sin())
+        to_b.copy_(b * angles_B1CF.cos() + a * angles_B1CF.sin())
+        return out_BNCX
+
     def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The two dims of every frequency, (..., F) each, as views."""
         num_freqs = len(self.inv_freq_F)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -31,7 +33,16 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed) if options.do_sample else None
 
     def next_token(self, token_ids: list[int], logits_V: Tensor) -> int:
-        """The token behind `token_ids`: the likeliest, or one drawn."""
+        """The token behind `token_ids`: the likeliest, or one drawn.
+
+        Raises:
+            ValueError: the logits hold NaN, or one without bound.
+        """
+        if not logits_V.max() < math.inf:  # false for NaN
+            raise ValueError(
+                "the model's logits are not numbers, so there is no next token; check its weights, or use another "
+                "model.dtype"
+            )
         scores_1V = logits_V[None]
         if self._processors:
             seen = token_ids if self._looks_back else []

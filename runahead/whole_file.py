@@ -38,7 +38,14 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
     Raises: OSError.
     """
-    data = content.encode() if isinstance(content, str) else content
+    try:
+        _write(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        error.filename = os.fspath(path)  # which the system does not know where a disk is full
+        raise
+
+
+def _write(path: str | os.PathLike[str], data: bytes) -> None:
     # A link keeps pointing where it did. Devices and pipes (report=/dev/stderr) must not be replaced by a
     # file.
     target = Path(os.path.realpath(path))

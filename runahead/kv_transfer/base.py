@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks import Ranks
+from runahead.transfer_records import TransferRecord
 
 
 @dataclass(kw_only=True)
@@ -36,6 +38,7 @@ class KVTransfer(ABC):
     def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.log = TransferLog()
+        ranks.records.begin()
 
     @abstractmethod
     def open(self, layer: int) -> None:
@@ -60,6 +63,24 @@ class KVTransfer(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Return once everything that this rank passes on has left."""
+
+    def note(self, direction: str, message: Message) -> TransferRecord:
+        """Keep a record of a message that is being posted."""
+        record = TransferRecord(
+            direction=direction,
+            peer=message.peer,
+            layer=message.layer,
+            start=message.start,
+            end=message.end,
+            num_bytes=self.part(message).nbytes,
+        )
+        return self.ranks.records.posted(record)
+
+    def state(self, direction: str, layer: int, messages: Iterable[Message]) -> str:
+        """What became of messages of a layer: bytes, posted or not."""
+        messages = list(messages)
+        num_bytes = sum(self.part(message).nbytes for message in messages)
+        return self.ranks.records.state(direction, layer, {message.peer for message in messages}, num_bytes)
 
     def part(self, message: Message) -> Tensor:
         """Where a message lies in the cache."""

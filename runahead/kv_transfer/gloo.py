@@ -22,7 +22,8 @@ from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
-from runahead.ranks import PeerFailure, Ranks
+from runahead.ranks import Ranks
+from runahead.transfer_records import TransferRecord
 
 
 class GlooTransfer(KVTransfer):
@@ -38,8 +39,8 @@ class GlooTransfer(KVTransfer):
         self._pieces = {(layer, each.piece): threading.Event() for layer in layers for each in schedule.receives(layer)}
         self._closed = [threading.Event() for _ in layers]
         self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
-        self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any]]]] = queue.SimpleQueue()
-        self._sending: queue.SimpleQueue[tuple[Message, Any, float]] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any, TransferRecord]]]] = queue.SimpleQueue()
+        self._sending: queue.SimpleQueue[tuple[Message, Any, float, TransferRecord]] = queue.SimpleQueue()
         self._unsent = [len(self._all_sends(layer)) for layer in layers]
         links = [link for link in schedule.links() if ranks.rank in link]
         self._peers = sorted({rank for link in links for rank in link} - {ranks.rank})
@@ -63,23 +64,26 @@ class GlooTransfer(KVTransfer):
 
     def open(self, layer: int) -> None:
         before = max(0, layer - self.depth)
-        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer} from", self._targets(before))
+        sends = self._all_sends(before)
+        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer} from", "send", before, sends)
 
     def send(self, layer: int) -> None:
         for message in self.schedule.sends(layer):
             if self._staging is not None:
                 self._staging.take_down(self.cache, message)
-            self._isend(message)
+            try:
+                self._isend(message)
+            except _Lost as error:
+                raise self.ranks.lost_connection(str(error)) from error
 
     def await_prefix(self, layer: int) -> None:
-        self._wait(self._arrived[layer], layer, f"the K,V of layer {layer} from", self._sources(layer))
+        self._wait_for_arrival(self._arrived[layer], layer, self.schedule.receives(layer))
         if self._staging is not None:
             self._staging.await_upload(layer)
 
     def await_pieces(self, layer: int, messages: list[Message]) -> None:
         for message in messages:
-            arrived = self._pieces[layer, message.piece]
-            self._wait(arrived, layer, f"the K,V of layer {layer} from", [message.peer])
+            self._wait_for_arrival(self._pieces[layer, message.piece], layer, [message])
         if self._staging is not None:
             self._staging.await_upload(layer)
 
@@ -90,29 +94,39 @@ class GlooTransfer(KVTransfer):
 
     def finish(self) -> None:
         for layer, left in enumerate(self._left):
-            self._wait(left, layer, f"the K,V of layer {layer} to leave for", self._targets(layer))
+            what = f"the K,V of layer {layer} to leave for"
+            self._wait(left, layer, what, "send", layer, self._all_sends(layer))
             # The last layer's prefix may have arrived without being read; its slots are not given up before that.
-            self._wait(self._arrived[layer], layer, f"the K,V of layer {layer} from", self._sources(layer))
+            self._wait_for_arrival(self._arrived[layer], layer, self.schedule.receives(layer))
         for thread in self._threads:
             thread.join()
         if self._staging is not None:
             self._staging.settle()
 
-    def _wait(self, event: threading.Event, layer: int, what: str, peers: list[int]) -> None:
-        """`peers` are named; all with whom this rank exchanges K,V are watched: any of them can hold it up."""
+    def _wait_for_arrival(self, event: threading.Event, layer: int, messages: list[Message]) -> None:
+        self._wait(event, layer, f"the K,V of layer {layer} from", "receive", layer, messages)
+
+    def _wait(
+        self, event: threading.Event, layer: int, what: str, direction: str, of_layer: int, messages: list[Message]
+    ) -> None:
+        """The messages and their peers are named; all with whom this rank exchanges K,V can hold it up."""
         if not event.is_set():
             begin = self.clock.mark()
-            named = " and ".join(f"rank {peer}" for peer in peers or self._peers)
-            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers)
+            peers = sorted({message.peer for message in messages}) or self._peers
+            named = " and ".join(f"rank {peer}" for peer in peers)
+
+            def detail() -> str:
+                if not messages:
+                    return "nothing to be sent"
+                of_which = "" if of_layer == layer else f"layer {of_layer}: "
+                return of_which + self.state(direction, of_layer, messages)
+
+            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers, detail)
             self.log.waits.append((layer, begin, self.clock.mark()))
+        if isinstance(self._error, _Lost):
+            raise self.ranks.lost_connection(str(self._error)) from self._error
         if self._error is not None:
-            raise PeerFailure(str(self._error)) from self._error
-
-    def _sources(self, layer: int) -> list[int]:
-        return sorted({message.peer for message in self.schedule.receives(layer)})
-
-    def _targets(self, layer: int) -> list[int]:
-        return sorted({message.peer for message in self._all_sends(layer)})
+            raise self._error
 
     # The threads.
 
@@ -140,9 +154,10 @@ class GlooTransfer(KVTransfer):
                 return
             works = []
             for message in self.schedule.receives(layer):
-                with _naming(message):
+                with _naming("from", message):
                     part = self._host_part(message)
-                    works.append((message, dist.irecv(part, message.peer, self.ranks.kv_group, message.tag)))
+                    work = dist.irecv(part, message.peer, self.ranks.kv_group, message.tag)
+                    works.append((message, work, self.note("receive", message)))
             self._free[layer].set()
             self._posted.put((layer, works))
 
@@ -150,9 +165,10 @@ class GlooTransfer(KVTransfer):
         """Wait for the prefix piece by piece and pass each piece on as soon as it is there."""
         for _ in range(self.cache.num_layers):
             layer, works = self._posted.get()
-            for message, work in works:
-                with _naming(message):
+            for message, work, record in works:
+                with _naming("from", message):
                     work.wait()
+                record.done()
                 self.log.received_bytes += self._host_part(message).nbytes
                 for onward in self.schedule.forwards(layer, message.piece):
                     self._isend(onward)
@@ -163,9 +179,10 @@ class GlooTransfer(KVTransfer):
 
     def _see_sends_out(self) -> None:
         for _ in range(sum(self._unsent)):
-            message, work, begin_s = self._sending.get()
-            with _naming(message):
+            message, work, begin_s, record = self._sending.get()
+            with _naming("to leave for", message):
                 work.wait()
+            record.done()
             self.log.sent_bytes += self._host_part(message).nbytes
             detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
             self.log.sends.append((message.layer, begin_s, time.perf_counter(), detail))
@@ -175,9 +192,9 @@ class GlooTransfer(KVTransfer):
 
     def _isend(self, message: Message) -> None:
         begin_s = time.perf_counter()
-        with _naming(message):
+        with _naming("to leave for", message):
             work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
-        self._sending.put((message, work, begin_s))
+        self._sending.put((message, work, begin_s, self.note("send", message)))
 
     def _all_sends(self, layer: int) -> list[Message]:
         forwards = [self.schedule.forwards(layer, message.piece) for message in self.schedule.receives(layer)]
@@ -188,15 +205,17 @@ class GlooTransfer(KVTransfer):
         return cache.layer(message.layer).tokens(message.start, message.end)
 
 
+class _Lost(RuntimeError):
+    """A connection ended. The message is what was waited for."""
+
+
 @contextmanager
-def _naming(message: Message) -> Iterator[None]:
+def _naming(way: str, message: Message) -> Iterator[None]:
     """Gloo's errors name addresses and its own source lines; ours name the rank and the layer."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerFailure(
-            f"lost the connection to rank {message.peer} over the K,V of layer {message.layer}"
-        ) from error
+        raise _Lost(f"the K,V of layer {message.layer} {way} rank {message.peer}") from error
 
 
 class _Staging:

@@ -30,6 +30,7 @@ class NcclTransfer(KVTransfer):
         self._forwarding = torch.cuda.Stream(cache.device)
         self._posting = torch.cuda.Stream(cache.device)
         self._watching = torch.cuda.Stream(cache.device)
+        self._arriving: dict[int, torch.cuda.Stream] = {}  # by peer: sees its messages arrive, for the records
         for layer in range(min(depth, cache.num_layers)):
             self._post_receives(layer)
 
@@ -81,7 +82,8 @@ class NcclTransfer(KVTransfer):
 
     def _watch(self, event: torch.cuda.Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
-        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, peers)
+        outstanding = self.ranks.records.oldest_outstanding
+        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, peers, outstanding)
 
     def _post_receives(self, layer: int) -> None:
         self._receives[layer] = []
@@ -91,17 +93,25 @@ class NcclTransfer(KVTransfer):
             work = dist.irecv(part, message.peer, group)
             assert work is not None
             self._receives[layer].append((message, work))
+            record = self.note("receive", message)
+            if message.peer not in self._arriving:
+                self._arriving[message.peer] = torch.cuda.Stream(self.cache.device)
+            stream = self._arriving[message.peer]
+            with torch.cuda.stream(stream):
+                work.wait()
+                record.has_happened = stream.record_event().query
             self.log.received_bytes += part.nbytes
 
     def _isend(self, message: Message) -> dist.Work:
         part = self.part(message)
-        begin = self.clock.mark()
+        begin, record = self.clock.mark(), self.note("send", message)
         work = dist.isend(part, message.peer, self._groups[self.ranks.rank, message.peer])
         assert work is not None
         with torch.cuda.stream(self._watching):
             work.wait()
             detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
             self.log.sends.append((message.layer, begin, self.clock.mark(), detail))
+            record.has_happened = self._watching.record_event().query
         self.log.sent_bytes += part.nbytes
         return work
 

@@ -39,6 +39,7 @@ class NcclExchange(KVTransfer):
         self._works[layer] = []
         for received, sent in self.schedule.batches(layer):
             begin = self.clock.mark()
+            records = [self.note("receive", each) for each in received] + [self.note("send", each) for each in sent]
             operations = [dist.P2POp(dist.irecv, self.part(each), each.peer, self._group) for each in received]
             operations += [dist.P2POp(dist.isend, self.part(each), each.peer, self._group) for each in sent]
             works = dist.batch_isend_irecv(operations) if operations else []
@@ -49,6 +50,8 @@ class NcclExchange(KVTransfer):
                 for work in works:
                     work.wait()
                 end = self.clock.mark()
+                for record in records:
+                    record.has_happened = self._watching.record_event().query
             for each in sent:
                 detail = f"tokens {each.start}-{each.end} to rank {each.peer}"
                 self.log.sends.append((layer, begin, end, detail))
@@ -79,4 +82,5 @@ class NcclExchange(KVTransfer):
         self.log.waits.append((layer, begin, self.clock.mark()))
 
     def _watch(self, event: torch.cuda.Event, what: str) -> None:
-        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, self.schedule.chain)
+        outstanding = self.ranks.records.oldest_outstanding
+        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, self.schedule.chain, outstanding)

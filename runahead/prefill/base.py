@@ -18,6 +18,8 @@ from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.rank_policies import RankPolicies
 from runahead.ranks import Ranks
+from runahead.retrieval_report import RetrievalReport
+from runahead.reused_attention import ReusedKV
 from runahead.span import Span
 
 
@@ -48,6 +50,7 @@ class PrefillJob:
         partition: chunks of the padded prompt, as the strategy split it.
         capacity: tokens for which the K,V of a rank that decodes has room.
         policies: what of the K,V is computed and kept.
+        reused: K,V that were computed before; the batch holds the new tokens alone.
         pieces_of: tokens that are computed at a time where one rank has the whole prompt; None is all of them.
         record: keep what this rank did when.
     """
@@ -59,6 +62,7 @@ class PrefillJob:
     capacity: int
     options: PrefillOptions
     policies: RankPolicies = field(default_factory=RankPolicies)
+    reused: ReusedKV | None = None
     pieces_of: int | None = None
     record: bool = False
 
@@ -78,6 +82,8 @@ class Prefilled:
     kv_kept_bytes: int = 0
     kept_tokens: list[int] = field(default_factory=list)
     """Per layer, where policies decide."""
+    kv_host_bytes: int = 0
+    retrieval: RetrievalReport | None = None
     spans: list[Span] = field(default_factory=list)
     """In seconds of this host's `time.perf_counter`."""
 

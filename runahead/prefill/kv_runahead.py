@@ -20,6 +20,7 @@ from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
 from runahead.prefill.pieces import run_in_pieces
+from runahead.prefill.reused_chain import ReusedChainAttention
 from runahead.prefill.thinned_chain import run_thinned
 from runahead.ranks import Ranks
 
@@ -53,20 +54,27 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
         return run_in_pieces(job, job.pieces_of)
     if job.policies:
         return run_thinned(job, rank)
-    schedule = TransferSchedule(
-        job.partition, rank, job.options.transfer, lambda layer, start: model.first_needed(layer, start, pads)
-    )
+
+    def first_needed(layer: int, start: int) -> int:
+        # Beside reused K,V, tokens that lie side by side here may be far apart in the prompt.
+        return 0 if job.reused is not None else model.first_needed(layer, start, pads)
+
+    schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed)
     # A sender that is many layers ahead needs that much more room here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.skew() - 1
     end = job.capacity if schedule.is_last else chunk.stop
     cache = KVCache(
         model.kv_shapes,
         batch=len(pads),
-        spans=[(model.first_needed(layer, chunk.start, pads), end) for layer in range(model.num_layers)],
+        spans=[(first_needed(layer, chunk.start), end) for layer in range(model.num_layers)],
         num_slots=model.num_layers if schedule.is_last else depth,
         device=job.ranks.device,
     )
     began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
-    attention = ChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
+    if job.reused is None:
+        attention = ChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
+    else:
+        attention = ReusedChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
+        attention.reuse(job.reused)
     return run_chunk(job, attention, clock, [chunk], began_s=began_s)

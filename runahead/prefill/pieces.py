@@ -19,7 +19,7 @@ from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.clock import clock_for
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import NEW_ROOM, KeptCache
+from runahead.kept_cache import KeptCache
 from runahead.kv_cache import KVCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
@@ -56,12 +56,10 @@ def run_in_pieces(job: PrefillJob, piece_tokens: int) -> Prefilled:
     model, batch, ranks = job.model, job.batch, job.ranks
     num_tokens, num_rows = batch.num_tokens, len(batch.pads)
     policies, bounded = job.policies.last, job.policies.most_slots(model.num_layers, Phase.prefill) is not None
-    room = min(NEW_ROOM, job.capacity - num_tokens)
+    room = job.policies.room(job.capacity - num_tokens)
     cache: KVCache | KeptCache
     if job.policies:
-        cache = KeptCache.empty(
-            model.kv_shapes, batch=num_rows, device=ranks.device, rotaries=job.policies.rotaries(model)
-        )
+        cache = job.policies.cache(model, batch=num_rows)
     else:
         cache = KVCache(
             model.kv_shapes,
@@ -89,6 +87,7 @@ def run_in_pieces(job: PrefillJob, piece_tokens: int) -> Prefilled:
                 num_layers=model.num_layers,
                 room=room if is_last else piece_tokens,
                 cuts_back=bounded or is_last,
+                retrieval=cache.retrieval,
             )
             attention = KeptPieceAttention(cache, steps)
         attention.ranks = ranks
@@ -102,6 +101,7 @@ def run_in_pieces(job: PrefillJob, piece_tokens: int) -> Prefilled:
             if layer.slab_TBKX.shape[0] != layer.num_slots + room:
                 layer.copy_out(room=room)
         result.kv_peak_bytes, result.kept_tokens = cache.peak_bytes, cache.num_slots
+        result.kv_host_bytes = cache.host_bytes
     result.kv_peak_bytes = max(result.kv_peak_bytes, cache.num_bytes)
     result.kv_kept_bytes = cache.num_bytes
     times_s = [clock.seconds(mark) for mark in marks]

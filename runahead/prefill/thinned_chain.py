@@ -20,7 +20,7 @@ from policies.base import Phase
 from runahead.attention import AttentionTerms
 from runahead.clock import clock_for
 from runahead.context import ContextPartition
-from runahead.kept_cache import NEW_ROOM, KeptCache, KeptLayer
+from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.kv_cache import KVCache, KVSlab
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
 from runahead.new_tokens import NewTokens, tokens_behind
@@ -99,12 +99,15 @@ class ThinnedAttention(ChainAttention):
             rotary=None if self._rotaries is None else self._rotaries[layer],
         )
         borrowed = kept.slab_TBKX
+        if self.kept is not None:
+            self.kept.layers[layer] = kept
         self.steps.run(layer, kept, q_BNCH, terms, seen)
         if self.kept is not None:
             if kept.slab_TBKX is borrowed:
                 kept.copy_out(room=self.steps.room)
-            self.kept.layers[layer] = kept
-            self.kept.peak_bytes = max(self.kept.peak_bytes, self.kept.num_bytes)
+            if self.kept.retrieval is not None:
+                self.kept.retrieval.settle(layer, room=self.steps.room)
+            self.kept.peak_bytes = max(self.kept.peak_bytes, self.kept.num_bytes + self.kept.host_bytes)
 
 
 def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
@@ -127,6 +130,7 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         num_slots=depth,
         device=job.ranks.device,
     )
+    kept = job.policies.cache(model, batch=len(pads)) if schedule.is_last else None
     tokens = NewTokens(own[0].start, pads)
     steps = PolicySteps(
         job.policies.of(is_last=schedule.is_last),
@@ -134,10 +138,10 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
         phase=Phase.prefill,
         prompt_tokens=job.batch.num_tokens,
         num_layers=num_layers,
-        room=min(NEW_ROOM, job.capacity - job.batch.num_tokens),
+        room=job.policies.room(job.capacity - job.batch.num_tokens),
         cuts_back=schedule.is_last,
+        retrieval=None if kept is None else kept.retrieval,
     )
-    kept = KeptCache.empty(model.kv_shapes, batch=len(pads), device=job.ranks.device) if schedule.is_last else None
     rotaries = job.policies.rotaries(model)
     began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
     transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
@@ -159,4 +163,5 @@ def run_thinned(job: PrefillJob, rank: int) -> Prefilled:
     if kept is not None:
         result.kv_peak_bytes += kept.peak_bytes
         result.kv_kept_bytes, result.kept_tokens = kept.num_bytes, kept.num_slots
+        result.kv_host_bytes = kept.host_bytes
     return result

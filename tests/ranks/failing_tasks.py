@@ -18,8 +18,8 @@ from runahead.prefill.chain_attention import ChainAttention
 NUM_LAYERS = 12
 
 
-def _engine(ranks: Ranks) -> Engine:
-    torch.manual_seed(0)
+def _engine(ranks: Ranks, seed: int = 0) -> Engine:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=61,
         hidden_size=16,
@@ -43,9 +43,9 @@ def _in_layer(layer: int, action: Any) -> None:
     ChainAttention.attend = attend_with_action  # type: ignore[method-assign]
 
 
-def generate(ranks: Ranks, num_tokens: int = 30, max_new_tokens: int = 4) -> tuple[str, float]:
+def generate(ranks: Ranks, num_tokens: int = 30, max_new_tokens: int = 4, seed: int = 0) -> tuple[str, float]:
     """("ok" or the error, seconds until then)."""
-    engine = _engine(ranks)
+    engine = _engine(ranks, seed)
     began = time.monotonic()
     try:
         engine.generate([list(range(num_tokens))], GenerationOptions(max_new_tokens=max_new_tokens, ignore_eos=True))
@@ -77,6 +77,11 @@ def compute_in_layer(ranks: Ranks, working: int, layer: int, seconds: float) -> 
 def different_prompts(ranks: Ranks) -> tuple[str, float]:
     """Every rank has a prompt of its own."""
     return generate(ranks, num_tokens=30 + ranks.rank)
+
+
+def different_weights(ranks: Ranks) -> tuple[str, float]:
+    """Every rank has a model of its own."""
+    return generate(ranks, seed=ranks.rank)
 
 
 def raise_in_layer(ranks: Ranks, failing: int, layer: int) -> tuple[str, float]:

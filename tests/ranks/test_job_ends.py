@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """Ranks as torchrun starts them, but without torchrun, which would end the others before they notice."""
 
-    def __init__(self, config: Path, *options: str, size: int = 2) -> None:
+    def __init__(self, config: Path, *options: str, size: int = 2, of_last: Sequence[str] = ()) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -60,7 +61,8 @@ class Job:
             command = [sys.executable, str(ROOT / "launch" / "infer.py"), "model=random", f"model.config={config}"]
             command += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
             pipe = subprocess.PIPE
-            process = subprocess.Popen([*command, *options], env=environment, stdout=pipe, stderr=pipe, text=True)
+            command += [*options, *(of_last if rank == size - 1 else ())]
+            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
             self.ranks.append(process)
 
     def wait_for_answer(self) -> None:
@@ -101,8 +103,8 @@ def test_killed_rank_ends_the_others_with_one_line(tiny_model: Path, victim: int
         job.kill()
 
 
-def test_stopped_rank_is_named_after_its_silence(tiny_model: Path) -> None:
-    job = Job(tiny_model, LONG)
+def test_stopped_rank_is_named_after_its_silence(tiny_model: Path, tmp_path: Path) -> None:
+    job = Job(tiny_model, LONG, f"ranks.fault_report={tmp_path}/faults.json")
     try:
         job.wait_for_answer()
         os.kill(job.ranks[1].pid, signal.SIGSTOP)
@@ -112,6 +114,19 @@ def test_stopped_rank_is_named_after_its_silence(tiny_model: Path) -> None:
         assert "the next token of rank 1" in errors
         assert len(errors.splitlines()) == 1, errors
         assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + MARGIN_S
+        # It would have stayed for ever: no signal but this one ends a process that is stopped.
+        assert job.ranks[1].wait(timeout=MARGIN_S) == -signal.SIGKILL
+        fault = json.loads((tmp_path / "faults.rank0.fault.json").read_text())
+        assert errors.strip() == f"[rank 0/2] {fault['reason']}; see faults.rank0.fault.json"
+        assert fault["waiting_for"]["what"] == "the next token of rank 1"
+        assert [each["pid"] for each in fault["ranks"]] == [process.pid for process in job.ranks]
+        assert fault["outstanding"] == []
+        # Half of the prompt's 64 tokens, in every layer, to the one other rank; 2 heads of 16 keys and values.
+        assert {(each["layer"], each["start"], each["end"], each["bytes"]) for each in fault["done"]} == {
+            (layer, 0, 32, 32 * 2 * 2 * 16 * 4) for layer in range(4)
+        }
+        assert {(each["direction"], each["peer"]) for each in fault["done"]} == {("send", 1)}
+        assert "MainThread" in fault["threads"]
     finally:
         job.kill()
 
@@ -126,6 +141,21 @@ def test_report_of_failed_job_is_not_half_written(tiny_model: Path, tmp_path: Pa
         status, _, _ = job.end(0)
         assert status == 1
         assert json.loads(report.read_text()) == {"kept": True}
-        assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+        assert {path.name for path in tmp_path.iterdir()} == {"run.json", "run.rank0.fault.json"}
+    finally:
+        job.kill()
+
+
+def test_ranks_that_were_started_differently_refuse_with_one_line(tiny_model: Path) -> None:
+    job = Job(tiny_model, of_last=["generation.max_new_tokens=7", "partition=ratios", "partition.ratios=[0.6,0.4]"])
+    try:
+        ends = [job.end(rank) for rank in range(2)]
+        assert [status for status, _, _ in ends] == [1, 1]
+        assert ends[0][1] == (
+            "[rank 0/2] rank 1 and rank 0 differ in partition.name (even on rank 0, ratios on rank 1), "
+            "partition.ratios (None on rank 0, [0.6, 0.4] on rank 1) and "
+            "generation.max_new_tokens (64 on rank 0, 7 on rank 1); start every rank with the same command line\n"
+        )
+        assert ends[1][1] == ""
     finally:
         job.kill()

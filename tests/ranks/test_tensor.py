@@ -208,7 +208,7 @@ class TestPeerFailure:
     def test_killed_rank(self, pool: RankPool) -> None:
         with pytest.raises(RuntimeError, match="rank 1:\nthe process has ended") as caught:
             pool.run(tasks.generate_and_act, 1, 2, "kill")
-        assert re.search("PeerFailure: lost the connection .*the other ranks' shares of the layers", str(caught.value))
+        assert re.search("PeerFailure: rank 1 has ended .*the other ranks' shares of the layers", str(caught.value))
 
     def test_stopped_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", self.TIMEOUT_S + self.MARGIN_S)

@@ -17,7 +17,7 @@ def policies(*overrides: str) -> RankPolicies:
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
-    assert {*POLICIES, "sequence", "per_rank"} == set(PolicyName.__members__)
+    assert {*POLICIES, "prompt_cache", "sequence", "per_rank"} == set(PolicyName.__members__)
 
 
 def test_nothing_said_keeps_everything() -> None:
@@ -58,7 +58,7 @@ def test_ranks_may_differ() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=quest"], "policy=quest is not one of"),
+        (["policy=retroinfer"], "policy=retroinfer is not one of"),
         (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
         (["policy=full", "policy.budget=3"], "full has no option budget"),
         (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
@@ -68,7 +68,7 @@ def test_ranks_may_differ() -> None:
         (["policy=pyramidinfer", "policy.schedule=steep"], "policy.schedule=steep is not one of"),
         (["policy=sequence"], "needs steps"),
         (["policy=sequence", "policy.steps=[h2o,pyramidinfer]"], "more than one policy that accumulates"),
-        (["policy=sequence", "policy.steps=[quest]"], "policy.steps=quest is not one of"),
+        (["policy=sequence", "policy.steps=[retroinfer]"], "policy.steps=retroinfer is not one of"),
         (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
         (["policy=per_rank"], "needs policy.ranks.last"),

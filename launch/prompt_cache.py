@@ -1,0 +1,118 @@
+"""From policy=prompt_cache options to a schema at work for a model, its prompts and its store."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from launch.prompts import Prompts, is_jsonl, jsonl_texts, read_text
+from policies.byte_size import num_bytes
+from policies.prompt_cache import PromptCache, Schema
+from policies.prompt_cache.placement import LINK_TOKENS
+from runahead.config import Chat, PolicyName, PolicyOptions, Positions, PromptOptions, RunOptions
+
+if TYPE_CHECKING:
+    from runahead.model import Model
+    from runahead.segment_store import SegmentStore
+
+LIMITS = ("device_bytes", "host_bytes", "disk_bytes")
+OPTIONS = ("schema", "store", "link_tokens", "sinks", *LIMITS)
+
+
+def check_options(policy: PolicyOptions) -> None:
+    """Raise a ValueError for options that do not fit policy=prompt_cache."""
+    if not policy.schema:
+        raise ValueError("policy=prompt_cache needs policy.schema=<xml file>")
+    for field in fields(policy):
+        given = getattr(policy, field.name) is not None and field.name not in ("name", "positions", "ranks")
+        if given and field.name not in OPTIONS:
+            raise ValueError(f"policy: prompt_cache has no option {field.name}; it has {', '.join(OPTIONS)}")
+    if policy.positions is not Positions.original:
+        raise ValueError("policy.positions=reencoded does not go with policy=prompt_cache, whose positions are fixed")
+    _limits(policy)
+
+
+def _limits(policy: PolicyOptions) -> dict[str, int]:
+    """Bytes per tier, as far as they were given. Raises: ValueError."""
+    given = {name: getattr(policy, name) for name in LIMITS if getattr(policy, name) is not None}
+    return {name: 0 if value == 0 else num_bytes(value, f"policy.{name}") for name, value in given.items()}
+
+
+def open_store(policy: PolicyOptions, model: Model) -> SegmentStore:
+    """Where segments are kept. Raises: ValueError."""
+    from runahead.segment_store import SegmentStore, StoreLimits
+
+    return SegmentStore(model, policy.store, StoreLimits(**_limits(policy)))
+
+
+def read_prompt_cache(policy: PolicyOptions, tokenizer: Any | None, config: Any) -> PromptCache:
+    """The schema, laid out for a model.
+
+    Args:
+        config: transformers', of the text model.
+
+    Raises:
+        ValueError: one line, for what is wrong with the schema or does not fit the model.
+    """
+    from runahead.model import max_positions
+
+    if tokenizer is None:
+        raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
+    assert policy.schema is not None
+    name = f"policy.schema={policy.schema}"
+    read_text(policy.schema, name)  # what is wrong with the file itself, in the words of other files
+    return PromptCache(
+        Schema.from_xml(policy.schema),
+        tokenizer,
+        max_positions=max_positions(config),
+        link_tokens=LINK_TOKENS if policy.link_tokens is None else policy.link_tokens,
+        sinks=policy.sinks or 0,
+    )
+
+
+def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
+    """Prompts in PML: prompt.text, an XML file, or a .jsonl file with one per line.
+
+    Raises: ValueError, in one line.
+    """
+    for name in ("question", "ids_file", "random_tokens"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"prompt.{name} does not go with policy=prompt_cache; give a prompt in PML as prompt.file")
+    if options.chat is not Chat.auto:
+        raise ValueError(
+            "prompt.chat does not go with policy=prompt_cache; <system>, <user> and <assistant> are messages"
+        )
+    if (options.text is None) == (options.file is None):
+        raise ValueError("policy=prompt_cache needs a prompt in PML as prompt.file=<xml or jsonl> or prompt.text=")
+    if options.text is not None:
+        sources = [(options.text, "prompt.text")]
+    else:
+        assert options.file is not None
+        name = f"prompt.file={options.file}"
+        text = read_text(options.file, name)
+        sources = jsonl_texts(text, name) if is_jsonl(options.file) else [(text, options.file)]
+    for text, name in sources:
+        if not text.lstrip().startswith("<"):
+            raise ValueError(f'{name} is no prompt in PML; it begins with <prompt schema="{cache.schema.name}">')
+    reusing = [cache.prompt(text, name=name) for text, name in sources]
+    return Prompts(ids=[each.ids for each in reusing], one_text=not is_jsonl(options.file), reusing=reusing)
+
+
+def print_layout(run: RunOptions) -> bool:
+    """The layout of a run's schema on standard output, and what each of its prompts takes of it.
+
+    Raises: ValueError, in one line.
+    """
+    from runahead import loading
+
+    if run.policy.name is not PolicyName.prompt_cache:
+        raise ValueError("--layout is for policy=prompt_cache")
+    check_options(run.policy)
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    cache = read_prompt_cache(run.policy, loading.load_tokenizer(run.model), config)
+    if run.prompt.text is None and run.prompt.file is None:
+        print(cache.table(), end="")
+        return True
+    for prompt in read_reusing_prompts(run.prompt, cache).reusing or []:
+        print(cache.table(prompt), end="")
+    return True

@@ -1,0 +1,90 @@
+"""The host pool of a retrieving policy: how large it may become, and whom a token replaces (InfiniGen, Sec. 4.4)."""
+
+# Legend: B batch, K kv heads, n slots, m chosen ones.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.base import choice
+from policies.byte_size import num_bytes
+
+SATURATED = 255
+"""Where a counter reaches it, all counters of its row and KV head are halved."""
+
+
+class Victim(Enum):
+    """Who is replaced: the oldest token, the one that was chosen longest ago, or the one chosen least often."""
+
+    fifo = "fifo"
+    lru = "lru"
+    counter = "counter"
+
+
+@dataclass(kw_only=True)
+class Pool:
+    """Options of the pool.
+
+    Attributes:
+        bytes: limit for the K,V of the layers that retrieve; None is no limit. Sizes are written as 2GiB.
+        victim: who goes where it is full.
+
+    Raises:
+        ValueError: no such size or victim.
+    """
+
+    bytes: Any = None
+    victim: Victim = Victim.counter
+
+    def __post_init__(self) -> None:
+        self.victim = choice("pool.victim", Victim, self.victim)
+        if self.bytes is not None:
+            self.bytes = num_bytes(self.bytes, "policy.pool.bytes")
+
+    @classmethod
+    def of(cls, value: Any) -> Pool:
+        """From options as they are written. Raises: ValueError."""
+        if isinstance(value, Pool):
+            return value
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, dict) or not set(value) <= set(known):
+            raise ValueError(f"policy.pool={value} must have {' and '.join(known)} only, as in policy.pool.bytes=2GiB")
+        return cls(**value)
+
+
+def note_choice(victim: Victim, use_BKn: Tensor, slots_BKm: Tensor, step: int) -> None:
+    """Write down that slots were chosen in a step, in what the pool knows of the use of each slot."""
+    if victim is Victim.lru:
+        use_BKn.scatter_(2, slots_BKm, step)
+    elif victim is Victim.counter:
+        use_BKn.scatter_add_(2, slots_BKm, use_BKn.new_ones(()).expand(slots_BKm.shape))
+        saturated_BK1 = use_BKn.amax(dim=2, keepdim=True) >= SATURATED
+        use_BKn.copy_(torch.where(saturated_BK1, use_BKn // 2, use_BKn))
+
+
+def victims(
+    victim: Victim, use_BKn: Tensor, positions_BKn: Tensor, count: int, *, sinks: int, keep_from_B: list[int]
+) -> Tensor:
+    """Slots (B, K, count) to give up, the first to go first: padding, then tokens by use; of equal ones the older.
+
+    Args:
+        use_BKn: as `note_choice` wrote it.
+        positions_BKn: of the slots' tokens, below 0 on padding.
+        sinks: first tokens that stay.
+        keep_from_B: position in each row from which on tokens stay.
+    """
+    positions_BKn = positions_BKn.expand(use_BKn.shape).long()
+    age_BKn = positions_BKn if victim is Victim.fifo else (use_BKn.long() << 32) + positions_BKn
+    stays = (positions_BKn < sinks) | (positions_BKn >= torch.tensor(keep_from_B, device=use_BKn.device)[:, None, None])
+    last = torch.iinfo(torch.int64).max
+    order_BKn = age_BKn.masked_fill(stays, last)
+    # Of padding the last slot goes first, so that the rest of it stays on the left.
+    order_BKn = torch.where(positions_BKn < 0, -last - positions_BKn, order_BKn)
+    chosen = order_BKn.topk(count, dim=-1, largest=False, sorted=True)
+    assert int(chosen.values.max()) < last, "no slot may go"
+    return chosen.indices

@@ -1,0 +1,126 @@
+"""Encodes a schema's modules ahead: `python -m policies.prompt_cache.encode schema=x.xml out=store/`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from launch.compose import Program
+from launch.program import run_program
+from policies.byte_size import num_bytes
+from runahead.config import ModelOptions, PolicyName, PolicyOptions, RanksOptions
+
+if TYPE_CHECKING:
+    from policies.prompt_cache import PromptCache
+    from runahead.ranks import Ranks
+
+HELP = """\
+usage: python -m policies.prompt_cache.encode schema=<xml> out=<folder> [name=value ...]
+       torchrun --nproc-per-node=N -m policies.prompt_cache.encode schema=<xml> out=<folder> ...
+
+Computes the K,V of all modules and scaffolds of a schema, for launch/infer.py policy=prompt_cache with this folder as
+policy.store. Several ranks encode a share each. What is in the folder already is left as it is.
+
+  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
+  sinks=0                   first tokens that all modules see; has to be the policy.sinks of later runs
+  disk_bytes=64GiB          of the folder; what was used longest ago goes
+  ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60
+
+--layout prints where the modules stand, and encodes nothing; --cfg job prints the composed options; --help prints this.
+"""
+
+
+@dataclass(kw_only=True)
+class EncodeOptions:
+    """What is encoded for which model: a `schema` file, into the folder `out`."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    schema: str | None = None
+    out: str | None = None
+    sinks: int = 0
+    disk_bytes: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.schema:
+            raise ValueError("schema=<xml file> is missing; name the schema")
+        if self.sinks < 0:
+            raise ValueError(f"sinks={self.sinks} must not be negative; 0 is none")
+        if self.disk_bytes is not None:
+            self.disk_bytes = num_bytes(self.disk_bytes, "disk_bytes")
+
+
+ENCODE = Program(name="encode", options=EncodeOptions, help=HELP)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The exit status of `run_program`."""
+    args = list(sys.argv[1:] if args is None else args)
+    shows_layout = "--layout" in args
+    return run_program(
+        ENCODE,
+        [arg for arg in args if arg != "--layout"],
+        _encode,
+        without_ranks=_print_layout if shows_layout else lambda run: False,
+    )
+
+
+def _print_layout(run: EncodeOptions) -> bool:
+    print(_read(run).table(), end="")
+    return True
+
+
+def _read(run: EncodeOptions) -> PromptCache:
+    """The schema, laid out for the model. Raises: ValueError."""
+    from launch.prompt_cache import read_prompt_cache
+    from runahead import loading
+
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    policy = PolicyOptions(name=PolicyName.prompt_cache, schema=run.schema, sinks=run.sinks)
+    return read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
+
+
+def _encode(run: EncodeOptions, ranks: Ranks) -> None:
+    """Every rank makes the same call. Raises: ValueError and OSError for a user's mistakes."""
+    from runahead.model import Model
+    from runahead.reuse import encode_missing
+    from runahead.segment_encoding import check_reuse
+    from runahead.segment_store import SegmentStore, StoreLimits
+
+    if not run.out:
+        raise ValueError("out=<folder> is missing; name the folder that is to hold what is encoded")
+    segments = ranks.agree("the schema", lambda: _read(run).segments)
+    model = ranks.together(
+        "the model",
+        lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
+    )
+    check_reuse(model)
+    disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
+    # Nothing is asked of what is encoded here, so it need not stay in memory.
+    limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)
+    store = ranks.together("the store", lambda: SegmentStore(model, run.out, limits))
+    bytes_per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+    needed = sum(len(segment.stored) for segment in segments) * bytes_per_token
+    if needed > limits.disk_bytes:
+        raise ValueError(
+            f"all modules and scaffolds need {needed:,} bytes, more than disk_bytes={limits.disk_bytes:,}; raise it"
+        )
+    began_s = time.perf_counter()
+    with ranks.busy(), ranks.failing_together():
+        encoded, _ = encode_missing(segments, store, model, ranks)
+    every = ranks.gather([segment.content_key for segment in encoded], "the end")
+    if ranks.rank == 0:
+        by_rank = {key: rank for rank, keys in enumerate(every) for key in keys}
+        for segment in segments:
+            rank = by_rank.get(segment.content_key)
+            how = "was there" if rank is None else f"encoded by rank {rank}"
+            size = len(segment.stored) * bytes_per_token / 2**20
+            print(f"{segment.name:<30}  {len(segment.stored):>8,} tokens  {size:>9.1f} MiB  {how}")
+        print(f"{len(by_rank)} of {len(segments)} encoded in {time.perf_counter() - began_s:.1f} s into {run.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A layout as a table for a terminal: who stands where, and what a prompt takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.prompt_cache.layout import OUTSIDE, Layout, ModuleLayout
+from policies.reuse import ReusingPrompt
+
+TEXTS = ("module", "kind", "arguments")
+"""Columns that are aligned on the left."""
+
+
+def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
+    """The modules of a schema, by position; with a prompt, how many of each one's tokens it reuses."""
+    columns = ["module", "kind", "positions", "tokens", "arguments"] + (["reused"] if prompt is not None else [])
+    reused = _reused_positions(prompt) if prompt is not None else set()
+    rows = [columns]
+    for module in layout.modules:
+        row = [_name(layout, module), _kind(layout, module), _range(module), f"{len(module.ids):,}", _slots(module)]
+        if prompt is not None:
+            row.append(f"{_count(layout, module, prompt, reused):,}")
+        rows.append(row)
+    lines = [f"schema {layout.schema.name}: {layout.num_positions:,} positions", *_aligned(rows)]
+    for names in layout.scaffolds:
+        lines.append(f"scaffold: {' '.join(names)}")
+    if prompt is not None:
+        total = prompt.num_cached + len(prompt.new_ids)
+        lines.append(
+            f"prompt: {total:,} tokens, {prompt.num_cached:,} reused and {len(prompt.new_ids):,} computed; "
+            f"the answer begins at position {prompt.end:,}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _name(layout: Layout, module: ModuleLayout) -> str:
+    depth, parent = 0, module.parent
+    while parent is not None:
+        depth, parent = depth + 1, layout.by_name[parent].parent
+    return "  " * depth + (module.name or "(outside)")
+
+
+def _kind(layout: Layout, module: ModuleLayout) -> str:
+    if module.name == OUTSIDE:
+        return "always"
+    kind = "module" if module.union is None else f"one of union {module.union}"
+    return f"{kind}, pinned" if module.pinned else kind
+
+
+def _range(module: ModuleLayout) -> str:
+    return f"{module.start:,} to {module.end - 1:,}" if module.end > module.start else "-"
+
+
+def _slots(module: ModuleLayout) -> str:
+    return ", ".join(f"{slot.param} ({slot.num_tokens} at {slot.start:,})" for slot in module.slots)
+
+
+def _reused_positions(prompt: ReusingPrompt) -> set[tuple[int, int]]:
+    """(position, token), since members of a union share positions."""
+    found = set()
+    for use in prompt.uses:
+        stored = [(use.segment.positions[i], use.segment.ids[i]) for i in use.segment.stored]
+        found |= {stored[index] for part in use.parts for index in part}
+    return found
+
+
+def _count(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt, reused: set[tuple[int, int]]) -> int:
+    names = [layout.segment((module.name,)).name, *_scaffold_names(layout, module)]
+    if not any(use.segment.name in names for use in prompt.uses):
+        return 0
+    return sum(token in reused for token in zip(module.positions, module.ids, strict=True))
+
+
+def _scaffold_names(layout: Layout, module: ModuleLayout) -> list[str]:
+    groups = [layout.scaffold_modules(names) for names in layout.scaffolds]
+    return [layout.segment(group).name for group in groups if module.name in group]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = [name in TEXTS for name in rows[0]]
+    return [
+        "  ".join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,181 @@
+"""Puts a prompt together: what is taken from which segment, and which tokens are computed at which position.
+
+Arguments go to their slots. Text between imports stands behind what the prompt has in front of it, and has to fit in
+front of what follows; text at the end stands behind everything. Link tokens are computed again in context: the first
+few of every run of reused tokens, which were encoded without knowing what stands in front of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from policies.prompt_cache.layout import OUTSIDE, Layout, ModuleLayout
+from policies.prompt_cache.model_text import ModelText
+from policies.prompt_cache.prompt import Import, Item, NewText, Prompt
+from policies.prompt_cache.xml_reader import PMLError
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
+
+LINK_TOKENS = 4
+
+
+def place(prompt: Prompt, layout: Layout, text: ModelText, *, link_tokens: int = LINK_TOKENS) -> ReusingPrompt:
+    """A prompt as segments and new tokens.
+
+    Args:
+        prompt: checked against the layout's schema.
+        text: of the model.
+        link_tokens: so many tokens of every run are computed again.
+
+    Raises:
+        PMLError: an argument is too long, text has no room, or the model has too few positions.
+        ValueError: `link_tokens` is negative.
+    """
+    if link_tokens < 0:
+        raise ValueError(f"policy.link_tokens={link_tokens} must not be negative; 0 is none")
+    return _Placing(prompt, layout, text).place(link_tokens)
+
+
+class _Placing:
+    def __init__(self, prompt: Prompt, layout: Layout, text: ModelText) -> None:
+        self._prompt, self._layout, self._text = prompt, layout, text
+        imports = [item for item in prompt.items if isinstance(item, Import)]
+        arguments = {item.module: (item.arguments, item.line) for item in imports}
+        if OUTSIDE in layout.by_name:
+            arguments[OUTSIDE] = prompt.arguments, prompt.line
+        self._arguments = arguments
+        self._new: dict[int, int] = {}
+        self._taken = {position for name in arguments for position in layout.by_name[name].positions}
+        """Positions of what is imported, all of its slots among them."""
+
+    def place(self, link_tokens: int) -> ReusingPrompt:
+        self._place_arguments()
+        self._place_texts()
+        chosen = self._segments()
+        reused = {position for _, positions in chosen for position in positions}
+        if not reused and not self._new:
+            raise self._error(None, "has no tokens; import a module or give it text")
+        first, last = min(reused | self._new.keys()), max(reused | self._new.keys())
+        again = {last} & reused  # logits come from a token that is computed
+        for _, positions in chosen:
+            for start, end in _runs(sorted(positions)):
+                if start > first:
+                    again.update(range(start, min(end, start + link_tokens)))
+        tokens = {p: t for segment, _ in chosen for p, t in zip(segment.positions, segment.ids, strict=True)}
+        self._new.update((position, tokens[position]) for position in again)
+        uses = []
+        for segment, positions in chosen:
+            parts = _parts(segment, positions - self._new.keys())
+            if parts:
+                uses.append(SegmentUse(segment=segment, parts=parts))
+        end, limit = max(self._new) + 1, self._layout.max_positions
+        if limit is not None and end > limit:
+            raise self._error(None, f"reaches position {end:,} of the model's {limit:,}; shorten it")
+        at = sorted(self._new)
+        return ReusingPrompt(uses=tuple(uses), new_ids=tuple(self._new[p] for p in at), new_positions=tuple(at))
+
+    def _place_arguments(self) -> None:
+        for name, (arguments, line) in self._arguments.items():
+            for slot in self._layout.by_name[name].slots:
+                ids = self._text.ids(arguments.get(slot.param, ""))
+                if len(ids) > slot.num_tokens:
+                    rule = f"{slot.param} has {len(ids)} tokens, and its slot {slot.num_tokens}; shorten it"
+                    raise PMLError(self._prompt.source, line, name or "prompt", rule)
+                self._new.update(zip(slot.positions, ids, strict=False))
+
+    def _place_texts(self) -> None:
+        """Texts in the prompt's order; those without an import between them stand side by side."""
+        before: list[int] = []
+        waiting: list[NewText] = []
+        for item in self._prompt.items:
+            if isinstance(item, NewText):
+                waiting.append(item)
+                continue
+            module = self._layout.by_name[item.module]
+            if waiting:
+                before.append(self._place_between(waiting, before, module))
+                waiting = []
+            before.append(module.end)
+        start = max(self._taken | self._new.keys(), default=-1) + 1
+        ids = self._tokens(waiting, start)
+        if self._asks(waiting):
+            ids += self._text.answer()
+        self._new.update(enumerate(ids, start))
+
+    def _place_between(self, texts: Sequence[NewText], before: Sequence[int], following: ModuleLayout) -> int:
+        """Where these texts end, which stand in front of a module."""
+        outside = self._layout.by_name.get(OUTSIDE)
+        runs = _runs(list(outside.positions)) if outside is not None else []
+        start = max([0, *before, *(end for _, end in runs if end <= following.start)])
+        ids = self._tokens(texts, start)
+        taken = self._taken | self._new.keys()
+        room = next((index for index in range(len(ids)) if start + index in taken), len(ids))
+        if room < len(ids):
+            rule = (
+                f"text in front of <{following.name}> has {len(ids)} tokens, and there is room for {room} at position "
+                f'{start:,}; give the schema a <param name="..." len="{len(ids)}"/> there, or put the text at the end'
+            )
+            raise self._error(texts[0], rule)
+        self._new.update(enumerate(ids, start))
+        return start + len(ids)
+
+    def _tokens(self, texts: Sequence[NewText], start: int) -> list[int]:
+        ids: list[int] = []
+        for text in texts:
+            own = self._text.ids(text.text)
+            if text.role is not None:
+                try:
+                    in_front, behind = self._text.message(text.role, first=start == 0 and not ids)
+                except ValueError as error:
+                    raise self._error(text, str(error), text.role) from error
+                own = [*in_front, *own, *behind]
+            elif start == 0 and not ids:
+                own = [*self._text.front, *own]
+            ids += own
+        return ids
+
+    def _asks(self, last_texts: Sequence[NewText]) -> bool:
+        """Is it the model's turn in a chat?"""
+        return last_texts[-1].role == "user" if last_texts else self._layout.asks
+
+    def _segments(self) -> list[tuple[Segment, set[int]]]:
+        """Segments to use, and the positions to take from each: scaffolds first, the largest before others."""
+        layout, left = self._layout, dict.fromkeys(self._arguments)
+        chosen: list[tuple[Segment, set[int]]] = []
+
+        def size(names: tuple[str, ...]) -> int:
+            return sum(layout.by_name[name].num_cached for name in names)
+
+        groups = [layout.scaffold_modules(names) for names in sorted(layout.scaffolds, key=size, reverse=True)]
+        usable = [group for group in groups if all(name in self._arguments for name in group)]
+        for group in [*usable, *((name,) for name in self._arguments)]:
+            own = [name for name in group if name != OUTSIDE or len(group) == 1]
+            if not all(name in left for name in own):
+                continue
+            taken = [name for name in group if name in left]
+            for name in taken:
+                del left[name]
+            segment = layout.segment(group)
+            slots = {p for name in taken for slot in layout.by_name[name].slots for p in slot.positions}
+            positions = {p for name in taken for p in layout.by_name[name].positions} - slots
+            if positions:
+                chosen.append((segment, positions))
+        return chosen
+
+    def _error(self, item: Item | None, rule: str, element: str = "prompt") -> PMLError:
+        return PMLError(self._prompt.source, self._prompt.line if item is None else item.line, element, rule)
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """[start, end) of contiguous positions, which ascend."""
+    if not positions:
+        return []
+    breaks = [index for index, (a, b) in enumerate(pairwise(positions), start=1) if b != a + 1]
+    edges = [0, *breaks, len(positions)]
+    return [(positions[first], positions[last - 1] + 1) for first, last in pairwise(edges)]
+
+
+def _parts(segment: Segment, positions: set[int]) -> tuple[range, ...]:
+    """Ranges of a segment's stored tokens that stand at these positions."""
+    index = [index for index, position in enumerate(segment.stored_positions) if position in positions]
+    return tuple(range(start, end) for start, end in _runs(index))

@@ -1,0 +1,320 @@
+"""A schema: texts with names that prompts are put together from, as a tree (Gim et al., MLSys 2024, section 3.2).
+
+    <schema name="cities">
+      <system>You are a travel guide.</system>
+      <module name="trip-plan">Plan a trip of <param name="duration" len="4"/>.</module>
+      <union>
+        <module name="miami" src="miami.txt"/>
+        <module name="paris">Paris has many bridges.</module>
+      </union>
+      <scaffold modules="trip-plan miami"/>
+    </schema>
+
+Text outside of modules is part of every prompt. A module may hold text, parameters, other modules and unions, of whose
+members a prompt imports at most one. `system`, `user` and `assistant` become what the model's chat template makes of
+them. Modules of a scaffold are also encoded together, for prompts that import all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from policies.prompt_cache.xml_reader import (
+    Element,
+    PMLError,
+    read_bytes,
+    read_xml,
+    read_xml_file,
+    shown,
+    without_layout,
+)
+
+ROLES = ("system", "user", "assistant")
+RESERVED = ("schema", "prompt", "module", "union", "param", "scaffold", *ROLES)
+MAX_PARAM_TOKENS = 1 << 16
+NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """A slot of `num_tokens` tokens for an argument."""
+
+    name: str
+    num_tokens: int
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A message of the chat: its role and what is in it."""
+
+    role: str
+    children: tuple[Node, ...]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A text with a name. `pinned`: it is not evicted from memory."""
+
+    name: str
+    children: tuple[Node, ...]
+    line: int
+    pinned: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Union:
+    """Modules of which a prompt imports at most one: they share their start."""
+
+    members: tuple[Module, ...]
+    line: int
+
+
+Node = str | Param | Role | Module | Union
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold:
+    """Names of modules that are also encoded together."""
+
+    modules: tuple[str, ...]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a module is: the module that it is in, and the union that it is a member of."""
+
+    module: Module
+    parent: str | None
+    union: Union | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """A checked schema. `source` is what messages call it."""
+
+    name: str
+    children: tuple[Node, ...]
+    scaffolds: tuple[Scaffold, ...] = field(default=())
+    source: str = "schema"
+
+    @classmethod
+    def from_xml(cls, source: str | os.PathLike[str]) -> Schema:
+        """From a file, or from XML itself if `source` is a string that begins with "<".
+
+        Raises:
+            PMLError: a mistake, in one line that names file, line, element and rule.
+            OSError: the file cannot be read.
+        """
+        if isinstance(source, str) and source.lstrip().startswith("<"):
+            return _SchemaReader(None).read(read_xml(source, source="schema"))
+        path = Path(source)
+        return _SchemaReader(path.parent).read(read_xml_file(path))
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        for scaffold in self.scaffolds:
+            self._check_scaffold(scaffold)
+
+    def error(self, line: int | None, element: str | None, rule: str) -> PMLError:
+        return PMLError(self.source, line, element, rule)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Modules by name, in the order of the schema."""
+        return {place.module.name: place for place in _places(self.children, None)}
+
+    def params(self, module: str | None) -> dict[str, Param]:
+        """Parameters of a module's own text, or of the text outside of modules."""
+        children = self.children if module is None else self.places[module].module.children
+        return {param.name: param for param in _params(children)}
+
+    def ancestors(self, module: str) -> list[str]:
+        """The modules that a module is in, from the outermost on."""
+        parent = self.places[module].parent
+        return [] if parent is None else [*self.ancestors(parent), parent]
+
+    def _check_names(self) -> None:
+        seen: dict[str, Module] = {}
+        for place in _places(self.children, None):
+            module = place.module
+            if module.name in seen:
+                first = seen[module.name]
+                if _is_inside(module, first):
+                    raise self.error(module.line, "module", f"{module.name} contains itself; modules cannot recur")
+                rule = f"{module.name} is also the name of the module in line {first.line}; rename one"
+                raise self.error(module.line, "module", rule)
+            seen[module.name] = module
+        for owner in (None, *seen):
+            children = self.children if owner is None else seen[owner].children
+            names: dict[str, Param] = {}
+            for param in _params(children):
+                if param.name in names:
+                    rule = f"{param.name} is there twice in one module (line {names[param.name].line}); rename one"
+                    raise self.error(param.line, "param", rule)
+                names[param.name] = param
+
+    def _check_scaffold(self, scaffold: Scaffold) -> None:
+        for name in scaffold.modules:
+            if name not in self.places:
+                raise self.error(scaffold.line, "scaffold", f"there is no module {shown(name)}")
+        if len(set(scaffold.modules)) < len(scaffold.modules):
+            raise self.error(scaffold.line, "scaffold", "names a module twice")
+        clash = clashing(self, scaffold.modules)
+        if clash is not None:
+            rule = f"{clash[0]} and {clash[1]} are members of one union and never imported together"
+            raise self.error(scaffold.line, "scaffold", rule)
+
+
+def clashing(schema: Schema, modules: tuple[str, ...] | list[str]) -> tuple[str, str] | None:
+    """Two of these modules that exclude each other, if there are any."""
+    chosen: dict[int, str] = {}
+    for name in modules:
+        for each in (*schema.ancestors(name), name):
+            union = schema.places[each].union
+            if union is not None and chosen.setdefault(id(union), each) != each:
+                return chosen[id(union)], each
+    return None
+
+
+def _places(children: tuple[Node, ...], parent: str | None) -> Iterator[Place]:
+    for child in children:
+        if isinstance(child, Module):
+            yield Place(module=child, parent=parent, union=None)
+            yield from _places(child.children, child.name)
+        elif isinstance(child, Union):
+            for member in child.members:
+                yield Place(module=member, parent=parent, union=child)
+                yield from _places(member.children, member.name)
+        elif isinstance(child, Role):
+            yield from _places(child.children, parent)
+
+
+def _params(children: tuple[Node, ...]) -> Iterator[Param]:
+    for child in children:
+        if isinstance(child, Param):
+            yield child
+        elif isinstance(child, Role):
+            yield from _params(child.children)
+
+
+def _is_inside(inner: Module, outer: Module) -> bool:
+    return any(place.module is inner for place in _places(outer.children, outer.name))
+
+
+class _SchemaReader:
+    """From XML elements to a schema; `folder` is where files of `src` are."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def read(self, root: Element) -> Schema:
+        if root.tag != "schema":
+            raise root.error('a schema begins with <schema name="...">')
+        root.check_attributes(needed=("name",))
+        scaffolds = tuple(self._scaffold(child) for child in root.elements() if child.tag == "scaffold")
+        content = [child for child in root.children if isinstance(child, str) or child.tag != "scaffold"]
+        children = tuple(self._node(child, root, in_role=False) for child in content)
+        if not children:
+            raise root.error("is empty; give it text or modules")
+        return Schema(name=root.attributes["name"], children=children, scaffolds=scaffolds, source=root.source)
+
+    def _node(self, child: Element | str, parent: Element, *, in_role: bool) -> Node:
+        if isinstance(child, str):
+            return child
+        if child.tag == "module":
+            return self._module(child, in_role=in_role)
+        if child.tag == "union":
+            return self._union(child, in_role=in_role)
+        if child.tag == "param":
+            return self._param(child)
+        if child.tag in ROLES:
+            if in_role:
+                raise child.error("is inside of another message; close that one first")
+            child.check_attributes()
+            inner = tuple(self._node(each, child, in_role=True) for each in child.children)
+            return Role(role=child.tag, children=inner, line=child.line)
+        if child.tag == "scaffold":
+            raise child.error(f"stands directly in <schema>, not in <{parent.tag}>")
+        raise child.error(f"is unknown in a schema; <{parent.tag}> takes module, union, param, {', '.join(ROLES)}")
+
+    def _module(self, element: Element, *, in_role: bool) -> Module:
+        element.check_attributes(needed=("name",), known=("src", "pinned"))
+        name = self._name(element)
+        pinned = element.attributes.get("pinned", "false")
+        if pinned not in ("true", "false"):
+            raise element.error(f'pinned="{shown(pinned)}" is neither "true" nor "false"')
+        if "src" in element.attributes:
+            if element.children:
+                raise element.error("has src and content of its own; use one of them")
+            text = self._file_text(element)
+            children: tuple[Node, ...] = (text,) if text else ()
+        else:
+            children = tuple(self._node(child, element, in_role=in_role) for child in element.children)
+        if not children:
+            raise element.error(f"{name} is empty; give it text")
+        return Module(name=name, children=children, line=element.line, pinned=pinned == "true")
+
+    def _union(self, element: Element, *, in_role: bool) -> Union:
+        element.check_attributes()
+        members = []
+        for child in element.children:
+            if isinstance(child, str) or child.tag != "module":
+                what = f"text ({shown(child)})" if isinstance(child, str) else f"<{child.tag}>"
+                raise element.error(f"holds modules only, and there is {what}")
+            members.append(self._module(child, in_role=in_role))
+        if not members:
+            raise element.error("is empty; give it modules")
+        return Union(members=tuple(members), line=element.line)
+
+    def _param(self, element: Element) -> Param:
+        element.check_attributes(needed=("name", "len"))
+        if element.children:
+            raise element.error("is a slot and has no content; write <param .../>")
+        name, length = self._name(element), element.attributes["len"]
+        if not (length.isascii() and length.isdigit() and 1 <= int(length[:9]) <= MAX_PARAM_TOKENS):
+            raise element.error(f'len="{shown(length)}" must be a number of tokens from 1 to {MAX_PARAM_TOKENS:,}')
+        return Param(name=name, num_tokens=int(length), line=element.line)
+
+    def _scaffold(self, element: Element) -> Scaffold:
+        element.check_attributes(needed=("modules",))
+        if element.children:
+            raise element.error('has no content; write <scaffold modules="a b"/>')
+        return Scaffold(modules=tuple(element.attributes["modules"].split()), line=element.line)
+
+    def _name(self, element: Element) -> str:
+        name = element.attributes["name"]
+        if not NAME.fullmatch(name):
+            raise element.error(f'name="{shown(name)}" must be letters, digits, "-", "_", ".", and begin with a letter')
+        if name in RESERVED:
+            raise element.error(f'name="{name}" has a meaning of its own in PML; choose another')
+        return name
+
+    def _file_text(self, element: Element) -> str:
+        """The text of a file beside the schema, by the same rule for white space."""
+        src = element.attributes["src"]
+        if self._folder is None:
+            raise element.error(f'src="{shown(src)}" is for schemas in files, which it is beside')
+        try:
+            folder = self._folder.resolve()
+            path = (folder / src).resolve()
+            if not path.is_relative_to(folder):
+                raise element.error(f'src="{shown(src)}" leaves the schema\'s folder; put the file beside the schema')
+            text = read_bytes(path, f"{element.source}:{element.line}: {shown(src)}").decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise element.error(f'src="{shown(src)}" is not UTF-8 text; convert it') from error
+        except PMLError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = getattr(error, "strerror", None) or str(error)
+            raise element.error(f'src="{shown(src)}" cannot be read: {reason}') from error
+        text = text.replace("\r\n", "\n")  # as XML has it
+        keeps = element.attributes.get("xml:space") == "preserve"
+        return without_layout([(text, keeps)])

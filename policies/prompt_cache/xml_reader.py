@@ -1,0 +1,197 @@
+"""Reads XML from anywhere without trusting it: elements and their text, with line numbers.
+
+No document types, entities, processing instructions or namespaces, nothing is fetched, and size, depth and the number
+of elements are bounded. Every mistake is a `PMLError` that names file, line, element and rule.
+
+White space has one rule. White space that touches a tag and contains a line break lays out the file, and is dropped;
+all other white space is kept as it is written. What is written as a character reference (`&#10;`) or in CDATA is text,
+and so is all white space inside of an element with xml:space="preserve".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+from xml.parsers import expat
+
+MAX_BYTES = 16 * 2**20
+MAX_DEPTH = 32
+MAX_ELEMENTS = 100_000
+
+WHITE = " \t\r\n"
+
+
+class PMLError(ValueError):
+    """A mistake in a schema or a prompt, in one line."""
+
+    def __init__(self, source: str, line: int | None, element: str | None, rule: str) -> None:
+        where = source if line is None else f"{source}:{line}"
+        super().__init__(f"{where}: {'' if element is None else f'<{element}>: '}{rule}")
+
+
+@dataclass(kw_only=True)
+class Element:
+    """One element; `children` are elements and texts, without empty texts."""
+
+    tag: str
+    attributes: dict[str, str]
+    line: int
+    source: str
+    children: list[Element | str] = field(default_factory=list)
+
+    def error(self, rule: str) -> PMLError:
+        return PMLError(self.source, self.line, self.tag, rule)
+
+    def elements(self) -> Iterator[Element]:
+        return (child for child in self.children if isinstance(child, Element))
+
+    def check_attributes(self, *, needed: tuple[str, ...] = (), known: tuple[str, ...] = ()) -> None:
+        """Raise a PMLError for attributes that are missing, empty or unknown."""
+        for name in needed:
+            if not self.attributes.get(name, "").strip():
+                raise self.error(f'needs {name}="..."')
+        for name in self.attributes:
+            if name not in (*needed, *known, "xml:space"):
+                takes = ", ".join((*needed, *known)) or "none"
+                raise self.error(f"has no attribute {shown(name)}; it takes {takes}")
+
+
+def shown(text: str) -> str:
+    """A user's text as a message can show it: on one line and short."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+def read_xml_file(path: str | Path) -> Element:
+    """The root element of a file.
+
+    Raises:
+        PMLError: it is too large, no UTF-8 or not the XML that is taken here.
+        OSError: it cannot be read.
+    """
+    return read_xml(read_bytes(Path(path), str(path)), source=str(path))
+
+
+def read_bytes(path: Path, source: str) -> bytes:
+    """A file of bounded size. Raises: PMLError, OSError."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise PMLError(source, None, None, f"is larger than {MAX_BYTES // 2**20} MiB; split it")
+    return data
+
+
+def read_xml(text: str | bytes, *, source: str) -> Element:
+    """The root element of an XML text; `source` is what messages call it. Raises: PMLError."""
+    try:
+        data = text.encode() if isinstance(text, str) else text.decode("utf-8-sig").encode()
+    except UnicodeError as error:
+        raise PMLError(source, None, None, "is not UTF-8 text; convert it") from error
+    if len(data) > MAX_BYTES:
+        raise PMLError(source, None, None, f"is larger than {MAX_BYTES // 2**20} MiB; split it")
+    return _Reader(data, source).read()
+
+
+class _Reader:
+    """Builds the tree from expat's events. Until a tag ends it, text is collected as (characters, are they kept)."""
+
+    def __init__(self, data: bytes, source: str) -> None:
+        self._data, self._source = data, source
+        self._stack: list[Element] = []
+        self._root: Element | None = None
+        self._text: list[tuple[str, bool]] = []
+        self._preserve = [False]
+        self._in_cdata = False
+        self._num_elements = 0
+        # The encoding is given, so that what a declaration says does not matter: these bytes are UTF-8.
+        parser = expat.ParserCreate("utf-8")
+        parser.buffer_text = False
+        parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
+        parser.StartElementHandler = self._start
+        parser.EndElementHandler = self._end
+        parser.CharacterDataHandler = self._characters
+        parser.StartCdataSectionHandler = lambda: self._cdata(True)
+        parser.EndCdataSectionHandler = lambda: self._cdata(False)
+        parser.StartDoctypeDeclHandler = lambda *_: self._refuse("document types and entities are not taken; leave out")
+        parser.EntityDeclHandler = lambda *_: self._refuse("entities are not taken; write the text itself")
+        parser.ProcessingInstructionHandler = lambda *_: self._refuse("processing instructions are not taken")
+        parser.SkippedEntityHandler = lambda *_: self._refuse("entities are not taken; write the text itself")
+        parser.ExternalEntityRefHandler = lambda *_: self._refuse("external entities are not taken")
+        self._parser = parser
+
+    def read(self) -> Element:
+        try:
+            self._parser.Parse(self._data, True)
+        except expat.ExpatError as error:
+            reason = expat.errors.messages.get(error.code, str(error))
+            tag = self._stack[-1].tag if self._stack else None
+            raise PMLError(self._source, error.lineno, tag, f"is not well-formed XML: {reason}") from error
+        assert self._root is not None
+        return self._root
+
+    def _refuse(self, rule: str) -> NoReturn:
+        tag = self._stack[-1].tag if self._stack else None
+        raise PMLError(self._source, self._parser.CurrentLineNumber, tag, rule)
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._end_text()
+        self._num_elements += 1
+        element = Element(tag=tag, attributes=attributes, line=self._parser.CurrentLineNumber, source=self._source)
+        if len(self._stack) >= MAX_DEPTH:
+            raise element.error(f"is nested deeper than {MAX_DEPTH} levels")
+        if self._num_elements > MAX_ELEMENTS:
+            raise element.error(f"is one of more than {MAX_ELEMENTS:,} elements; split the file")
+        if ":" in tag or any(":" in name and name != "xml:space" for name in attributes):
+            raise element.error("namespaces are not taken")
+        space = attributes.get("xml:space")
+        if space not in (None, "default", "preserve"):
+            raise element.error(f'xml:space="{shown(str(space))}" is neither "default" nor "preserve"')
+        self._preserve.append(self._preserve[-1] if space is None else space == "preserve")
+        if self._stack:
+            self._stack[-1].children.append(element)
+        self._root = self._root or element
+        self._stack.append(element)
+
+    def _end(self, _tag: str) -> None:
+        self._end_text()
+        self._stack.pop()
+        self._preserve.pop()
+
+    def _cdata(self, begins: bool) -> None:
+        self._in_cdata = begins
+
+    def _characters(self, characters: str) -> None:
+        is_reference = self._data[self._parser.CurrentByteIndex : self._parser.CurrentByteIndex + 1] == b"&"
+        self._text.append((characters, is_reference or self._in_cdata or self._preserve[-1]))
+
+    def _end_text(self) -> None:
+        """A tag begins: what was collected is one text."""
+        if self._text and self._stack:
+            text = without_layout(self._text)
+            if text:
+                self._stack[-1].children.append(text)
+        self._text = []
+
+
+def without_layout(parts: list[tuple[str, bool]]) -> str:
+    """A text between two tags without the white space at its ends that lays out the file.
+
+    Args:
+        parts: pieces of the text, and whether each is kept as it is.
+    """
+    joined: list[list[str | bool]] = []
+    for text, kept in parts:  # expat gives line breaks apart from what is beside them
+        if joined and joined[-1][1] == kept:
+            joined[-1][0] = str(joined[-1][0]) + text
+        else:
+            joined.append([text, kept])
+    if joined and not joined[0][1]:
+        joined[0][0] = re.sub(rf"\A[{WHITE}]*\n[{WHITE}]*", "", str(joined[0][0]))
+    if joined and not joined[-1][1]:
+        text = str(joined[-1][0])
+        bare = text.rstrip(WHITE)
+        joined[-1][0] = bare if "\n" in text[len(bare) :] else text
+    return "".join(str(text) for text, _ in joined)

@@ -1,0 +1,161 @@
+"""Quest: pages of keys, by the largest score that a key in a page could have (Tang et al., ICML 2024).
+
+Of every page of consecutive tokens the device keeps, per dim, the smallest and the largest key. Sum over dims of
+max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 1). The layer's own query chooses.
+"""
+
+# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, P pages, p chosen ones, S slots of a
+# page, C new tokens, H key dim.
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.base import Budget
+from policies.retriever import Index, PromptView, Retriever, Slots
+
+
+class Pages(Index):
+    """Smallest and largest keys (B, K, P, H) of pages of slots.
+
+    Args:
+        k_BKnH: keys of the slots so far.
+        page: slots of one.
+        pads: slots on the left of each row that are padding, whose keys count for nothing.
+    """
+
+    def __init__(self, k_BKnH: Tensor, *, page: int, pads: list[int], scaling: float) -> None:
+        self.page, self._scaling, self._num_slots = page, scaling, 0
+        self._least_BKPH = k_BKnH.new_empty(*k_BKnH.shape[:2], 0, k_BKnH.shape[3])
+        self._most_BKPH = self._least_BKPH
+        if any(pads):
+            k_BKnH = k_BKnH.clone()
+            for row, pad in enumerate(pads):
+                k_BKnH[row, :, :pad] = k_BKnH[row, :, pad : pad + 1]
+        self.append(k_BKnH)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._least_BKPH.nbytes + self._most_BKPH.nbytes
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def append(self, k_BKCH: Tensor) -> None:
+        into_last = min(-self._num_slots % self.page, k_BKCH.shape[2])
+        if into_last:
+            first_BKCH, k_BKCH = k_BKCH[:, :, :into_last], k_BKCH[:, :, into_last:]
+            last = (self._num_slots - 1) // self.page
+            self._widen(last, first_BKCH.amin(dim=2), first_BKCH.amax(dim=2))
+            self._num_slots += into_last
+        num_new = k_BKCH.shape[2]
+        if num_new:
+            parts = k_BKCH.split(self.page, dim=2)
+            full = [part for part in parts if part.shape[2] == self.page]
+            least, most = [], []
+            if full:
+                pages_BKPSH = k_BKCH[:, :, : len(full) * self.page].unflatten(2, (-1, self.page))
+                least, most = [pages_BKPSH.amin(dim=3)], [pages_BKPSH.amax(dim=3)]
+            if len(full) < len(parts):
+                least.append(parts[-1].amin(dim=2, keepdim=True))
+                most.append(parts[-1].amax(dim=2, keepdim=True))
+            pages = -(-self._num_slots // self.page)
+            self._least_BKPH = torch.cat([self._least_BKPH[:, :, :pages], *least], dim=2)
+            self._most_BKPH = torch.cat([self._most_BKPH[:, :, :pages], *most], dim=2)
+            self._num_slots += num_new
+
+    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
+        kept = Pages(k_BKmH, page=self.page, pads=[], scaling=self._scaling)
+        self.__dict__.update(kept.__dict__)
+
+    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
+        pages_BK1H = (slots_BK // self.page)[:, :, None, None].expand(*k_BKH.shape[:2], 1, k_BKH.shape[2])
+        self._least_BKPH.scatter_reduce_(2, pages_BK1H, k_BKH.unsqueeze(2), "amin")
+        self._most_BKPH.scatter_reduce_(2, pages_BK1H, k_BKH.unsqueeze(2), "amax")
+
+    def fork(self, stored: Callable[[], Tensor]) -> Pages:
+        other = copy.copy(self)
+        other._least_BKPH, other._most_BKPH = self._least_BKPH.clone(), self._most_BKPH.clone()
+        return other
+
+    def bounds(self, q_BNH: Tensor) -> Tensor:
+        """The largest score (B, K, G, P) that a key of each page could have, scaled, in at least float32."""
+        q_BKGH = q_BNH.unflatten(1, (self._most_BKPH.shape[1], -1)) * self._scaling
+        most = q_BKGH.clamp_min(0) @ self._most_BKPH.mT + q_BKGH.clamp_max(0) @ self._least_BKPH.mT
+        return most.to(torch.promote_types(most.dtype, torch.float32))
+
+    def _widen(self, page: int, least_BKH: Tensor, most_BKH: Tensor) -> None:
+        torch.minimum(self._least_BKPH[:, :, page], least_BKH, out=self._least_BKPH[:, :, page])
+        torch.maximum(self._most_BKPH[:, :, page], most_BKH, out=self._most_BKPH[:, :, page])
+
+
+@dataclass(kw_only=True)
+class Quest(Retriever):
+    """Whole pages that together have about `fetch` slots, the first and the last ones among them.
+
+    Attributes:
+        page: slots of one.
+
+    Raises:
+        ValueError: an option that is out of range.
+    """
+
+    fetch: Budget | None = 0.1
+    first_layer: int = 2
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page < 1:
+            raise ValueError(f"policy.page={self.page} must be at least 1")
+        if self.pool.bytes is not None:
+            raise ValueError(
+                "quest's pages are of consecutive tokens, and a full pool mixes them; leave policy.pool.bytes out"
+            )
+
+    def index(self, view: PromptView) -> Pages:
+        return Pages(view.k_BKnH, page=self.page, pads=view.pads, scaling=view.scaling)
+
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
+        assert isinstance(index, Pages)
+        whole, rest = divmod(slots.num_slots, self.page)
+        chosen = self._num_pages(slots)
+        if chosen >= whole:
+            return None
+        bounds_BKGP = index.bounds(q_BNH)[..., :whole]
+        need_BKP = (bounds_BKGP - bounds_BKGP.amax(dim=-1, keepdim=True)).amax(dim=2)
+        need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
+        for row, pad in enumerate(slots.pads):
+            first = pad // self.page  # the page in which tokens begin is always chosen, even if by one of them
+            need_BKP[row, :, first : (pad + max(self.sinks, 1) - 1) // self.page + 1] = torch.inf
+            # Pages of padding alone go last, those next to the tokens first.
+            need_BKP[row, :, :first] = torch.arange(first, device=need_BKP.device, dtype=need_BKP.dtype) - 1e30
+        pages_BKp = need_BKP.topk(chosen, dim=-1, sorted=False).indices
+        within_S = torch.arange(self.page, device=pages_BKp.device)
+        slots_BKm = (pages_BKp[..., None] * self.page + within_S).flatten(2)
+        last = torch.arange(whole * self.page, slots.num_slots, device=pages_BKp.device)
+        return torch.cat([slots_BKm, last.expand(*slots_BKm.shape[:2], rest)], dim=-1)
+
+    def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
+        whole, chosen = slots.num_slots // self.page, self._num_pages(slots)
+        with_tokens = [whole - pad // self.page for pad in slots.pads]
+        return [
+            pad % self.page + max(0, chosen - pages) * self.page
+            for pad, pages in zip(slots.pads, with_tokens, strict=True)
+        ]
+
+    def _num_pages(self, slots: Slots) -> int:
+        """Whole pages to choose."""
+        rest = slots.num_slots % self.page
+        ends = self._pages_of(max(self.sinks, 1)) + 1 + self._pages_of(self.recent - rest)
+        return max(ends, self._pages_of(self.num_chosen(slots) - rest))
+
+    def _pages_of(self, num_slots: int) -> int:
+        """That hold so many slots."""
+        return max(0, -(-num_slots // self.page))

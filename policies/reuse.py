@@ -1,0 +1,124 @@
+"""What a method that reuses K,V decides: which segments a prompt takes from the store, and which tokens are computed.
+
+A segment is some tokens at fixed positions whose K,V are computed once, each attending to the segment's own tokens
+only. Positions of a prompt need not be contiguous, and a token sees what has a lower position than its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Tokens whose K,V are stored.
+
+    Attributes:
+        name: for messages and reports; it does not matter which of two segments of the same content is meant.
+        ids, positions: of its tokens, by ascending position.
+        placeholders: indices of tokens that only keep a place: others see them, but their K,V are not stored.
+        context_ids, context_positions: tokens in front of it that it sees too, and that are not part of it.
+        pinned: not to be evicted from memory.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    placeholders: tuple[range, ...] = ()
+    context_ids: tuple[int, ...] = ()
+    context_positions: tuple[int, ...] = ()
+    pinned: bool = False
+
+    def __post_init__(self) -> None:
+        positions = (*self.context_positions, *self.positions)
+        assert len(self.ids) == len(self.positions) and len(self.context_ids) == len(self.context_positions)
+        assert all(a < b for a, b in pairwise(positions)), f"{self.name}: positions do not ascend"
+
+    @cached_property
+    def stored(self) -> list[int]:
+        """Indices of the tokens whose K,V are stored, which are numbered in this order."""
+        dropped = {index for run in self.placeholders for index in run}
+        return [index for index in range(len(self.ids)) if index not in dropped]
+
+    @cached_property
+    def stored_positions(self) -> list[int]:
+        return [self.positions[index] for index in self.stored]
+
+    @cached_property
+    def content_key(self) -> str:
+        """64 hexadecimal digits: which tokens are where. A change of any of them is another key."""
+        digest = hashlib.sha256()
+        for numbers in (
+            self.ids,
+            self.positions,
+            [edge for run in self.placeholders for edge in (run.start, run.stop)],
+            self.context_ids,
+            self.context_positions,
+        ):
+            digest.update(len(numbers).to_bytes(8, "little") + array("q", numbers).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentUse:
+    """What a prompt takes of a segment: `parts` are ranges of its stored tokens, by ascending position."""
+
+    segment: Segment
+    parts: tuple[range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusingPrompt:
+    """A prompt of which most was computed before.
+
+    Attributes:
+        uses: segments, whose tokens in use are all at different positions.
+        new_ids, new_positions: tokens that are computed, by ascending position; the last of the prompt is one of them.
+    """
+
+    uses: tuple[SegmentUse, ...]
+    new_ids: tuple[int, ...]
+    new_positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        taken = [position for use in self.uses for position in _positions(use)]
+        every = sorted([*taken, *self.new_positions])
+        assert self.new_ids and len(self.new_ids) == len(self.new_positions)
+        assert all(a < b for a, b in pairwise(self.new_positions)), "positions of new tokens do not ascend"
+        assert all(a < b for a, b in pairwise(every)), "two tokens are at one position"
+        assert every[-1] == self.new_positions[-1], "the last token is not computed"
+
+    @property
+    def num_cached(self) -> int:
+        return sum(use.num_tokens for use in self.uses)
+
+    @property
+    def end(self) -> int:
+        """Position of the first token that is generated."""
+        return self.new_positions[-1] + 1
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """All tokens in the order of their positions: the prompt as plain text."""
+        at = dict(zip(self.new_positions, self.new_ids, strict=True))
+        for use in self.uses:
+            for part in use.parts:
+                at.update((use.segment.positions[i], use.segment.ids[i]) for i in _stored(use.segment, part))
+        return [at[position] for position in sorted(at)]
+
+
+def _stored(segment: Segment, part: range) -> Sequence[int]:
+    return segment.stored[part.start : part.stop]
+
+
+def _positions(use: SegmentUse) -> list[int]:
+    return [use.segment.positions[index] for part in use.parts for index in _stored(use.segment, part)]

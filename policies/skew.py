@@ -1,0 +1,186 @@
+"""Collects a model's queries from a sample text, offline, for InfiniGen: `python -m policies.skew --help`."""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.compose import Program
+from launch.program import run_program
+from runahead.config import ModelOptions, RanksOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from launch.progress import Bar
+    from policies.skewing import Skew
+    from runahead.model import Model
+    from runahead.ranks import Ranks
+    from runahead.rotary import Rotary
+
+EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
+
+HELP = f"""\
+usage: python -m policies.skew out=<file.safetensors> [name=value ...]     (one rank)
+
+Reads a text with a model and collects, in every layer and KV head, what directions its queries have. With
+policy=infinigen policy.skew=<file> the columns of the partial keys are chosen from these directions rather than from
+the prompt at hand. The file is for this model alone. Logits do not depend on it.
+
+  sample=<text in UTF-8>    by default {EXAMPLE_TEXT}
+  tokens=2048               of it that are read
+  chunk=512                 tokens that are computed at a time
+  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
+  ranks.device=auto|cuda|cpu   ranks.threads=<n>
+
+--cfg job prints the composed options; --help prints this.
+
+  python -m policies.skew model=smollm2 sample=book.txt out=skew-smollm2.safetensors
+"""
+
+
+@dataclass(kw_only=True)
+class SkewRun:
+    """One run of policies/skew.py.
+
+    Attributes:
+        sample: a text in UTF-8; None is the one in examples/.
+        tokens: of it that are read.
+        chunk: of these, those that are computed at a time.
+        out: the file that is written.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    sample: str | None = None
+    tokens: int = 2048
+    chunk: int = 512
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.out:
+            raise ValueError("out=<file.safetensors> is needed: where the queries that are found go")
+        for name in ("tokens", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+SKEW = Program(name="skew", options=SkewRun, help=HELP)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The exit status of `run_program`."""
+    return run_program(SKEW, args, write_skew)
+
+
+def write_skew(run: SkewRun, ranks: Ranks) -> None:
+    """Make the file that `run` asks for.
+
+    Raises: ValueError and OSError for a user's mistakes.
+    """
+    from launch.progress import Bar
+    from runahead.model import Model
+    from runahead.whole_file import write_whole
+
+    ids_S = ranks.agree("the options", lambda: _prepare(run, ranks))
+    model = Model.load(run.model, ranks.device, progress=True)
+    with Bar("reading the sample", shown=True) as bar:
+        skew = skew_of(model, ids_S, rotaries=model.known_rotaries, chunk=run.chunk, bar=bar)
+    assert run.out is not None
+    write_whole(run.out, skew.packed(model.fingerprint))
+    where = "as at position 0" if skew.at_position_0 else "as in the sample"
+    print(f"{run.out}: queries of {len(skew.queries)} layers from {len(ids_S)} tokens, {where}")
+
+
+def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
+    """Token ids of the sample. Everything that can be wrong and is cheap to find out."""
+    from launch.prompts import read_text
+    from runahead import loading
+    from runahead.model import max_positions
+    from runahead.whole_file import ensure_writable
+
+    if ranks.size > 1:
+        raise ValueError(
+            f"queries are collected on one rank but {ranks.size} were started; use python -m policies.skew"
+        )
+    assert run.out is not None
+    ensure_writable(run.out, option="out")
+    path, name = run.sample, f"sample={run.sample}"
+    if path is None:
+        path, name = str(Path(__file__).resolve().parent.parent / EXAMPLE_TEXT), EXAMPLE_TEXT
+        if not Path(path).is_file():
+            raise ValueError(f"{EXAMPLE_TEXT} is not there; use sample=<text in UTF-8>")
+    text = read_text(path, name)
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    limit = max_positions(config)
+    if limit is not None and run.tokens > limit:
+        raise ValueError(f"tokens={run.tokens} is more than the model's {limit} positions; lower it")
+    tokenizer = loading.load_tokenizer(run.model)
+    if tokenizer is None:
+        raise ValueError("a sample text needs a tokenizer, and this model has none; give a model that has one")
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < run.tokens:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens but tokens={run.tokens}; give a longer sample, or use tokens={len(ids)}"
+            if ids
+            else f"{name} has no tokens; give a text"
+        )
+    return ids[: run.tokens]
+
+
+def skew_of(
+    model: Model, ids: Sequence[int], *, rotaries: Sequence[Rotary] | None, chunk: int, bar: Bar | None = None
+) -> Skew:
+    """Typical queries of a model that reads these tokens.
+
+    Args:
+        rotaries: of every layer, by which queries are turned back to position 0; None leaves them where they are.
+        chunk: tokens that are computed at a time.
+        bar: shows progress.
+    """
+    import torch
+
+    from policies.skewing import Skew, query_products
+    from runahead.attention import AttentionTerms
+    from runahead.causal_attention import CausalAttention
+    from runahead.kv_cache import KVCache
+
+    products = [
+        torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes
+    ]
+
+    class Collecting(CausalAttention):
+        """Causal attention that adds up products of queries."""
+
+        def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+            at_0_BNCH = q_BNCH
+            if rotaries is not None:
+                positions_1C = torch.arange(self.start, self.start + q_BNCH.shape[2], device=q_BNCH.device)[None]
+                at_0_BNCH = rotaries[layer].turned(q_BNCH.float(), -positions_1C)
+            products[layer] += query_products(at_0_BNCH, k_BKCH.shape[1]).cpu()
+            return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    cache = KVCache(
+        model.kv_shapes,
+        batch=1,
+        spans=[(0, len(ids))] * model.num_layers,
+        num_slots=model.num_layers,
+        device=model.device,
+    )
+    ids_1S = torch.tensor([list(ids)], device=model.device)
+    for start in range(0, len(ids), chunk):
+        ids_1C = ids_1S[:, start : start + chunk]
+        attention = Collecting(cache, start=start, pads=[0])
+        model.forward(ids_1C, attention, start=start, pads=[0], length=len(ids))
+        if bar is not None:
+            bar.advance(ids_1C.shape[1] / len(ids))
+    return Skew.of(products, len(ids), at_position_0=rotaries is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What ranks tell each other besides K,V: small Python objects, barriers, errors that all of them end with.
+
+Over Gloo, in a thread of their own, so that the main thread can notice a silent peer and say whom it waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from runahead.agreement import disagreement
+from runahead.failures import SharedError, first_line
+from runahead.waiting import Waiting
+from runahead.worker import Worker
+
+T = TypeVar("T")
+
+
+class ControlMessages(Waiting):
+    """A rank that talks to the others, once `_control` and `_worker` are there."""
+
+    _control: dist.ProcessGroup
+    _worker: Worker
+
+    def control(self, what: str, call: Callable[[], T], peers: Iterable[int] | None = None) -> T:
+        """Result of a blocking call on the control group, watched over.
+
+        Raises:
+            PeerFailure: as in `wait_until`, or a connection was lost.
+        """
+        job = self._worker.submit(call)
+        self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
+        if job.error is not None:
+            raise self.lost_connection(what) from job.error
+        return job.result
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Run a blocking call on the control group behind those before it, without waiting for it.
+
+        An error of it is raised by the next `progress`.
+        """
+
+        def guarded() -> None:
+            try:
+                call()
+            except Exception as error:
+                self._post_error = self._post_error or error
+
+        self._worker.submit(guarded)
+
+    def barrier(self, what: str) -> None:
+        """Return once every rank has called it."""
+        if self.size > 1:
+            self.control(what, lambda: dist.barrier(self._control))
+
+    def broadcast(self, value: T, source: int, what: str) -> T:
+        """The source rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value if self.rank == source else None]
+        peers = None if self.rank == source else [source]
+        self.control(what, lambda: dist.broadcast_object_list(box, src=source, group=self._control), peers)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self.control(what, lambda: dist.all_gather_object(values, value, group=self._control))
+        return values
+
+    def agree(self, what: str, call: Callable[[], T]) -> T:
+        """Rank 0's result of `call`, on every rank; the others do not call it.
+
+        Raises:
+            whatever `call` raises, on rank 0; SharedError with its message on the others.
+        """
+        error: Exception | None = None
+        result: Any = None
+        if self.rank == 0:
+            try:
+                with self.busy():
+                    result = call()
+            except Exception as caught:
+                error = caught
+        result, message = self.broadcast((result, None if error is None else first_line(error)), 0, what)
+        if error is not None:
+            raise error
+        if message is not None:
+            raise SharedError(message)
+        return result
+
+    def together(self, what: str, call: Callable[[], T]) -> T:
+        """This rank's result of `call`, once it succeeded on every rank.
+
+        Raises:
+            whatever `call` raises, on the lowest rank where it fails; SharedError on the others.
+        """
+        error: Exception | None = None
+        result: Any = None
+        try:
+            with self.busy():
+                result = call()
+        except Exception as caught:
+            error = caught
+        messages = self.gather(None if error is None else first_line(error), what)
+        first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+        if first is None:
+            return result
+        if error is not None and first == self.rank:
+            raise error
+        raise SharedError(f"rank {first}: {messages[first]}") from error
+
+    def require_same(self, facts: Mapping[str, str], remedy: str) -> None:
+        """Every rank has the same facts. Every rank calls it.
+
+        Args:
+            facts: values by name; see runahead/agreement.py.
+            remedy: ends the message.
+
+        Raises:
+            ValueError: on rank 0, names the ranks that differ and in what.
+            SharedError: on the others, the same.
+        """
+        differing = disagreement(self.gather(dict(facts), "all ranks to say what they are to do"))
+        if differing is not None:
+            raise (ValueError if self.rank == 0 else SharedError)(f"{differing}; {remedy}")
+
+    def clock_offset_s(self, rounds: int = 7) -> float:
+        """Seconds to add to this rank's `time.perf_counter` to get rank 0's, by Cristian's algorithm.
+
+        Every rank calls it. Each exchange bounds the offset by its round trip; the shortest one counts.
+        """
+        best, offset = float("inf"), 0.0
+        for peer in range(1, self.size):
+            for _ in range(rounds if self.rank in (0, peer) else 0):
+                stamp = torch.zeros(1, dtype=torch.float64)
+                sent = time.perf_counter()
+                if self.rank == 0:
+                    self.control("a clock", partial(_answer_with_time, stamp, peer), [peer])
+                else:
+                    self.control("a clock", partial(_ask_for_time, stamp, 0), [0])
+                    received = time.perf_counter()
+                    if received - sent < best:
+                        best, offset = received - sent, float(stamp) - (sent + received) / 2
+        return offset
+
+
+def _ask_for_time(stamp: torch.Tensor, peer: int) -> None:
+    dist.send(stamp, peer, tag=1)
+    dist.recv(stamp, peer, tag=2)
+
+
+def _answer_with_time(stamp: torch.Tensor, peer: int) -> None:
+    dist.recv(stamp, peer, tag=1)
+    stamp[0] = time.perf_counter()
+    dist.send(stamp, peer, tag=2)

@@ -1,0 +1,219 @@
+"""Queries of a layer from the input of the layer before it (after InfiniGen, Sec. 4.3).
+
+Inputs of consecutive layers are alike, since a layer adds little to its residual stream. So the input of one layer, put
+through the next layer's norm and query projection, tells what that layer will look at. (The paper takes the input as
+the layer before has normed it for itself, which loses more: norms differ from layer to layer.) The projection is the
+model's own code, stopped where it hands its queries to attention; where it is a norm and a linear map only these are
+computed, once it was seen that this gives the same.
+"""
+
+# Legend: B batch, N query heads, C new tokens, D model dim, H head dim.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runahead.attention import AttentionTerms
+from runahead.attention_seam import LayerAttention, SeamCache
+from runahead.rotary import Rotary
+
+PROBED_AT = 11
+"""Position of the token with which predictions are compared with the model's own queries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """What a decoder layer is called with.
+
+    Attributes:
+        x_BCD: hidden states.
+        rest, keywords: the other arguments.
+        start: index of the first token in the padded batch.
+        pads: left padding per row.
+    """
+
+    x_BCD: Tensor
+    rest: tuple[Any, ...]
+    keywords: dict[str, Any]
+    start: int
+    pads: list[int]
+
+
+class SeesInputs(Protocol):
+    """Attention that looks at what goes into each layer, before the layer runs."""
+
+    start_of_input: int
+    pads_of_input: list[int]
+
+    def see_input(self, layer: int, given: LayerInput) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Projection:
+    """Queries as rotated(q_norm(linear(norm(x))) * factor)."""
+
+    norm: nn.Module | None
+    linear: nn.Linear
+    q_norm: nn.Module | None
+    rotary: Rotary
+    head_dim: int
+    factor: float
+
+    def queries(self, given: LayerInput) -> Tensor:
+        x_BCD = given.x_BCD if self.norm is None else self.norm(given.x_BCD)
+        q_BCNH = self.linear(x_BCD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q_BCNH = self.q_norm(q_BCNH)
+        if self.factor != 1:
+            q_BCNH = q_BCNH * self.factor
+        q_CBNH = q_BCNH.transpose(0, 1)
+        if len(self.rotary.inv_freq_F):
+            q_CBNH = self.rotary.rotated(q_CBNH, given.start, given.pads)
+        return q_CBNH.permute(1, 2, 0, 3)
+
+
+class QueryPrediction:
+    """Predicts queries on one model, whose decoder layers it watches from then on.
+
+    Args:
+        layers: the model's decoder layers.
+        run_token: runs one token at position `PROBED_AT` with the given attention.
+        rotaries: of each layer, if they are known; without them a projection that rotates runs as the model's own code.
+
+    Raises:
+        ValueError: layers are called with what belongs to one of them alone.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], run_token: Any, rotaries: Sequence[Rotary] | None) -> None:
+        self._layers = layers
+        for index, module in enumerate(layers):
+            module.register_forward_pre_hook(_shown_to_attention(index), with_kwargs=True)
+        probe = _Probe()
+        run_token(probe)
+        self._projections: list[_Projection | None] = []
+        for layer, q_BNCH in enumerate(probe.queries):
+            given = probe.inputs[layer]
+            before = probe.inputs[max(0, layer - 1)]
+            as_called_before = LayerInput(
+                x_BCD=given.x_BCD, rest=before.rest, keywords=before.keywords, start=given.start, pads=given.pads
+            )
+            if not _same(self._by_module(layer, as_called_before), q_BNCH):
+                raise ValueError(f"calls layer {layer} with other arguments than the layer before it")
+            self._projections.append(self._found(layer, given, q_BNCH, rotaries))
+
+    def queries(self, layer: int, given: LayerInput) -> Tensor:
+        """Queries (B, N, C, H) of a layer, as attention sees them, from what goes into another layer."""
+        projection = self._projections[layer]
+        return self._by_module(layer, given) if projection is None else projection.queries(given)
+
+    def _by_module(self, layer: int, given: LayerInput) -> Tensor:
+        stop = _Stop()
+        keywords = dict(given.keywords)
+        if "past_key_values" in keywords:
+            keywords["past_key_values"] = SeamCache(stop, given.start)
+        if "runahead" in keywords:
+            keywords["runahead"] = stop
+        try:
+            self._layers[layer](given.x_BCD, *given.rest, **keywords)
+        except _Queries as found:
+            return found.q_BNCH
+        raise AssertionError("a layer does not call attention")
+
+    def _found(
+        self, layer: int, given: LayerInput, q_BNCH: Tensor, rotaries: Sequence[Rotary] | None
+    ) -> _Projection | None:
+        """The layer's projection, if it is one of a few kinds and gives these queries."""
+        parts = dict(self._layers[layer].named_modules())
+        linears = [part for name, part in parts.items() if name.endswith("q_proj") and isinstance(part, nn.Linear)]
+        if len(linears) != 1:
+            return None
+        rotary = Rotary(torch.empty(0)) if rotaries is None else rotaries[layer]
+        model_dim, head_dim = given.x_BCD.shape[-1], q_BNCH.shape[-1]
+        norms = [None, *(part for part in parts.values() if _is_norm(part, model_dim))]
+        q_norms = [
+            None,
+            *(part for name, part in parts.items() if name.endswith("q_norm") and _is_norm(part, head_dim)),
+        ]
+        for norm, q_norm in product(norms, q_norms):
+            plain = _Projection(
+                norm=norm, linear=linears[0], q_norm=q_norm, rotary=rotary, head_dim=head_dim, factor=1.0
+            )
+            ours = plain.queries(given)
+            if ours.shape == q_BNCH.shape:
+                factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
+                projection = replace(plain, factor=1.0 if abs(factor - 1) < 1e-3 else factor)
+                if _same(projection.queries(given), q_BNCH):
+                    return projection
+        return None
+
+
+def _is_norm(module: nn.Module, dim: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.shape == (dim,)
+
+
+def _shown_to_attention(layer: int) -> Any:
+    """A hook that shows the attention of a forward, if it wants to know, what goes into a layer."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        attention: Any = keywords.get("runahead") or getattr(keywords.get("past_key_values"), "attention", None)
+        if hasattr(attention, "see_input"):
+            x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
+            others = {name: value for name, value in keywords.items() if name != "hidden_states"}
+            attention.see_input(
+                layer,
+                LayerInput(
+                    x_BCD=x_BCD,
+                    rest=rest,
+                    keywords=others,
+                    start=attention.start_of_input,
+                    pads=attention.pads_of_input,
+                ),
+            )
+
+    return hook
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    rounding = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((a - b).abs().max() <= rounding * b.abs().max())
+
+
+class _Queries(Exception):
+    """Raised with a layer's queries, since nothing behind them is needed. Carries no error."""
+
+    def __init__(self, q_BNCH: Tensor) -> None:
+        self.q_BNCH = q_BNCH
+
+
+class _Stop(LayerAttention):
+    """Attention that only wants the queries."""
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        raise _Queries(q_BNCH)
+
+
+class _Probe(LayerAttention):
+    """Attention to nothing, which remembers inputs and queries."""
+
+    start_of_input = PROBED_AT
+    pads_of_input = [0]  # noqa: RUF012 (never changed)
+
+    def __init__(self) -> None:
+        self.inputs: list[LayerInput] = []
+        self.queries: list[Tensor] = []
+
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        self.inputs.append(given)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        self.queries.append(q_BNCH)
+        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

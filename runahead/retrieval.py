@@ -1,0 +1,365 @@
+"""Retrieval while decoding: what a policy chooses of a layer's K,V is gathered from the pool, ahead of its attention.
+
+On a GPU choosing runs on the compute stream and gathering on one of its own, by a kernel that reads the host's memory
+over the link; the layer's attention waits for that kernel alone. On a CPU the pool is memory like any other, and
+gathering is a copy of the rows that are chosen.
+"""
+
+# Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored slots, m chosen ones, w observed tokens,
+# T slots with room, H key dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from policies.pool import Victim, note_choice, victims
+from policies.retriever import DECODED_SOON, Index, PromptView, Retriever, Slots
+from runahead.attention import AttentionTerms
+from runahead.host_layer import HostLayer
+from runahead.kept_cache import KeptCache, KeptLayer
+from runahead.kv_cache import KVSlab
+from runahead.model import Model
+from runahead.query_prediction import LayerInput
+from runahead.retrieval_report import RetrievalReport
+
+SIMULATED_STEPS = 32
+"""Last tokens of a prompt whose queries count as steps, where a limited pool has to know how its slots are used."""
+
+
+@dataclass(kw_only=True)
+class LayerRetrieval:
+    """One layer's index, and what was retrieved so far.
+
+    Attributes:
+        steps: for which something was chosen.
+        fetched, resident: slots, summed over steps.
+        evicted: slots of each row and KV head whose token was given up.
+        hit_mass: attention probability of what was chosen, in the steps that were sampled.
+        out_of_order: a slot has been overwritten.
+    """
+
+    index: Index
+    steps: int = 0
+    fetched: int = 0
+    resident: int = 0
+    evicted: int = 0
+    hit_mass: list[float] = field(default_factory=list)
+    out_of_order: bool = False
+
+
+@dataclass(kw_only=True)
+class Fetched:
+    """What attention sees of a layer, on the device.
+
+    Attributes:
+        slab_TBKX: the chosen slots and, behind them, room for the new token.
+        pads: of the chosen slots, those on the left of each row that are padding.
+        slots_BKm: which they are.
+    """
+
+    slab_TBKX: Tensor
+    pads: list[int]
+    slots_BKm: Tensor
+    ready: torch.cuda.Event | None = None
+
+    def slab(self, key_dim: int) -> KVSlab:
+        """Once the copy is there."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.slab_TBKX.device).wait_event(self.ready)
+        return KVSlab(slab_TBKX=self.slab_TBKX, key_dim=key_dim, first=0)
+
+
+class Retrieval:
+    """Indices of a sequence batch, and what is on its way for the next layers.
+
+    Args:
+        cache: whose layers are the pool.
+
+    Raises:
+        ValueError: the pool's limit has no room for what always stays, or the model does not let queries be predicted.
+    """
+
+    def __init__(self, policy: Retriever, model: Model, cache: KeptCache, *, batch: int) -> None:
+        self.policy, self.cache = policy, cache
+        self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
+        self._prediction = model.query_prediction if policy.looks_ahead else None
+        self._rotaries = model.known_rotaries
+        self._fetched: dict[int, Fetched | None] = {}
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self.max_slots: int | None = None
+        """Of each layer that retrieves."""
+        self.peak_fetched_bytes = 0
+        """Of what was fetched for layers that had not read it yet."""
+        if policy.pool.bytes is not None:
+            retrieving = [
+                shape
+                for shape, rule in zip(
+                    model.kv_shapes[policy.first_layer :], model.rules[policy.first_layer :], strict=True
+                )
+                if rule is None or rule.sees_everything
+            ]
+            per_slot = max(1, sum(shape.bytes_per_token(batch) for shape in retrieving))
+            self.max_slots, least = policy.pool.bytes // per_slot, policy.sinks + policy.recent + 1
+            if self.max_slots < least:
+                raise ValueError(
+                    f"policy.pool.bytes={policy.pool.bytes} holds {self.max_slots} tokens of each layer, fewer than "
+                    f"sink and recent tokens take; use at least {least * per_slot}"
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the indices, and the most that was fetched at a time."""
+        return sum(layer.index.num_bytes for layer in self.layers if layer is not None) + self.peak_fetched_bytes
+
+    def fork(self, cache: KeptCache) -> Retrieval:
+        """One that goes on from here on its own, over another cache with the same slots."""
+        other = copy.copy(self)
+        other.cache, other._fetched = cache, {}
+        other.layers = [None if layer is None else copy.copy(layer) for layer in self.layers]
+        for number, layer in enumerate(other.layers):
+            if layer is not None:
+                layer.index = layer.index.fork(partial(other._keys, number))
+                layer.hit_mass = list(layer.hit_mass)
+        return other
+
+    def store_prompt(
+        self,
+        layer: int,
+        kept: KeptLayer,
+        q_BNCH: Tensor,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        room: int,
+        was_cut: bool,
+    ) -> None:
+        """Take in a layer behind the attention of new tokens, whose slots are the last ones.
+
+        Args:
+            was_cut: slots before them are not those of the last time.
+        """
+        if layer < self.policy.first_layer:
+            return
+        found = self.layers[layer]
+        k_BKnH, _ = kept.slab().read(kept.first, kept.end)
+        if found is not None and not was_cut:
+            found.index.append(k_BKnH[:, :, found.index.num_slots :])
+        else:
+            view = PromptView(
+                layer=layer,
+                num_layers=len(self.layers),
+                q_BNwH=self._observed(layer, q_BNCH, positions_BC),
+                k_BKnH=k_BKnH,
+                scaling=terms.scaling,
+                pads=list(kept.pads),
+                next_B=positions_BC[:, -1] + 1,
+                turn=None if self._rotaries is None else self._rotaries[layer].turned,
+                room=room,
+                stored=partial(self._keys, layer),
+            )
+            index = self.policy.index(view)
+            if found is None:
+                self.layers[layer] = LayerRetrieval(index=index)
+            else:
+                found.index = index
+        if self.max_slots is not None:
+            self._limit_prompt(layer, kept, q_BNCH, positions_BC)
+
+    def bring(self, layer: int) -> KeptLayer:
+        """A layer on the device, for several new tokens."""
+        kept = self.cache.layers[layer]
+        if isinstance(kept, HostLayer):
+            self.cache.layers[layer] = kept.brought()
+        return self.cache.layers[layer]
+
+    def settle(self, layer: int, *, room: int) -> None:
+        """Move a layer to the host, if the device is another one. It must not share memory with what is used again."""
+        kept = self.cache.layers[layer]
+        if self._stream is not None and not isinstance(kept, HostLayer):
+            self.cache.layers[layer] = HostLayer.of(kept, self._stream, room=room)
+
+    def look_ahead(self, layer: int, given: LayerInput) -> None:
+        """Choose and fetch for a layer, by the input of the layer before it."""
+        if self._prediction is None or layer >= len(self.layers) or self.layers[layer] is None:
+            return
+        if self.policy.asks:
+            q_BNH = self._prediction.queries(layer, given)[:, :, -1]
+        else:
+            q_BNH = given.x_BCD
+        self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
+        waiting = sum(fetched.slab_TBKX.nbytes for fetched in self._fetched.values() if fetched is not None)
+        self.peak_fetched_bytes = max(self.peak_fetched_bytes, waiting)
+
+    def fetched(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
+        """What attention of a new token is to see of a layer; None is everything."""
+        if self.layers[layer] is None:
+            return None
+        if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layer
+            found = self._fetch(layer, q_BNH, start, pads)
+            self.peak_fetched_bytes = max(self.peak_fetched_bytes, 0 if found is None else found.slab_TBKX.nbytes)
+            return found
+        return self._fetched.pop(layer)
+
+    def store_token(self, layer: int, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
+        """A new token, behind its attention; in a full pool in the place of another."""
+        found, kept = self.layers[layer], self.cache.layers[layer]
+        if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
+            kept.append(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
+            if found is not None:
+                found.index.append(k_BK1H)
+            return
+        use_BKn = kept.carried_BKn()
+        assert use_BKn is not None
+        slots_BK = self._victims(kept, use_BKn, 1, (positions_B1[:, 0] + 1).tolist())[..., 0]
+        kept.overwrite(slots_BK, k_BK1H, v_BK1V, positions_B1)
+        found.index.overwrite(slots_BK, k_BK1H[:, :, 0])
+        found.evicted, found.out_of_order = found.evicted + 1, True
+
+    def sample_hits(self, layer: int, q_BNH: Tensor, k_BK1H: Tensor, fetched: Fetched | None, scaling: float) -> None:
+        """Note the attention probability of what was fetched, if this is a step to sample."""
+        found, every = self.layers[layer], self.policy.sample_every
+        if found is None or fetched is None or every == 0 or found.steps % every:
+            return
+        kept, k_BKnH = self.cache.layers[layer], self._keys(layer)
+        q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * scaling
+        scores_BKGn = (q_BKGH @ k_BKnH.transpose(-1, -2)).float()
+        for row, pad in enumerate(kept.pads):
+            scores_BKGn[row, :, :, :pad] = -torch.inf
+        own_BKG1 = (q_BKGH @ k_BK1H.transpose(-1, -2)).float()
+        probabilities = torch.cat([scores_BKGn, own_BKG1], dim=-1).softmax(dim=-1)
+        slots_BKGm = fetched.slots_BKm[:, :, None].expand(-1, -1, q_BKGH.shape[2], -1)
+        seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., -1]
+        found.hit_mass.append(float(seen.mean()))
+
+    def report(self) -> RetrievalReport:
+        return RetrievalReport(
+            fetched_share=[
+                None if layer is None or layer.resident == 0 else layer.fetched / layer.resident
+                for layer in self.layers
+            ],
+            hit_mass=[
+                None if layer is None or not layer.hit_mass else sum(layer.hit_mass) / len(layer.hit_mass)
+                for layer in self.layers
+            ],
+            evicted=[0 if layer is None else layer.evicted for layer in self.layers],
+            host_bytes=self.cache.host_bytes,
+        )
+
+    def _keys(self, layer: int) -> Tensor:
+        """Keys (B, K, n, H) of all slots; on a GPU where they lie, in the host's memory."""
+        kept = self.cache.layers[layer]
+        if isinstance(kept, HostLayer):
+            torch.cuda.current_stream(kept.device).wait_stream(kept.stream)
+            slab = KVSlab(slab_TBKX=kept.mapped_TBKX()[: kept.num_slots], key_dim=kept.shape.key_dim, first=0)
+        else:
+            slab = kept.slab()
+        return slab.read(slab.first, slab.end)[0]
+
+    def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
+        found, kept = self.layers[layer], self.cache.layers[layer]
+        assert found is not None
+        slots = self._slots(layer, kept, [start - pad for pad in pads])
+        slots_BKm = self.policy.choose(found.index, q_BNH, slots)
+        found.steps += 1
+        found.resident += kept.num_slots
+        found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
+        if slots_BKm is None:
+            if not isinstance(kept, HostLayer):
+                return None
+            shape = len(pads), kept.shape.num_kv_heads, kept.num_slots
+            slots_BKm = torch.arange(kept.num_slots, device=kept.device).expand(shape)
+        elif self.max_slots is not None:
+            use_BKn = kept.carried_BKn()
+            assert use_BKn is not None
+            note_choice(self.policy.pool.victim, use_BKn, slots_BKm, found.steps + SIMULATED_STEPS)
+        return self._gather(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
+
+    def _gather(self, kept: KeptLayer, slots_BKm: Tensor, pads: list[int]) -> Fetched:
+        """Copy slots, of which so many are padding, to the device, with room for one more behind them."""
+        num_chosen = slots_BKm.shape[2]
+        if any(pads):  # it comes first; the order of tokens does not matter
+            slots_BKm = slots_BKm.sort(dim=-1).values
+        batch, heads = len(kept.pads), kept.shape.num_kv_heads
+        places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
+        rows_mBK = torch.add(places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        width = kept.slab_TBKX.shape[3]
+        if not isinstance(kept, HostLayer):
+            slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
+            out = slab_TBKX[:num_chosen].view(-1, width)
+            torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
+            return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm)
+        current = torch.cuda.current_stream(kept.device)
+        slab_TBKX = torch.empty(num_chosen + 1, batch, heads, width, dtype=kept.shape.dtype, device=kept.device)
+        kept.stream.wait_stream(current)
+        with torch.cuda.stream(kept.stream):
+            out = slab_TBKX[:num_chosen].view(-1, width)
+            torch.index_select(kept.mapped_TBKX().view(-1, width), 0, rows_mBK, out=out)
+            ready = torch.cuda.Event()
+            ready.record(kept.stream)
+        for tensor in (slab_TBKX, rows_mBK):
+            tensor.record_stream(kept.stream)
+        return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm, ready=ready)
+
+    def _observed(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> Tensor:
+        """Queries of the last tokens, as if they stood behind the prompt; 0 on padding.
+
+        Which dims of a query are large depends on its position, and an index is for those that decoding will have.
+        """
+        observed = min(max(self.policy.observed, 1), q_BNCH.shape[2])
+        q_BNwH, positions_Bw = q_BNCH[:, :, -observed:], positions_BC[:, -observed:]
+        q_BNwH = q_BNwH * (positions_Bw >= 0)[:, None, :, None]
+        if self._rotaries is None:
+            return q_BNwH
+        return self._rotaries[layer].turned(q_BNwH, torch.full_like(positions_Bw, DECODED_SOON))
+
+    def _limit_prompt(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, positions_BC: Tensor) -> None:
+        """Give up what the pool has no room for, by how the prompt's last queries would have used it."""
+        found, pool = self.layers[layer], self.policy.pool
+        assert found is not None and self.max_slots is not None
+        if kept.carried_TBK is None:
+            shape = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots
+            kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device))
+        use_BKn = kept.carried_BKn()
+        assert use_BKn is not None
+        next_B = (positions_BC[:, -1] + 1).tolist()
+        num_new = q_BNCH.shape[2]
+        simulated = 0 if pool.victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
+        for step, token in enumerate(range(num_new - simulated, num_new), start=1):
+            slots_BKm = self.policy.choose(found.index, q_BNCH[:, :, token], self._slots(layer, kept, next_B))
+            if slots_BKm is not None:
+                note_choice(pool.victim, use_BKn, slots_BKm, step)
+        excess = kept.num_slots - self.max_slots
+        if excess <= 0:
+            return
+        gone_BKe = self._victims(kept, use_BKn, excess, next_B)
+        stays_BKn = torch.ones(use_BKn.shape, dtype=torch.bool, device=use_BKn.device).scatter_(2, gone_BKe, False)
+        slots_BKm = stays_BKn.nonzero()[:, 2].view(*stays_BKn.shape[:2], self.max_slots)
+        kept.cut_back(slots_BKm, room=0)
+        found.index.keep(slots_BKm, kept.slab().read(0, self.max_slots)[0])
+        found.evicted += excess
+
+    def _slots(self, layer: int, kept: KeptLayer, next_B: list[int]) -> Slots:
+        found = self.layers[layer]
+        assert found is not None
+        return Slots(
+            num_slots=kept.num_slots,
+            pads=kept.pads,
+            positions_BKn=kept.positions_BKn() if found.out_of_order else None,
+            next_B=next_B,
+        )
+
+    def _victims(self, kept: KeptLayer, use_BKn: Tensor, count: int, next_B: list[int]) -> Tensor:
+        return victims(
+            self.policy.pool.victim,
+            use_BKn,
+            kept.positions_BKn(),
+            count,
+            sinks=self.policy.sinks,
+            keep_from_B=[position - self.policy.recent for position in next_B],
+        )

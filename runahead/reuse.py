@@ -1,0 +1,231 @@
+"""Brings together what a batch of prompts reuses: segments from the store, encoded where they are not there yet.
+
+Several ranks that share a folder encode a share each. Pieces are attended to where they lie, or are first joined:
+copied side by side into one buffer per row, in the order of their positions, so that attention takes one call rather
+than one per module.
+"""
+
+# Legend: T tokens, K kv heads, X = H + V key and value dims.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from policies.base import ReusingPrompt, Segment
+from runahead.model import Model
+from runahead.ranks import Ranks
+from runahead.report import GenerationBatch, ReuseReport
+from runahead.reused_attention import Piece, ReusedKV
+from runahead.segment_encoding import check_reuse, encode_segment
+from runahead.segment_kv import SegmentKV
+from runahead.segment_store import SegmentStore
+
+
+class Reuse:
+    """What prompts of one call reuse on this rank.
+
+    Args:
+        prompts: of the batch.
+        store: where segments are kept.
+        joins: copy pieces side by side; else attend to them where they lie.
+    """
+
+    def __init__(
+        self, prompts: Sequence[ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks, *, joins: bool
+    ) -> None:
+        self.prompts, self.store, self.model, self.ranks, self.joins = prompts, store, model, ranks, joins
+        self.report = ReuseReport()
+        self._held: dict[str, SegmentKV] = {}
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[list[int] | ReusingPrompt],
+        store: SegmentStore,
+        model: Model,
+        ranks: Ranks,
+        *,
+        num_new: int,
+        joins: bool = True,
+    ) -> Reuse:
+        """Checked prompts, of which `num_new` tokens more are generated.
+
+        Raises:
+            ValueError: the model cannot reuse K,V, or has too few positions.
+        """
+        check_reuse(model)
+        reusing = [as_reusing(prompt) for prompt in prompts]
+        for index, prompt in enumerate(reusing):
+            if model.max_positions is not None and prompt.end + num_new > model.max_positions:
+                fitting = max(1, model.max_positions - prompt.end)
+                raise ValueError(
+                    f"prompt {index} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the "
+                    f"model's {model.max_positions:,} positions; use generation.max_new_tokens={fitting} or less"
+                )
+        return cls(reusing, store, model, ranks, joins=joins)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Each once."""
+        found = {use.segment.content_key: use.segment for prompt in self.prompts for use in prompt.uses}
+        return list(found.values())
+
+    def encode_missing(self) -> None:
+        """Encode what is in no tier. All ranks call it.
+
+        Raises:
+            ValueError: as `encode_segment`.
+            OSError: the disk tier cannot be written.
+        """
+        began_s = time.perf_counter()
+        encoded, held = encode_missing(self.segments, self.store, self.model, self.ranks)
+        self._held = held
+        self.report.encoded_tokens = sum(len(segment.ids) for segment in encoded)
+        self.report.encode_s = time.perf_counter() - began_s if encoded else 0.0
+
+    def fetch(self) -> ReusedKV:
+        """K,V and positions for this call's attention. Raises: ValueError, as `encode_segment`."""
+        began_s = time.perf_counter()
+        kvs: dict[str, SegmentKV] = {}
+        for segment in self.segments:
+            key, found = segment.content_key, self.store.find(segment)
+            if found is not None:
+                kvs[key] = found.kv
+                bytes_of = self.report.found_bytes
+                bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
+            elif key in self._held:
+                kvs[key] = self._held[key]
+            else:  # pushed out since it was looked for, by another process or by another segment of this call
+                kvs[key] = encode_segment(self.model, segment, self.ranks)
+        found_s = time.perf_counter()
+        pieces = self._joined(kvs) if self.joins else self._apart(kvs)
+        report = self.report
+        report.lookup_s, report.copy_s = found_s - began_s, time.perf_counter() - found_s
+        report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
+        report.stored_bytes = self.store.bytes_by_tier()
+        longest = max(len(prompt.new_ids) for prompt in self.prompts)
+        rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
+        ends = [prompt.end for prompt in self.prompts]
+        return ReusedKV(pieces=pieces, positions_BS=torch.tensor(rows), ends=ends)
+
+    def add_to(self, batch: GenerationBatch) -> None:
+        """Tell what every rank reused. All ranks call it."""
+        every = self.ranks.gather(self.report, "what was reused")
+        for rank, report in zip(batch.ranks, every, strict=True):
+            rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
+
+    def _apart(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
+        """A piece for every part of a segment that is in use, once for all rows that use it."""
+        rows: dict[tuple[str, range], list[int]] = {}
+        segments = {segment.content_key: segment for segment in self.segments}
+        for row, prompt in enumerate(self.prompts):
+            for use in prompt.uses:
+                for part in use.parts:
+                    rows.setdefault((use.segment.content_key, part), []).append(row)
+        on_device = {
+            key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
+            for key, kv in kvs.items()
+        }
+        return [
+            Piece(
+                layers_TKX=[layer[part.start : part.stop] for layer in on_device[key].layers_TKX],
+                positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
+                rows=tuple(users),
+            )
+            for (key, part), users in rows.items()
+        ]
+
+    def _joined(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
+        """A piece for every set of parts, once for all rows that use the same."""
+        groups: dict[tuple[tuple[str, range], ...], list[int]] = {}
+        for row, prompt in enumerate(self.prompts):
+            edges = sorted(
+                (use.segment.content_key, part.start, part.stop) for use in prompt.uses for part in use.parts
+            )
+            groups.setdefault(tuple((key, range(start, stop)) for key, start, stop in edges), []).append(row)
+        segments = {segment.content_key: segment for segment in self.segments}
+        pieces = []
+        for parts, users in groups.items():
+            if not parts:
+                continue
+            runs = sorted(
+                (positions[0], key, run, positions)
+                for key, part in parts
+                for run, positions in _contiguous(part, segments[key].stored_positions)
+            )
+            num_tokens = sum(len(run) for _, _, run, _ in runs)
+            layers = []
+            for number, shape in enumerate(self.model.kv_shapes):
+                width = shape.key_dim + shape.value_dim
+                joined_TKX = torch.empty(
+                    num_tokens, shape.num_kv_heads, width, dtype=shape.dtype, device=self.model.device
+                )
+                at = 0
+                for _, key, run, _ in runs:
+                    source = kvs[key].layers_TKX[number][run.start : run.stop]
+                    joined_TKX[at : at + len(run)].copy_(source, non_blocking=True)
+                    at += len(run)
+                layers.append(joined_TKX)
+            positions_T = torch.tensor([position for _, _, _, positions in runs for position in positions])
+            pieces.append(Piece(layers_TKX=layers, positions_T=positions_T, rows=tuple(users)))
+            self.report.joined_bytes += sum(layer.nbytes for layer in layers)
+        return pieces
+
+
+def _contiguous(part: range, stored_positions: list[int]) -> list[tuple[range, list[int]]]:
+    """A part as runs of stored tokens at contiguous positions, and these."""
+    positions = stored_positions[part.start : part.stop]
+    breaks = [index for index, (a, b) in enumerate(pairwise(positions), start=1) if b != a + 1]
+    edges = [0, *breaks, len(positions)]
+    return [(range(part.start + first, part.start + last), positions[first:last]) for first, last in pairwise(edges)]
+
+
+def encode_missing(
+    segments: Sequence[Segment], store: SegmentStore, model: Model, ranks: Ranks
+) -> tuple[list[Segment], dict[str, SegmentKV]]:
+    """Encode what is in no tier of the store; ranks that share its folder encode a share each. All ranks call it.
+
+    Returns:
+        the segments that this rank encoded, and the K,V of those for which no tier has room, by content.
+
+    Raises:
+        ValueError: as `encode_segment`.
+        OSError: the disk tier cannot be written.
+    """
+    missing = {segment.content_key for segment in segments if segment not in store}
+    anywhere = set().union(*ranks.gather(missing, "the segments that are to be encoded"))
+    longest_first = sorted(
+        (segment for segment in segments if segment.content_key in anywhere), key=lambda each: -len(each.ids)
+    )
+    encoded, held = [], {}
+
+    def encode(segment: Segment) -> None:
+        kv = encode_segment(model, segment, ranks)
+        store.put(segment, kv)
+        encoded.append(segment)
+        if segment not in store:
+            held[segment.content_key] = kv
+
+    if ranks.size > 1 and all(ranks.gather(store.shares_disk, "whether the store is shared")):
+        for segment in longest_first[ranks.rank :: ranks.size]:
+            if segment not in store:
+                encode(segment)
+        ranks.barrier("all segments to be encoded")
+    for segment in longest_first:
+        if segment not in store and segment.content_key not in held:
+            encode(segment)
+    return encoded, held
+
+
+def as_reusing(prompt: list[int] | ReusingPrompt) -> ReusingPrompt:
+    """Token ids as a prompt that reuses nothing."""
+    if isinstance(prompt, ReusingPrompt):
+        return prompt
+    if not prompt:
+        raise ValueError("a prompt is empty; it needs at least one token")
+    return ReusingPrompt(uses=(), new_ids=tuple(prompt), new_positions=tuple(range(len(prompt))))

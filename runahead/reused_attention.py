@@ -1,0 +1,253 @@
+"""Attention of new tokens to each other and to K,V that were computed before, all at positions of their own.
+
+A prompt's tokens need not be contiguous, and new ones lie between reused ones. What counts is the position: a token
+sees every token of its prompt with a lower one. So of a piece of reused K,V, which lies by ascending position, a new
+token sees a leading part, and new tokens in a row see the same part. They attend to it in one call, those of several
+prompts of a batch together, and the parts merge exactly.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens of this forward, S all new tokens, T tokens of a piece,
+# Q some queries, F = B * C all queries, H head dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from runahead.attention import AttentionTerms, attend, attend_at
+from runahead.causal_attention import CausalAttention
+from runahead.kept_cache import KeptCache
+from runahead.kv_cache import KVCache, KVSlab
+
+Index = slice | Tensor
+"""Which of the F queries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """K,V that some rows of a batch see.
+
+    Attributes:
+        layers_TKX: per layer (T, K, H + V).
+        positions_T: ascending; on the host.
+        rows: of the batch.
+    """
+
+    layers_TKX: Sequence[Tensor]
+    positions_T: Tensor
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusedKV:
+    """What a batch of prompts reuses, and where its new tokens stand.
+
+    Attributes:
+        pieces: no row sees two of the same position.
+        positions_BS: of the new tokens of the left-padded batch; padding has 0. On the host.
+        ends: by row, the position of the first generated token.
+    """
+
+    pieces: list[Piece]
+    positions_BS: Tensor
+    ends: list[int]
+
+    def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
+        """Positions of these tokens of the padded batch, those that are generated among them. On the host."""
+        num_new = self.positions_BS.shape[1]
+        ends_B1 = torch.tensor(self.ends)[:, None]
+        generated_BC = ends_B1 + (index_C - num_new)[None]
+        given_BC = self.positions_BS[:, index_C.clamp_max(num_new - 1)]
+        return torch.where(index_C[None] < num_new, given_BC, generated_BC)
+
+
+class ReusedAttention(CausalAttention):
+    """Attention of the new tokens [start, start + C) of a left-padded batch; their K,V are stored in the cache."""
+
+    reused: ReusedKV
+    _layer = 0
+    _views: dict[int, list[tuple[Piece, int, Index]]]
+
+    def reuse(self, reused: ReusedKV) -> ReusedAttention:
+        """Attend to these too."""
+        self.reused, self._views = reused, {}
+        return self
+
+    def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
+        return self.reused.positions_BC(index_C.cpu()).to(index_C.device)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        self._layer = layer
+        return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def attend_to_slab(
+        self,
+        slab: KVSlab,
+        q_BNCH: Tensor,
+        terms: AttentionTerms,
+        await_prefix: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """As that of causal attention, whose slab holds new tokens alone: the pieces are attended to beside it."""
+        batch, _, num_new, _ = q_BNCH.shape
+        value_dim = slab.slab_TBKX.shape[-1] - slab.key_dim
+        merged = _Merged(q_BNCH, value_dim)
+        positions_BC = self.reused.positions_BC(torch.arange(self.start, self.start + num_new))
+        rows = self._rows(num_new, terms, positions_BC)
+        prefixes = []
+        for row in rows:
+            queries, positions_C = q_BNCH[row.rows, :, row.offset :], positions_BC[row.first, row.offset :]
+            if num_new == 1 or self.start <= row.pad:
+                own_start = row.pad  # one query takes one call
+            else:
+                own_start = self.start + row.offset
+                prefixes.append((row, queries, positions_C))
+            if num_new == 1:
+                await_prefix()
+            k, v = slab.read(own_start, self.start + num_new)
+            own_S = positions_C
+            if own_start < self.start:
+                own_S = self.reused.positions_BC(torch.arange(own_start, self.start + num_new))[row.first]
+            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, own_S)
+            merged.add(row.index(num_new, batch), *part)
+        for piece, num_seen, index in self._seen(positions_BC):
+            kv_TKX = piece.layers_TKX[self._layer][:num_seen]
+            k_1KTH, v_1KTV = (
+                x.permute(1, 0, 2)[None] for x in (kv_TKX[..., : slab.key_dim], kv_TKX[..., slab.key_dim :])
+            )
+            positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
+            q_1NQH = merged.queries(index)
+            merged.add(index, *_partial(q_1NQH, k_1KTH, v_1KTV, terms, positions_Q, piece.positions_T[:num_seen]))
+        await_prefix()
+        for row, queries, positions_C in prefixes:
+            k, v = slab.read(row.pad, self.start)
+            before_P = self.reused.positions_BC(torch.arange(row.pad, self.start))[row.first]
+            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, before_P)
+            merged.add(row.index(num_new, batch), *part)
+        return merged.out_BNCV(terms.sinks_N)
+
+    def _rows(self, num_new: int, terms: AttentionTerms, positions_BC: Tensor) -> list[_Rows]:
+        """All rows at once if there is no padding and only the order of their tokens counts, else one by one."""
+        batch = len(self.pads)
+        if batch == 1 or (not any(self.pads) and _is_plain(terms, positions_BC.flatten(), positions_BC.flatten())):
+            return [_Rows(rows=slice(None), first=0, pad=self.pads[0], offset=max(0, self.pads[0] - self.start))]
+        each = [
+            _Rows(rows=slice(row, row + 1), first=row, pad=pad, offset=max(0, pad - self.start))
+            for row, pad in enumerate(self.pads)
+        ]
+        return [row for row in each if row.offset < num_new]
+
+    def _seen(self, positions_BC: Tensor) -> list[tuple[Piece, int, Index]]:
+        """For every piece: how many of its tokens are seen, by which queries. The same in all layers."""
+        num_new = positions_BC.shape[1]
+        if num_new not in self._views:
+            views = []
+            for piece in self.reused.pieces:
+                views += [(piece, seen, index) for seen, index in self._queries_by_view(piece, positions_BC)]
+            self._views[num_new] = views
+        return self._views[num_new]
+
+    def _queries_by_view(self, piece: Piece, positions_BC: Tensor) -> list[tuple[int, Index]]:
+        num_new = positions_BC.shape[1]
+        queries: dict[int, list[range]] = {}
+        for row in piece.rows:
+            offset = max(0, self.pads[row] - self.start)
+            if offset >= num_new:
+                continue
+            seen_C = torch.searchsorted(piece.positions_T, positions_BC[row, offset:].contiguous())
+            runs, counts = torch.unique_consecutive(seen_C, return_counts=True)
+            at = row * num_new + offset
+            for num_seen, count in zip(runs.tolist(), counts.tolist(), strict=True):
+                if num_seen:
+                    queries.setdefault(num_seen, []).append(range(at, at + count))
+                at += count
+        return [(num_seen, _index(ranges, self.cache.device)) for num_seen, ranges in queries.items()]
+
+
+def reused_attention_over(
+    cache: KVCache | KeptCache, reused: ReusedKV, *, pads: list[int]
+) -> Callable[[int], ReusedAttention]:
+    """The attention of single new tokens, by their index in the padded batch."""
+    assert isinstance(cache, KVCache), type(cache)
+    return lambda start: ReusedAttention(cache, start=start, pads=pads).reuse(reused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows with the same padding: which, and which of their queries is the first that is no padding."""
+
+    rows: slice
+    first: int
+    pad: int
+    offset: int
+
+    def index(self, num_new: int, batch: int) -> slice:
+        """These rows' queries among all."""
+        if self.rows == slice(None) and batch > 1:
+            return slice(0, batch * num_new)
+        return slice(self.first * num_new + self.offset, (self.first + 1) * num_new)
+
+
+def _index(ranges: list[range], device: torch.device) -> Index:
+    """A slice if the queries lie side by side."""
+    if all(a.stop == b.start for a, b in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.cat([torch.arange(run.start, run.stop) for run in ranges]).to(device)
+
+
+def _is_plain(terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor) -> bool:
+    """Does only the order of these tokens count, and every query see every key with a lower position?"""
+    if terms.needs_scores:
+        return False
+    if terms.rule is None or terms.rule.sees_everything:
+        return True
+    first, last = int(positions_T.min()), int(positions_Q.max())
+    start = int(positions_Q.min())
+    return terms.rule.is_causal(start, last + 1, min(first, start))
+
+
+def _partial(
+    q_BNQH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to keys that are their own tokens, or all in front of them: output, log-sum-exp."""
+    own = positions_Q is positions_T
+    if _is_plain(terms, positions_Q, positions_T):
+        start = 0 if own else len(positions_T)
+        return attend(q_BNQH, k_BKTH, v_BKTV, replace(terms, rule=None), q_start=start, k_start=0)
+    on_device = (x.to(q_BNQH.device) for x in (positions_Q, positions_T))
+    return attend_at(q_BNQH, k_BKTH, v_BKTV, terms, *on_device)
+
+
+class _Merged:
+    """Outputs of all queries, merged as they come."""
+
+    def __init__(self, q_BNCH: Tensor, value_dim: int) -> None:
+        self._q = q_BNCH
+        batch, heads, num_new, _ = q_BNCH.shape
+        wide = torch.promote_types(q_BNCH.dtype, torch.float32)
+        self._q_FNH = q_BNCH.transpose(1, 2).flatten(0, 1)
+        self.out_FNV = q_BNCH.new_zeros(batch * num_new, heads, value_dim, dtype=wide)
+        self.lse_FN = q_BNCH.new_full((batch * num_new, heads), -torch.inf, dtype=wide)
+
+    def queries(self, index: Index) -> Tensor:
+        """(1, N, Q, H)."""
+        return self._q_FNH[index].transpose(0, 1)[None]
+
+    def add(self, index: Index, out_BNQV: Tensor, lse_BNQ: Tensor) -> None:
+        """As `runahead.attention.merge`, for some of the queries."""
+        out_b = out_BNQV.transpose(1, 2).flatten(0, 1).to(self.out_FNV.dtype)
+        lse_b = lse_BNQ.transpose(1, 2).flatten(0, 1)
+        out, lse = self.out_FNV[index], self.lse_FN[index]
+        weight_b = torch.sigmoid(lse_b - lse).nan_to_num_(0.0)  # nan: neither side saw a key
+        self.out_FNV[index] = torch.lerp(out, out_b, weight_b.unsqueeze(-1))
+        self.lse_FN[index] = torch.logaddexp(lse, lse_b)
+
+    def out_BNCV(self, sinks_N: Tensor | None) -> Tensor:  # noqa: N802
+        out_FNV = self.out_FNV
+        if sinks_N is not None:  # as `runahead.attention.add_sinks`
+            out_FNV = out_FNV * torch.sigmoid(self.lse_FN - sinks_N.to(self.lse_FN.dtype))[..., None]
+        batch, _, num_new, _ = self._q.shape
+        return out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)

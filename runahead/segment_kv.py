@@ -1,0 +1,72 @@
+"""K,V of a segment's stored tokens, and the file that they are kept in.
+
+A file is safetensors, a tensor per layer, and is read by mapping it: what is not looked at stays on disk. Its metadata
+say of which model and which tokens it is; a file that does not say what is asked for, or is damaged, counts as absent.
+"""
+
+# Legend: T stored tokens, K kv heads, X = H + V key and value dims.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from runahead.kv_cache import KVShape
+from runahead.whole_file import write_whole
+
+FORMAT = "runahead segment 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentKV:
+    """`layers_TKX`: per layer (T, K, H + V), by ascending position."""
+
+    layers_TKX: list[Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers_TKX[0].shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers_TKX)
+
+    def to(self, device: torch.device, *, pin_memory: bool = False) -> SegmentKV:
+        """A copy in memory of its own on a device; `pin_memory` page-locks host memory."""
+        layers = []
+        for layer in self.layers_TKX:
+            copy = torch.empty(layer.shape, dtype=layer.dtype, device=device, pin_memory=pin_memory)
+            layers.append(copy.copy_(layer, non_blocking=True))
+        return SegmentKV(layers_TKX=layers)
+
+
+def write_segment(path: Path, kv: SegmentKV, *, key: str, name: str) -> None:
+    """Write a file whole or not at all. Raises: OSError."""
+    tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(kv.layers_TKX)}
+    write_whole(path, save(tensors, metadata={"format": FORMAT, "key": key, "segment": name}))
+
+
+def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> SegmentKV | None:
+    """Map a file; None if it is not there, damaged, or not of these tokens and this model."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT or metadata.get("key") != key:
+                return None
+            names = [f"layer.{number}" for number in range(len(shapes))]
+            if set(file.keys()) != set(names):
+                return None
+            layers = [file.get_tensor(name) for name in names]
+    except (OSError, SafetensorError):
+        return None
+    for layer, shape in zip(layers, shapes, strict=True):
+        expected = (num_tokens, shape.num_kv_heads, shape.key_dim + shape.value_dim)
+        if tuple(layer.shape) != expected or layer.dtype != shape.dtype:
+            return None
+    return SegmentKV(layers_TKX=layers)

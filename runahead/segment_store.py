@@ -1,0 +1,269 @@
+"""Where segments' K,V are kept: on the device, in host memory and on disk, each with a budget in bytes.
+
+What does not fit pushes out what was used longest ago; pinned segments stay. What is pushed out of a faster tier is
+still in the slower ones, since a segment is in all tiers that have room for it. A key is made of the model and of the
+segment's tokens and positions, so that another model or another text is never found. On disk a segment is a file whose
+name is its key and that appears whole, so several processes may share a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from policies.base import Segment
+from runahead.model import Model
+from runahead.segment_kv import FORMAT, SegmentKV, read_segment, write_segment
+
+SUFFIX = ".safetensors"
+PIN = ".pin"
+LOCK = ".lock"
+VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
+"""Of a model's config: what does not change what it computes."""
+
+
+class Tier(Enum):
+    device = "device"
+    host = "host"
+    disk = "disk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLimits:
+    """Bytes that each tier may take. On a CPU, memory is host memory and `device_bytes` has no effect.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    device_bytes: int = 2 * 2**30
+    host_bytes: int = 8 * 2**30
+    disk_bytes: int = 64 * 2**30
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"policy.{name}={getattr(self, name)} must not be negative; 0 turns this tier off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """K,V of a segment, and the tier that they were found in."""
+
+    kv: SegmentKV
+    tier: Tier
+
+
+class SegmentStore:
+    """Segments of one model.
+
+    Args:
+        model: whose K,V they are.
+        folder: of the disk tier, made if it is not there; None is no disk tier.
+        limits: of the tiers.
+
+    Raises:
+        ValueError: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self, model: Model, folder: str | os.PathLike[str] | None = None, limits: StoreLimits | None = None
+    ) -> None:
+        self.limits = limits or StoreLimits()
+        self._shapes, self._device = model.kv_shapes, model.device
+        self._model_key = model_key(model)
+        self._memory = {
+            tier: _MemoryTier(limit)
+            for tier, limit in ((Tier.device, self.limits.device_bytes), (Tier.host, self.limits.host_bytes))
+            if tier is Tier.host or self._device.type != "cpu"
+        }
+        self._folder = None if folder is None else _made_folder(folder)
+
+    def key(self, segment: Segment) -> str:
+        """64 hexadecimal digits, of this model and this segment's content."""
+        return hashlib.sha256(f"{self._model_key} {segment.content_key}".encode()).hexdigest()
+
+    @property
+    def shares_disk(self) -> bool:
+        """Can other processes find what this one puts in?"""
+        return self._folder is not None and self.limits.disk_bytes > 0
+
+    def __contains__(self, segment: Segment) -> bool:
+        key = self.key(segment)
+        if any(key in tier for tier in self._memory.values()):
+            return True
+        return self._mapped(segment, key) is not None
+
+    def find(self, segment: Segment) -> Found | None:
+        """A segment's K,V, which are then in the fastest tier that has room for them. None: in no tier.
+
+        What is found on disk and has no room in memory is mapped: it is read when it is looked at.
+        """
+        key = self.key(segment)
+        found: Found | None = None
+        for tier, memory in self._memory.items():
+            kv = memory.take(key)
+            if kv is not None:
+                found = Found(kv=kv, tier=tier)
+                break
+        if found is None:
+            mapped = self._mapped(segment, key)
+            if mapped is None:
+                return None
+            self._touch(key)
+            found = Found(kv=mapped, tier=Tier.disk)
+        return Found(kv=self._promoted(segment, key, found), tier=found.tier)
+
+    def put(self, segment: Segment, kv: SegmentKV) -> None:
+        """Keep a segment in every tier that has room for it.
+
+        Raises:
+            OSError: the disk tier cannot be written.
+        """
+        key = self.key(segment)
+        if self._folder is not None and kv.num_bytes <= self.limits.disk_bytes:
+            path = self._folder / f"{key}{SUFFIX}"
+            write_segment(path, kv, key=key, name=segment.name)
+            if segment.pinned:
+                path.with_suffix(PIN).touch()
+            self._make_room_on_disk(keep=key)
+        for tier, memory in self._memory.items():
+            if memory.make_room(key, kv.num_bytes):
+                on_device = kv.layers_TKX[0].device.type == self._device.type
+                copy = kv if on_device and (tier is Tier.device or self._device.type == "cpu") else self._copy(kv, tier)
+                memory.add(key, copy, pinned=segment.pinned)
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes that are in use now."""
+        used = {tier.value: memory.num_bytes for tier, memory in self._memory.items()}
+        if self._folder is not None:
+            used[Tier.disk.value] = sum(size for _, size, _ in self._files())
+        return used
+
+    def forget(self, *tiers: Tier) -> None:
+        """Empty these tiers in memory, of pinned segments too."""
+        for tier in tiers:
+            if tier in self._memory:
+                self._memory[tier] = _MemoryTier(self._memory[tier].limit_bytes)
+
+    def _promoted(self, segment: Segment, key: str, found: Found) -> SegmentKV:
+        """The same K,V in the fastest tier that takes them; slower tiers keep theirs."""
+        kv = found.kv
+        order = [Tier.disk, Tier.host, Tier.device]
+        for tier in order[order.index(found.tier) + 1 :]:
+            if tier in self._memory and self._memory[tier].make_room(key, kv.num_bytes):
+                kv = self._copy(kv, tier)
+                self._memory[tier].add(key, kv, pinned=segment.pinned)
+        return kv
+
+    def _copy(self, kv: SegmentKV, tier: Tier) -> SegmentKV:
+        if tier is Tier.device:
+            return kv.to(self._device)
+        copy = kv.to(torch.device("cpu"), pin_memory=self._device.type == "cuda")
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # others read it without a stream
+        return copy
+
+    def _mapped(self, segment: Segment, key: str) -> SegmentKV | None:
+        if self._folder is None:
+            return None
+        return read_segment(
+            self._folder / f"{key}{SUFFIX}", key=key, shapes=self._shapes, num_tokens=len(segment.stored)
+        )
+
+    def _touch(self, key: str) -> None:
+        """It was used now: other processes see it by the file's time."""
+        assert self._folder is not None
+        now = time.time()
+        with suppress(OSError):  # pushed out by another process, or a read-only folder
+            os.utime(self._folder / f"{key}{SUFFIX}", (now, now))
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of last use, bytes, path."""
+        assert self._folder is not None
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):  # pushed out by another process
+                about = path.stat()
+                yield about.st_mtime, about.st_size, path
+
+    def _make_room_on_disk(self, *, keep: str) -> None:
+        """Remove what was used longest ago until the budget holds. A file that is mapped lives on until it is not."""
+        assert self._folder is not None
+        with FileLock(self._folder / LOCK):
+            files = sorted(self._files())
+            excess = sum(size for _, size, _ in files) - self.limits.disk_bytes
+            for _, size, path in files:
+                if excess <= 0:
+                    return
+                if path.stem != keep and not path.with_suffix(PIN).exists():
+                    path.unlink(missing_ok=True)
+                    excess -= size
+
+
+class _MemoryTier:
+    """Segments by key, the one that was used longest ago first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self.num_bytes = limit_bytes, 0
+        self._kept: OrderedDict[str, SegmentKV] = OrderedDict()
+        self._pinned: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._kept
+
+    def take(self, key: str) -> SegmentKV | None:
+        """It is used now."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def make_room(self, key: str, num_bytes: int) -> bool:
+        """Is there room for a new segment? If need be, others go that are not pinned."""
+        if key in self._kept or num_bytes > self.limit_bytes:
+            return False
+        evictable = [each for each in self._kept if each not in self._pinned]
+        if self.num_bytes - sum(self._kept[each].num_bytes for each in evictable) + num_bytes > self.limit_bytes:
+            return False
+        for each in evictable:
+            if self.num_bytes + num_bytes <= self.limit_bytes:
+                break
+            self.num_bytes -= self._kept.pop(each).num_bytes
+        return True
+
+    def add(self, key: str, kv: SegmentKV, *, pinned: bool) -> None:
+        self._kept[key] = kv
+        self.num_bytes += kv.num_bytes
+        if pinned:
+            self._pinned.add(key)
+
+
+def model_key(model: Model) -> str:
+    """What tells a model's K,V from another's: weights, config and dtype."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
+    facts = [FORMAT, model.fingerprint, str(model.dtype), json.dumps(config, sort_keys=True, default=str)]
+    shapes = [(each.num_kv_heads, each.key_dim, each.value_dim, str(each.dtype)) for each in model.kv_shapes]
+    return hashlib.sha256(repr((facts, shapes)).encode()).hexdigest()
+
+
+def _made_folder(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "it is read-only")
+    except OSError as error:
+        raise ValueError(
+            f"policy.store={os.fspath(folder)} is no folder that can be written to: {error.strerror}; name another"
+        ) from error
+    return path

@@ -1,0 +1,417 @@
+"""Policies that keep all K,V and choose what attention sees: right whatever they choose, exact where that is all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies import POLICIES, Full, InfiniGen, PyramidInfer, SnapKV
+from policies.base import Policy
+from runahead.config import GenerationOptions, Positions
+from runahead.conversation import Conversation
+from runahead.model import Model
+from runahead.rank_policies import RankPolicies
+from runahead.retrieval import Retrieval
+from tests.families import prompt, throughout
+from tests.ranks.tasks import tiny_model
+
+FAMILIES = ["llama", "gpt2", "gpt_bigcode", "qwen3", "opt", "deepseek_v3", "gpt_oss", "gemma2"]
+"""KV heads for two queries, for one and for all; norms of queries; no rotations; values of other width; windows."""
+NAMES = [name for name, kind in POLICIES.items() if kind.retrieves]
+ALL = {
+    "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
+    "quest": {"fetch": 1.0, "first_layer": 0},
+    "exact_topk": {"fetch": 1.0},
+    "offload": {},
+}
+SOME = {
+    "infinigen": {"fetch": 10, "first_layer": 1},
+    "quest": {"fetch": 10, "page": 4, "first_layer": 0},
+    "exact_topk": {"fetch": 10},
+    "offload": {},
+}
+NUM_TOKENS = 40
+PADDED = (NUM_TOKENS, 23, 7)
+GENERATED = [5, 7, 11, 13]
+
+
+def policy(name: str, options: dict[str, Any]) -> Policy:
+    return POLICIES[name](**({"sinks": 2, "recent": 3} | options))
+
+
+class Turns:
+    """A conversation in the model's dtype throughout."""
+
+    def __init__(self, model: Model, policies: list[Policy], lengths: tuple[int, ...] = (NUM_TOKENS,)) -> None:
+        self.model, self.lengths = model, lengths
+        self.conversation = Conversation(model, RankPolicies.everywhere(policies))
+
+    def prefill(self, chunks: list[int] | None = None) -> Tensor:
+        longest = max(self.lengths)
+        pads = [longest - length for length in self.lengths]
+        rows = [
+            [0] * pad + prompt(length, seed) for seed, (length, pad) in enumerate(zip(self.lengths, pads, strict=True))
+        ]
+        parts = torch.tensor(rows).split(chunks or [longest], dim=1)
+        with throughout(self.model.dtype):
+            for number, part in enumerate(parts, start=1):
+                logits = self.conversation.feed(part, pads=pads if number == 1 else None, cut_back=number == len(parts))
+        return logits
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Logits (B, C, V) behind each of them, in every row."""
+        with throughout(self.model.dtype):
+            return self.conversation.follow(torch.tensor([tokens]))
+
+    @property
+    def retrieval(self) -> Retrieval:
+        assert self.conversation.cache is not None and self.conversation.cache.retrieval is not None
+        return self.conversation.cache.retrieval
+
+
+every_name = pytest.mark.parametrize("name", NAMES)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def fit(family: str, lengths: tuple[int, ...]) -> Model:
+    model = tiny_model(family)
+    if len(lengths) > 1 and model.uneven_limit is not None:
+        pytest.skip("its rows cannot be of different lengths")
+    return model
+
+
+@every_name
+@every_family
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: str, lengths: tuple[int, ...]) -> None:
+    model = fit(family, lengths)
+    ours, full = Turns(model, [policy(name, ALL[name])], lengths), Turns(model, [Full()], lengths)
+    assert torch.equal(ours.prefill(), full.prefill())
+    assert torch.equal(ours.decode(GENERATED), full.decode(GENERATED))
+    shares = ours.retrieval.report().fetched_share
+    assert set(shares) <= {1.0, None} and 1.0 in shares
+
+
+@every_name
+@every_family
+def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
+    model = fit(family, PADDED)
+    # Fewer than a short row has, and free for more than one: the best slots of a group's queries are needed alike.
+    options: dict[str, Any] = SOME[name] | ({} if name == "offload" else {"fetch": 6, "sinks": 1, "recent": 1})
+    if name == "infinigen":
+        options |= {"ratio": 0.25}  # fewer columns than a short row has queries, which leave the others open
+    if name == "quest":
+        options |= {"page": 1}  # pages of several tokens begin elsewhere in a padded row
+    together = Turns(model, [policy(name, options)], PADDED)
+    logits = torch.cat([together.prefill()[:, None], together.decode(GENERATED)], dim=1)
+    for row, ids in enumerate(prompt(length, seed) for seed, length in enumerate(PADDED)):
+        alone = Conversation(model, RankPolicies.everywhere([policy(name, options)]))
+        with throughout(model.dtype):
+            first = alone.feed(torch.tensor([ids]))
+            theirs = torch.cat([first[:, None], alone.follow(torch.tensor([GENERATED]))], dim=1)
+        torch.testing.assert_close(logits[row], theirs[0], atol=1e-9, rtol=0)  # float64
+
+
+@every_name
+@every_family
+def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
+    """More slots are chosen than it has tokens: it sees all of them, and no padding."""
+    model, lengths = fit(family, (NUM_TOKENS, 7)), (NUM_TOKENS, 7)
+    ours, full = (
+        Turns(model, [policy(name, SOME[name] | ({} if name == "offload" else {"fetch": 16}))], lengths),
+        Turns(model, [Full()], lengths),
+    )
+    ours.prefill(), full.prefill()
+    torch.testing.assert_close(ours.decode(GENERATED)[1], full.decode(GENERATED)[1], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["infinigen", "exact_topk", "quest"])
+def test_what_is_left_out_shows(name: str) -> None:
+    ours, full = Turns(tiny_model("llama"), [policy(name, SOME[name])]), Turns(tiny_model("llama"), [Full()])
+    ours.prefill(), full.prefill()
+    assert (ours.decode(GENERATED) - full.decode(GENERATED)).abs().max() > 0.01
+
+
+@every_name
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
+def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
+    options = SOME[name] | ({"observed": 8} if name == "infinigen" else {})
+    whole, pieces = (Turns(tiny_model(family), [policy(name, options)]) for _ in range(2))
+    torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
+    torch.testing.assert_close(whole.decode(GENERATED), pieces.decode(GENERATED), atol=1e-9, rtol=0)
+
+
+@every_name
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+def test_another_turn_sees_everything(name: str, lengths: tuple[int, ...]) -> None:
+    """A prompt attends to all K,V; only single tokens are retrieved for."""
+    ours, full = (Turns(tiny_model("llama"), [each], lengths) for each in (policy(name, SOME[name]), Full()))
+    more = torch.tensor([prompt(9, seed=5)])
+    for turns in (ours, full):
+        turns.prefill()
+    with throughout(torch.float64):
+        assert torch.equal(ours.conversation.feed(more), full.conversation.feed(more))
+    ours.decode(GENERATED)
+    found = ours.retrieval.layers[-1]
+    assert found is not None and found.index.num_slots == NUM_TOKENS + 9 + len(GENERATED)
+
+
+def test_exact_top_k_is_attention_to_the_keys_with_the_highest_scores() -> None:
+    """Against weights written out: of each KV head the slots that one of its queries needs most."""
+    model = tiny_model("llama")
+    turns = Turns(model, [policy("exact_topk", {"fetch": 12})])
+    turns.prefill()
+    cache, retrieval, layer = turns.conversation.cache, turns.retrieval, 1
+    assert cache is not None
+    q_BNH = torch.randn(1, 4, model.kv_shapes[layer].key_dim, dtype=torch.float64, generator=torch.manual_seed(3))
+    fetched = retrieval.fetched(layer, q_BNH, NUM_TOKENS, [0])
+    assert fetched is not None
+    k_BKnH, _ = cache.layers[layer].slab().read(0, NUM_TOKENS)
+    scores = torch.einsum("kgh,knh->kgn", q_BNH[0].unflatten(0, (2, 2)), k_BKnH[0]) * q_BNH.shape[-1] ** -0.5
+    need = (scores - scores.amax(-1, keepdim=True)).amax(1)
+    for head, slots in enumerate(fetched.slots_BKm[0].tolist()):
+        always = {0, 1, 37, 38, 39}
+        best = [slot for slot in need[head].argsort(descending=True).tolist() if slot not in always][:7]
+        assert set(slots) == always | set(best)
+    slab = fetched.slab(model.kv_shapes[layer].key_dim)
+    for head, slots in enumerate(fetched.slots_BKm[0].tolist()):
+        for place, slot in enumerate(slots):
+            assert torch.equal(slab.slab_TBKX[place, 0, head], cache.layers[layer].slab_TBKX[slot, 0, head])
+
+
+def test_a_smaller_alpha_fetches_less() -> None:
+    shares: list[float] = []
+    for alpha in (0.0, 0.5, 2.0, 8.0, math.inf):
+        turns = Turns(tiny_model("llama"), [InfiniGen(alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)])
+        turns.prefill()
+        turns.decode(GENERATED)
+        shares.append(turns.retrieval.report().mean_fetched_share or 0.0)
+    assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("max_fetch", [0.25, 0.5])
+def test_no_more_than_the_cap_is_fetched(max_fetch: float) -> None:
+    turns = Turns(
+        tiny_model("llama"), [InfiniGen(alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)]
+    )
+    turns.prefill()
+    turns.decode(GENERATED)
+    shares = [share for share in turns.retrieval.report().fetched_share if share is not None]
+    assert max(shares) <= max_fetch and min(shares) > max_fetch - 1 / NUM_TOKENS
+
+
+@pytest.mark.parametrize("skew", ["auto", "none"])
+def test_all_columns_find_what_the_exact_scores_find(skew: str) -> None:
+    """Skewing turns queries and keys alike: with all columns, and the layer's own queries, nothing is lost."""
+    ours, exact = (
+        Turns(tiny_model("llama"), [each])
+        for each in (
+            InfiniGen(skew=skew, ratio=1.0, fetch=12, first_layer=0, ahead=False, sinks=2, recent=3),
+            policy("exact_topk", {"fetch": 12}),
+        )
+    )
+    ours.prefill(), exact.prefill()
+    torch.testing.assert_close(ours.decode(GENERATED), exact.decode(GENERATED), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) -> None:
+    model = tiny_model(family)
+    prediction, seen = model.query_prediction, []
+
+    class Compared:
+        start_of_input, pads_of_input = 9, [0]
+
+        def see_input(self, layer: int, given: Any) -> None:
+            self.expected = prediction.queries(layer, given)
+
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, terms: Any) -> Tensor:
+            torch.testing.assert_close(self.expected, q, atol=1e-9, rtol=0)
+            seen.append(layer)
+            return q.new_zeros(*q.shape[:3], v.shape[-1])
+
+    with throughout(model.dtype):
+        model.forward(torch.tensor([[4]]), Compared(), start=9, pads=[0])
+    assert seen == list(range(model.num_layers))
+
+
+def test_projections_that_are_linear_are_computed_alone() -> None:
+    """Else the model's whole projection runs, which gives the same and costs more."""
+    for family, alone in (("llama", True), ("qwen3", True), ("opt", True), ("gpt2", False)):
+        projections = tiny_model(family).query_prediction._projections
+        assert all((projection is not None) is alone for projection in projections), family
+
+
+def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
+    model = tiny_model("llama")
+    turns = Turns(model, [InfiniGen(ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)])
+    turns.prefill()
+    turns.decode(GENERATED)
+    cache, shape = turns.conversation.cache, model.kv_shapes[0]
+    assert cache is not None
+    columns, slots = round(0.25 * shape.key_dim), cache.layers[0].num_slots
+    room = 45 + 45 // 8  # it grew once, by an eighth
+    index_bytes = 2 * 8 * shape.num_kv_heads * columns * (min(room, 46) + 2 * shape.key_dim)
+    kept = turns.retrieval
+    assert sum(layer.index.num_bytes for layer in kept.layers if layer) == pytest.approx(index_bytes, rel=0.15)
+    assert kept.peak_fetched_bytes == 2 * 11 * shape.bytes_per_token()  # of this layer and the next
+    assert cache.host_bytes >= 3 * slots * shape.bytes_per_token()
+    positions = sum(layer.positions_TBK.nbytes for layer in cache.layers)
+    assert cache.num_bytes == positions + kept.num_bytes
+
+
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), (NUM_TOKENS, 33)], ids=["alone", "padded"])
+def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, lengths: tuple[int, ...]) -> None:
+    model, limit = tiny_model("llama"), 20
+    per_slot = 2 * model.kv_shapes[0].bytes_per_token(len(lengths))
+    pool = {"bytes": limit * per_slot, "victim": victim}
+    turns = Turns(model, [InfiniGen(fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths)
+    turns.prefill()
+    turns.decode(GENERATED * 3)
+    cache, seen = turns.conversation.cache, NUM_TOKENS + 12
+    assert cache is not None
+    assert turns.retrieval.report().evicted == [0, seen - limit, seen - limit]
+    assert cache.layers[0].num_slots == seen
+    for layer in cache.layers[1:]:
+        assert layer.slab_TBKX.shape[0] == limit
+        for row, length in enumerate(lengths):
+            for positions in layer.positions_BKn()[row].tolist():
+                assert len(set(positions)) == limit
+                assert {0, 1, *range(length + 12 - 3, length + 12)} <= set(positions)
+                if victim == "fifo":
+                    assert sorted(positions)[2:] == list(range(length + 12 - limit + 2, length + 12))
+    for found in turns.retrieval.layers[1:]:
+        assert found is not None and found.index.num_slots == limit
+
+
+def test_the_index_of_a_full_pool_is_of_the_keys_that_are_in_it() -> None:
+    model = tiny_model("llama")
+    pool = {"bytes": 20 * 2 * model.kv_shapes[0].bytes_per_token(1)}
+    policy = InfiniGen(fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool)
+    turns = Turns(model, [policy])
+    turns.prefill()
+    turns.decode(GENERATED * 3)
+    cache = turns.conversation.cache
+    assert cache is not None
+    for layer, found in enumerate(turns.retrieval.layers):
+        if found is not None:
+            k_BKnH, _ = cache.layers[layer].slab().read(0, 20)
+            q_BNH = torch.randn(1, 4, k_BKnH.shape[3], dtype=torch.float64, generator=torch.manual_seed(1))
+            expected = q_BNH.unflatten(1, (2, 2)) @ k_BKnH.mT * k_BKnH.shape[3] ** -0.5
+            torch.testing.assert_close(found.index.scores(q_BNH), expected, atol=1e-6, rtol=0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+def test_a_pool_with_room_for_all_gives_up_nothing(victim: str) -> None:
+    model, pool = tiny_model("llama"), {"bytes": "1MiB", "victim": victim}
+    options = SOME["infinigen"]
+    ours, free = (Turns(model, [policy("infinigen", each)]) for each in (options | {"pool": pool}, options))
+    ours.prefill(), free.prefill()
+    assert torch.equal(ours.decode(GENERATED), free.decode(GENERATED))
+    assert ours.retrieval.report().evicted == [0, 0, 0]
+
+
+@pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
+def test_a_fork_leaves_the_conversation_as_it_is(pool: dict[str, int]) -> None:
+    model = tiny_model("llama")
+    turns, alone = (Turns(model, [policy("infinigen", SOME["infinigen"] | {"pool": pool})]) for _ in range(2))
+    turns.prefill(), alone.prefill()
+    other = turns.conversation.fork()
+    with throughout(torch.float64):
+        other.follow(torch.tensor([[17, 19, 23, 29]]))
+    assert torch.equal(turns.decode(GENERATED), alone.decode(GENERATED))
+
+
+def test_behind_a_policy_that_narrows_all_that_is_left_is_retrieved_from() -> None:
+    model = tiny_model("llama")
+    narrowed = PyramidInfer(mean_keep=0.6, min_tokens=8)
+    ours, alone = Turns(model, [narrowed, policy("infinigen", ALL["infinigen"])]), Turns(model, [narrowed])
+    torch.testing.assert_close(ours.prefill(), alone.prefill(), atol=1e-9, rtol=0)
+    assert ours.conversation.kept_tokens == alone.conversation.kept_tokens
+    assert min(ours.conversation.kept_tokens) < NUM_TOKENS
+    torch.testing.assert_close(ours.decode([5]), alone.decode([5]), atol=1e-9, rtol=0)
+
+
+def test_sampled_steps_tell_how_much_attention_was_seen() -> None:
+    masses = {}
+    for name in ("infinigen", "exact_topk"):
+        turns = Turns(tiny_model("llama"), [policy(name, SOME[name] | {"sample_every": 2, "first_layer": 1})])
+        turns.prefill()
+        turns.decode(GENERATED)
+        report = turns.retrieval.report()
+        assert report.hit_mass[0] is None
+        masses[name] = [mass for mass in report.hit_mass if mass is not None]
+        assert all(len(layer.hit_mass) == 2 for layer in turns.retrieval.layers if layer is not None)
+    assert all(0 < mass <= 1 for each in masses.values() for mass in each)
+    assert sum(masses["exact_topk"]) > sum(masses["infinigen"])
+
+
+def test_generating_goes_through_retrieval() -> None:
+    turns = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
+    turns.prefill()
+    with throughout(torch.float64):
+        turns.conversation.generate(GenerationOptions(max_new_tokens=5, ignore_eos=True))
+    assert [layer.steps for layer in turns.retrieval.layers if layer is not None] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("policies", "positions", "message"),
+    [
+        ([InfiniGen(), SnapKV(budget=64)], Positions.original, "last step of a sequence"),
+        ([InfiniGen(), InfiniGen()], Positions.original, "only one"),
+        ([InfiniGen()], Positions.reencoded, "positions=original"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(policies: list[Policy], positions: Positions, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankPolicies.everywhere(policies, positions).check(tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.0}, "policy.ratio=0.0 must be above 0"),
+        ({"max_fetch": 1.5}, "policy.max_fetch=1.5"),
+        ({"alpha": -1.0}, "policy.alpha=-1.0"),
+        ({"alpha": math.nan}, "policy.alpha=nan"),
+        ({"fetch": 0}, "policy.fetch=0"),
+        ({"first_layer": 0}, "policy.ahead=false"),
+        ({"sinks": -1}, "policy.sinks=-1"),
+        ({"observed": 0}, "policy.observed=0"),
+        ({"pool": {"bytes": "3 apples"}}, "policy.pool.bytes=3 apples is no size"),
+        ({"pool": {"bytes": 0}}, "policy.pool.bytes=0 is no size"),
+        ({"pool": {"victim": "random"}}, "policy.pool.victim=random is not one of fifo, lru, counter"),
+        ({"pool": "max"}, "policy.pool=max must have bytes and victim"),
+        ({"skew": "not_there.safetensors"}, "there is no such file"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InfiniGen(**options)
+
+
+def test_a_pool_too_small_for_what_always_stays_is_refused() -> None:
+    turns = Turns(tiny_model("llama"), [InfiniGen(pool={"bytes": 1000})])
+    with pytest.raises(ValueError, match=r"policy.pool.bytes=1000 holds \d+ tokens"):
+        turns.prefill()
+
+
+def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
+    from policies.quest import Pages
+
+    generator = torch.manual_seed(0)
+    k_BKnH, q_BNH = torch.randn(2, 2, 37, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
+    pages = Pages(k_BKnH[:, :, :21], page=5, pads=[0, 0], scaling=0.5)
+    pages.append(k_BKnH[:, :, 21:22])
+    pages.append(k_BKnH[:, :, 22:])
+    scores = q_BNH.unflatten(1, (2, 2)) @ k_BKnH.mT * 0.5
+    bounds = pages.bounds(q_BNH)
+    assert bounds.shape == (2, 2, 2, 8)
+    for page in range(8):
+        inside = scores[..., page * 5 : page * 5 + 5].amax(-1)
+        assert (bounds[..., page] >= inside - 1e-6).all()

@@ -1,0 +1,219 @@
+"""Where segments are kept: what goes when there is no room, what is never found, and what several processes share."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from runahead import Model
+from runahead.segment_encoding import encode_segment
+from runahead.segment_kv import SegmentKV
+from runahead.segment_store import SegmentStore, StoreLimits, Tier
+from tests.families import build, largest_difference, throughout
+from tests.prompt_cache.serving import random_ids, serve, written_out_logits
+from tests.ranks.tasks import tiny_model
+
+TOKENS = 16
+BYTES = TOKENS * 3 * 2 * (8 + 8) * 8  # tokens, layers, kv heads, key and value dims, float64
+FILE = BYTES + 4096  # and what describes it
+
+
+def segment(name: str, *, start: int = 0, pinned: bool = False) -> Segment:
+    """A text of its own for every name."""
+    return Segment(
+        name=name,
+        ids=random_ids(TOKENS, random.Random(name)),
+        positions=tuple(range(start, start + TOKENS)),
+        pinned=pinned,
+    )
+
+
+def kv_of(each: Segment) -> SegmentKV:
+    model = tiny_model("llama")
+    with throughout(model.dtype):
+        return encode_segment(model, each)
+
+
+def same(a: SegmentKV, b: SegmentKV) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.layers_TKX, b.layers_TKX, strict=True))
+
+
+def filled(store: SegmentStore, *segments: Segment) -> SegmentStore:
+    for each in segments:
+        store.put(each, kv_of(each))
+    return store
+
+
+def limits(*, host: float = 0, disk: float = 0) -> StoreLimits:
+    """In segments."""
+    return StoreLimits(host_bytes=int(host * BYTES), disk_bytes=int(disk * FILE))
+
+
+def tiers(store: SegmentStore, *segments: Segment) -> str:
+    """Where each would be found: h, d or a dash, without changing anything."""
+    told = ""
+    for each in segments:
+        in_memory = any(store.key(each) in tier for tier in store._memory.values())
+        told += "h" if in_memory else "d" if each in store else "-"
+    return told
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    a, b, c = map(segment, "abc")
+    store = filled(SegmentStore(tiny_model("llama"), limits=limits(host=2)), a, b)
+    assert store.find(a) is not None
+    filled(store, c)
+    assert tiers(store, a, b, c) == "h-h"
+    assert store.bytes_by_tier() == {"host": 2 * BYTES} == {"host": kv_of(a).num_bytes * 2}
+
+
+def test_pinned_segments_stay(tmp_path: Path) -> None:
+    a, b, c = segment("a", pinned=True), segment("b"), segment("c")
+    store = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(host=1, disk=2)), a, b, c)
+    assert tiers(store, a, b, c) == "h-d"
+    assert SegmentStore(tiny_model("llama"), tmp_path).find(a) is not None
+
+
+def test_what_memory_pushes_out_is_on_disk_and_comes_back_the_same(tmp_path: Path) -> None:
+    a, b = segment("a"), segment("b")
+    store = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(host=1, disk=9)), a, b)
+    assert tiers(store, a, b) == "dh"
+    found = store.find(a)
+    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a))
+    assert tiers(store, a, b) == "hd"
+    again = store.find(a)
+    assert again is not None and again.tier is Tier.host and same(again.kv, kv_of(a))
+
+
+def test_without_room_in_memory_files_are_read_where_they_lie(tmp_path: Path) -> None:
+    a = segment("a")
+    store = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(host=0.5, disk=1)), a)
+    found = store.find(a)
+    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a))
+    assert store.bytes_by_tier()["host"] == 0 < store.bytes_by_tier()["disk"] <= FILE
+
+
+def test_the_disk_keeps_what_processes_used_last(tmp_path: Path) -> None:
+    a, b, c = map(segment, "abc")
+    first = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(disk=2)), a, b)
+    for age, each in ((300, a), (200, b)):
+        past = os.stat(tmp_path).st_mtime - age
+        os.utime(tmp_path / f"{first.key(each)}.safetensors", (past, past))
+    second = SegmentStore(tiny_model("llama"), tmp_path, limits(disk=2))
+    mapped = first.find(b)
+    assert second.find(a) is not None and mapped is not None
+    past = os.stat(tmp_path).st_mtime - 100
+    os.utime(tmp_path / f"{first.key(b)}.safetensors", (past, past))
+    filled(second, c)
+    assert tiers(first, a, b, c) == "d-d"
+    assert same(mapped.kv, kv_of(b))  # a file that is in use is gone only once it is not
+
+
+def test_a_segment_without_any_room_is_served_all_the_same() -> None:
+    model, a = tiny_model("llama"), segment("a")
+    asked = using(a)
+    store = SegmentStore(model, limits=limits())
+    served = serve(model, [asked], store=store)
+    assert served is not None and a not in store
+    assert largest_difference(served.logits[0][0], written_out_logits(model, asked)) < 1e-9
+
+
+def using(*segments: Segment) -> ReusingPrompt:
+    """A prompt of these segments and three tokens."""
+    uses = tuple(SegmentUse(segment=each, parts=(range(len(each.ids)),)) for each in segments)
+    return ReusingPrompt(uses=uses, new_ids=(5, 9, 13), new_positions=(100, 101, 102))
+
+
+def test_other_text_other_positions_and_other_models_are_never_found(tmp_path: Path) -> None:
+    a = segment("a")
+    store = filled(SegmentStore(tiny_model("llama"), tmp_path), a)
+    changed = Segment(name="a", ids=(*a.ids[:-1], a.ids[-1] - 1), positions=a.positions)
+    moved = segment("a", start=1)
+    holed = Segment(name="a", ids=a.ids, positions=a.positions, placeholders=(range(3, 5),))
+    sunk = Segment(name="a", ids=a.ids[1:], positions=a.positions[1:], context_ids=a.ids[:1], context_positions=(0,))
+    assert tiers(store, a, changed, moved, holed, sunk) == "h----"
+    assert store.find(Segment(name="another name", ids=a.ids, positions=a.positions)) is not None
+
+    other = build("llama")
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight.add_(1e-3)
+    others = {
+        "weights": Model(other, name="llama"),
+        "rope": Model(build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}), name="llama"),
+        "norm": Model(build("llama", rms_norm_eps=1e-3), name="llama"),
+        "dtype": Model(build("llama", dtype=torch.float32), name="llama"),
+    }
+    for what, model in others.items():
+        assert a not in SegmentStore(model, tmp_path), what
+    assert a in SegmentStore(Model(build("llama"), name="the same weights"), tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "another's"])
+def test_a_damaged_file_counts_as_absent_and_is_made_again(tmp_path: Path, damage: str) -> None:
+    model, a, b = tiny_model("llama"), segment("a"), segment("b")
+    store = filled(SegmentStore(model, tmp_path, limits(disk=9)), a, b)
+    path = tmp_path / f"{store.key(a)}.safetensors"
+    data = {
+        "cut": path.read_bytes()[: FILE // 2],
+        "empty": b"",
+        "noise": random.Random(0).randbytes(FILE),
+        "another's": (tmp_path / f"{store.key(b)}.safetensors").read_bytes(),
+    }
+    path.write_bytes(data[damage])
+    assert a not in store and store.find(a) is None
+    asked = using(a)
+    served = serve(model, [asked], store=store)
+    assert served is not None and a in store
+    assert largest_difference(served.logits[0][0], written_out_logits(model, asked)) < 1e-9
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = SegmentStore(tiny_model("llama"), tmp_path)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        filled(store, segment("a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_folder_or_no_size_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "inside"):
+        with pytest.raises(ValueError, match=r"policy.store=.*file.* is no folder that can be written to"):
+            SegmentStore(tiny_model("llama"), folder)
+    with pytest.raises(ValueError, match="policy.host_bytes=-1 must not be negative"):
+        StoreLimits(host_bytes=-1)
+
+
+CHOICES = [segment("a", start=0), segment("b", start=30), segment("c", start=60)]
+
+
+@settings(max_examples=15)
+@given(
+    requests=st.lists(st.sets(st.sampled_from([0, 1, 2]), max_size=3), min_size=1, max_size=6),
+    host=st.sampled_from([0, 1, 2]),
+    disk=st.sampled_from([0, 1, 3]),
+)
+def test_no_sequence_of_requests_sees_what_it_did_not_ask_for(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[set[int]], host: int, disk: int
+) -> None:
+    model = tiny_model("llama")
+    folder = tmp_path_factory.mktemp("store") if disk else None
+    store = SegmentStore(model, folder, limits(host=host, disk=disk))
+    for request in requests:
+        asked = using(*(CHOICES[index] for index in sorted(request)))
+        served = serve(model, [asked], store=store)
+        assert served is not None
+        assert largest_difference(served.logits[0][0], written_out_logits(model, asked)) < 1e-9
+        used = store.bytes_by_tier()
+        assert used["host"] <= store.limits.host_bytes and used.get("disk", 0) <= store.limits.disk_bytes

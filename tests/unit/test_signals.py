@@ -1,0 +1,61 @@
+"""SIGTERM ends a program with what it has to say, wherever its main thread is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.signals import Terminated, ending_signals
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A lock that is taken twice: a call that no signal ends and in which no Python code runs.
+STUCK = """
+import ctypes, os, threading, time
+from launch import signals
+signals.GRACE_S = 0.2
+def late(error):
+    print(type(error).__name__, error, flush=True)
+    os._exit(7)
+about_to_hang = threading.Event()
+def say_so():
+    about_to_hang.wait()
+    time.sleep(0.3)
+    print("ready", flush=True)
+with signals.ending_signals(late):
+    threading.Thread(target=say_so, daemon=True).start()
+    lock, take = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    take(lock)
+    about_to_hang.set()
+    take(lock)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGTERM, "Terminated ended by SIGTERM"), (signal.SIGINT, "KeyboardInterrupt")]
+)
+def test_a_main_thread_that_is_stuck_is_ended(number: signal.Signals, said: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.read().strip() == said
+    assert process.returncode == 7
+
+
+def test_a_main_thread_that_runs_gets_an_exception() -> None:
+    late: list[BaseException] = []
+    with pytest.raises(Terminated, match="ended by SIGTERM"), ending_signals(late.append):
+        signal.raise_signal(signal.SIGTERM)
+    assert not late
+
+
+def test_signals_are_as_before_behind_the_block() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    with ending_signals(lambda error: None):
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before

@@ -1,0 +1,63 @@
+"""What is said of a layer's messages is what became of them."""
+
+from __future__ import annotations
+
+from runahead.transfer_records import KEPT, TransferRecord, TransferRecords
+
+
+def record(direction: str = "receive", peer: int = 0, layer: int = 2, num_bytes: int = 1000) -> TransferRecord:
+    return TransferRecord(direction=direction, peer=peer, layer=layer, start=0, end=8, num_bytes=num_bytes)
+
+
+def test_a_message_is_not_posted_then_posted_then_done() -> None:
+    records = TransferRecords()
+    records.begin()
+    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
+    posted = records.posted(record())
+    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
+    posted.done()
+    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, done"
+
+
+def test_messages_of_a_layer_are_told_apart() -> None:
+    records = TransferRecords()
+    records.begin()
+    records.posted(record(num_bytes=100)).done()
+    records.posted(record(num_bytes=30))
+    for other in (record(direction="send"), record(peer=1), record(layer=3)):
+        records.posted(other)
+    assert (
+        records.state("receive", 2, {0}, 1130) == "1,130 bytes: 1,000 receive not posted, 30 receive posted, 100 done"
+    )
+
+
+def test_an_earlier_prefill_says_nothing_of_this_one() -> None:
+    records = TransferRecords()
+    records.begin()
+    records.posted(record()).done()
+    records.begin()
+    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
+    assert records.oldest_outstanding() == "no transfer is outstanding"
+
+
+def test_the_oldest_that_is_not_over_is_named() -> None:
+    records = TransferRecords()
+    records.begin()
+    records.posted(record(layer=0)).done()
+    records.posted(record(direction="send", layer=1, peer=3))
+    records.posted(record(layer=2))
+    assert records.oldest_outstanding().startswith("outstanding: send of layer 1 to rank 3, 1,000 bytes, posted 0.")
+
+
+def test_a_device_is_asked_until_it_says_that_it_is_over() -> None:
+    answers = iter([False, True])
+    on_device = record()
+    on_device.has_happened = lambda: next(answers)
+    assert [on_device.is_done for _ in range(4)] == [False, True, True, True]
+
+
+def test_the_last_records_are_kept() -> None:
+    records = TransferRecords()
+    for layer in range(KEPT + 5):
+        records.posted(record(layer=layer))
+    assert [each.layer for each in records.all()] == list(range(5, KEPT + 5))

@@ -1,0 +1,87 @@
+"""Who is given up, and why: decided from counters alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runahead.watcher import Wait
+
+TIMEOUT_S = 2.0
+STEP_S = 0.1
+
+
+class Counters(SimpleNamespace):
+    """What a heartbeat has seen of three ranks; this is rank 2."""
+
+    def __init__(self) -> None:
+        super().__init__(seen=[0, 0, 0], seen_work=[0, 0, 0], asking_since=None)
+
+
+def watch(seconds: float, alive: set[int], working: set[int], peers: list[int]) -> Wait:
+    """Rank 2 waits for `peers` while some ranks' counters move."""
+    wait = Wait("the K,V of layer 1 from rank 1", 2, peers, lambda: "8 bytes, receive posted", TIMEOUT_S)
+    counters: Any = Counters()
+    for step in range(round(seconds / STEP_S)):
+        if step % 3 == 0:  # heartbeats are slower than looks
+            for rank in alive:
+                counters.seen[rank] += 1
+            for rank in working:
+                counters.seen_work[rank] += 1
+        wait.look(counters, STEP_S)
+        if wait.verdict is not None:
+            break
+    return wait
+
+
+def test_silent_peer_is_given_up_after_the_timeout() -> None:
+    assert watch(TIMEOUT_S - STEP_S, {0, 2}, {0}, [1]).verdict is None
+    wait = watch(TIMEOUT_S + 1, {0, 2}, {0}, [1])
+    assert wait.silent == [1]
+    assert wait.verdict is not None
+    assert wait.verdict.startswith(
+        "rank 1 has been silent for 2 s; waited 0 s for the K,V of layer 1 from rank 1 (8 bytes"
+    )
+    assert wait.verdict.endswith("(ranks.timeout_s=2)")
+
+
+def test_peer_that_waits_is_not_silent() -> None:
+    assert watch(20, {0, 1, 2}, {0}, [1]).verdict is None
+
+
+def test_silence_of_a_rank_that_nobody_waits_for_is_no_failure_while_others_work() -> None:
+    assert watch(20, {1, 2}, {1}, [1]).verdict is None
+
+
+def test_where_nobody_works_the_silent_one_is_the_cause_whoever_waits_for_it() -> None:
+    wait = watch(TIMEOUT_S + 2, {1, 2}, set(), [1])
+    assert wait.silent == [0]
+    assert wait.verdict is not None
+    assert wait.verdict.startswith("rank 0 has been silent")
+
+
+def test_all_alive_and_nobody_working_is_a_dead_link() -> None:
+    assert watch(TIMEOUT_S, {0, 1, 2}, set(), [1]).verdict is None
+    wait = watch(TIMEOUT_S + 2, {0, 1, 2}, set(), [1])
+    assert wait.silent == []
+    assert wait.verdict is not None
+    assert wait.verdict.startswith("no rank got anywhere for 3 s though all are alive; waited")
+    assert "8 bytes, receive posted" in wait.verdict
+
+
+def test_waiting_for_the_own_device_alone_is_never_a_dead_link() -> None:
+    assert watch(20, {0, 1, 2}, set(), [2]).verdict is None
+
+
+@pytest.mark.parametrize(("owed_s", "is_told"), [(0.2, False), (1.5, True)])
+def test_store_that_owes_an_answer_is_spoken_of(monkeypatch: pytest.MonkeyPatch, owed_s: float, is_told: bool) -> None:
+    monkeypatch.setattr("runahead.watcher.time.monotonic", lambda: 100.0)
+    counters: Any = Counters()
+    counters.asking_since = 100.0 - owed_s
+    wait = Wait("a token", 2, [1], None, TIMEOUT_S)
+    for _ in range(round(TIMEOUT_S / STEP_S) + 2):
+        wait.look(counters, STEP_S)
+    assert wait.verdict is not None
+    assert ("the network may be cut" in wait.verdict) is is_told
