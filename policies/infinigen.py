@@ -82,8 +82,11 @@ class PartialKeys(Index):
 
     def scores(self, q_BNH: Tensor) -> Tensor:
         """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32."""
-        q_BKGr = q_BNH.unflatten(1, (self._to_queries_BKHr.shape[1], -1)) @ self._to_queries_BKHr
-        scores_BKGn = q_BKGr @ self._keys_BKrT[..., : self.num_slots]
+        batch, heads, dim, columns = self._to_queries_BKHr.shape
+        q_XGr = q_BNH.reshape(batch * heads, -1, dim).bmm(self._to_queries_BKHr.view(-1, dim, columns))
+        room = self._keys_BKrT.shape[3]
+        scores_XGn = q_XGr.bmm(self._keys_BKrT.view(-1, columns, room)[..., : self._num_slots])
+        scores_BKGn = scores_XGn.view(batch, heads, -1, self._num_slots)
         return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
 
     def _empty(self, num_slots: int) -> Tensor:
@@ -114,9 +117,9 @@ class InfiniGen(Retriever):
 
     skew: str = "auto"
     ratio: float = 0.5
-    alpha: float = 5.0
-    max_fetch: float = 0.2
-    first_layer: int = 2
+    alpha: float = 6.0
+    max_fetch: float = 0.1
+    first_layer: int = 1
     observed: int = 256  # type: ignore[misc]
     ahead: bool = True
     _skew: Skew | None = field(default=None, init=False, repr=False, compare=False)
@@ -173,8 +176,8 @@ class InfiniGen(Retriever):
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         if self.fetch is not None:
             return most_needed(need_BKn, self.num_chosen(slots), slots)
-        above_BK = (need_BKn >= -self.alpha).sum(dim=-1)  # with alpha=inf padding too, which changes nothing
-        wanted = int(above_BK.float().mean(dim=1).amax().ceil())
+        above_B = (need_BKn >= -self.alpha).sum(dim=(1, 2))  # with alpha=inf padding too, which changes nothing
+        wanted = -(-int(above_B.max()) // need_BKn.shape[1])
         wanted = min(wanted, int(self.max_fetch * slots.num_slots))
         return most_needed(need_BKn, self.num_chosen(slots, wanted), slots)
 

@@ -49,6 +49,8 @@ class NoIndex(Index):
 class Offload(Retriever):
     """Everything, ahead of time."""
 
+    min_tokens: int | None = 0
+
     looks_ahead: ClassVar[bool] = True
     asks: ClassVar[bool] = False
 

@@ -66,6 +66,8 @@ class PromptView:
     stored: Callable[[], Tensor]
 
 
+FEW_TOKENS = 2048
+"""Stored tokens below which it takes as long to find some as to read all of them, where they need not be fetched."""
 DECODED_SOON = 256
 """Positions behind a prompt for whose queries an index is made; by as many observed queries are turned on."""
 
@@ -144,6 +146,8 @@ class Retriever(Policy, ABC):
 
     Attributes:
         first_layer: layers before it attend to everything.
+        min_tokens: with fewer stored tokens all layers do. None is 2,048 where K,V lie in the memory that is computed
+            from, so that finding some costs more than reading all; else 0.
         sinks: first tokens that are always chosen.
         recent: last tokens that are always chosen, beside the one that is computed.
         fetch: slots that are chosen of every KV head, those among them; a share is one of the stored slots. A fixed
@@ -164,6 +168,7 @@ class Retriever(Policy, ABC):
     """Of the prompt's last tokens, those whose queries an index is made of."""
 
     first_layer: int = 0
+    min_tokens: int | None = None
     sinks: int = 4
     recent: int = 16
     fetch: Budget | None = None
@@ -171,8 +176,8 @@ class Retriever(Policy, ABC):
     sample_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("first_layer", "sinks", "recent", "sample_every"):
-            if getattr(self, name) < 0:
+        for name in ("first_layer", "min_tokens", "sinks", "recent", "sample_every"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"policy.{name}={getattr(self, name)} must not be negative")
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from runahead.attention import AttentionTerms
 from runahead.attention_seam import LayerAttention, SeamCache
@@ -56,26 +57,31 @@ class SeesInputs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Projection:
-    """Queries as rotated(q_norm(linear(norm(x))) * factor)."""
+    """Queries as rotated(q_norm(linear(norm(x))) * factor). `eps` is that of an RMS norm, which one kernel computes."""
 
     norm: nn.Module | None
     linear: nn.Linear
     q_norm: nn.Module | None
     rotary: Rotary
     head_dim: int
-    factor: float
+    factor: float = 1.0
+    eps: float | None = None
 
     def queries(self, given: LayerInput) -> Tensor:
-        x_BCD = given.x_BCD if self.norm is None else self.norm(given.x_BCD)
-        q_BCNH = self.linear(x_BCD).unflatten(-1, (-1, self.head_dim))
+        x_BCD = given.x_BCD
+        if self.eps is not None:
+            assert self.norm is not None
+            x_BCD = F.rms_norm(x_BCD, x_BCD.shape[-1:], self.norm.weight, self.eps)  # type: ignore[arg-type]
+        elif self.norm is not None:
+            x_BCD = self.norm(x_BCD)
+        q_BCNH = F.linear(x_BCD, self.linear.weight, self.linear.bias).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BCNH = self.q_norm(q_BCNH)
         if self.factor != 1:
             q_BCNH = q_BCNH * self.factor
-        q_CBNH = q_BCNH.transpose(0, 1)
-        if len(self.rotary.inv_freq_F):
-            q_CBNH = self.rotary.rotated(q_CBNH, given.start, given.pads)
-        return q_CBNH.permute(1, 2, 0, 3)
+        if q_BCNH.shape[1] == 1:
+            return self.rotary.rotated_token(q_BCNH[:, 0], given.start, given.pads).unsqueeze(2)
+        return self.rotary.rotated(q_BCNH.transpose(0, 1), given.start, given.pads).permute(1, 2, 0, 3)
 
 
 class QueryPrediction:
@@ -141,15 +147,14 @@ class QueryPrediction:
             *(part for name, part in parts.items() if name.endswith("q_norm") and _is_norm(part, head_dim)),
         ]
         for norm, q_norm in product(norms, q_norms):
-            plain = _Projection(
-                norm=norm, linear=linears[0], q_norm=q_norm, rotary=rotary, head_dim=head_dim, factor=1.0
-            )
+            plain = _Projection(norm=norm, linear=linears[0], q_norm=q_norm, rotary=rotary, head_dim=head_dim)
             ours = plain.queries(given)
             if ours.shape == q_BNCH.shape:
                 factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
                 projection = replace(plain, factor=1.0 if abs(factor - 1) < 1e-3 else factor)
                 if _same(projection.queries(given), q_BNCH):
-                    return projection
+                    fused = replace(projection, eps=getattr(norm, "variance_epsilon", None))
+                    return fused if _same(fused.queries(given), q_BNCH) else projection
         return None
 
 

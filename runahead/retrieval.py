@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from policies.pool import Victim, note_choice, victims
-from policies.retriever import DECODED_SOON, Index, PromptView, Retriever, Slots
+from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention import AttentionTerms
 from runahead.host_layer import HostLayer
 from runahead.kept_cache import KeptCache, KeptLayer
@@ -92,6 +92,9 @@ class Retrieval:
         self._rotaries = model.known_rotaries
         self._fetched: dict[int, Fetched | None] = {}
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        few = FEW_TOKENS if self._stream is None else 0
+        self._min_tokens = few if policy.min_tokens is None else policy.min_tokens
+        self._places_BK: Tensor | None = None
         self.max_slots: int | None = None
         """Of each layer that retrieves."""
         self.peak_fetched_bytes = 0
@@ -186,7 +189,7 @@ class Retrieval:
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and fetch for a layer, by the input of the layer before it."""
-        if self._prediction is None or layer >= len(self.layers) or self.layers[layer] is None:
+        if self._prediction is None or not self._chooses(layer):
             return
         if self.policy.asks:
             q_BNH = self._prediction.queries(layer, given)[:, :, -1]
@@ -198,7 +201,7 @@ class Retrieval:
 
     def fetched(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         """What attention of a new token is to see of a layer; None is everything."""
-        if self.layers[layer] is None:
+        if not self._chooses(layer):
             return None
         if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layer
             found = self._fetch(layer, q_BNH, start, pads)
@@ -211,8 +214,8 @@ class Retrieval:
         found, kept = self.layers[layer], self.cache.layers[layer]
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
             kept.append(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
-            if found is not None:
-                found.index.append(k_BK1H)
+            if found is not None and kept.num_slots > self._min_tokens:
+                self._index_rest(found.index, kept, k_BK1H)
             return
         use_BKn = kept.carried_BKn()
         assert use_BKn is not None
@@ -236,6 +239,19 @@ class Retrieval:
         slots_BKGm = fetched.slots_BKm[:, :, None].expand(-1, -1, q_BKGH.shape[2], -1)
         seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., -1]
         found.hit_mass.append(float(seen.mean()))
+
+    def _chooses(self, layer: int) -> bool:
+        """Does attention see only some of a layer?"""
+        if layer >= len(self.layers) or self.layers[layer] is None:
+            return False
+        return self.cache.layers[layer].num_slots >= self._min_tokens
+
+    def _index_rest(self, index: Index, kept: KeptLayer, k_BK1H: Tensor) -> None:
+        """Take in the newest token, and those before it that came while there were too few to choose from."""
+        if index.num_slots == kept.num_slots - 1:
+            index.append(k_BK1H)
+        else:
+            index.append(kept.slab().read(kept.first + index.num_slots, kept.end)[0])
 
     def report(self) -> RetrievalReport:
         return RetrievalReport(
@@ -286,8 +302,9 @@ class Retrieval:
         if any(pads):  # it comes first; the order of tokens does not matter
             slots_BKm = slots_BKm.sort(dim=-1).values
         batch, heads = len(kept.pads), kept.shape.num_kv_heads
-        places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
-        rows_mBK = torch.add(places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        if self._places_BK is None or self._places_BK.shape != (batch, heads):
+            self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
+        rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
         width = kept.slab_TBKX.shape[3]
         if not isinstance(kept, HostLayer):
             slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)

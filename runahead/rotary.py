@@ -35,6 +35,7 @@ class Rotary:
     def __init__(self, inv_freq_F: Tensor, pairs: Pairs = Pairs.half, first: int = 0) -> None:
         self.inv_freq_F, self.pairs, self.first = inv_freq_F, pairs, first
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._step: tuple[tuple[int, tuple[int, ...], torch.dtype], Tensor, Tensor, Tensor] | None = None
 
     def rotated(self, x_TBNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
         """Tokens [start, start + T) of a left-padded batch, rotated to the positions that they have in their rows.
@@ -59,6 +60,37 @@ class Rotary:
         to_a.copy_(a * cos - b * sin)
         to_b.copy_(b * cos + a * sin)
         return out_TBNX
+
+    def rotated_token(self, x_BNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
+        """As `rotated`, of one token per row, (B, N, X): three operations, with tables for whole heads."""
+        if len(self.inv_freq_F) == 0:
+            return x_BNX
+        asked = start, tuple(pads), x_BNX.dtype
+        if self._step is None or self._step[0] != asked:
+            self._step = asked, *self._whole_heads(x_BNX, start, pads)
+        _, cos_BNX, sin_BNX, partner_X = self._step
+        return (x_BNX * cos_BNX).addcmul_(x_BNX.index_select(-1, partner_X), sin_BNX)
+
+    def _whole_heads(self, x_BNX: Tensor, start: int, pads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Factors (B or 1, 1, X) of each dim and of its partner in the rotation, and which dim that is."""
+        width, device = x_BNX.shape[-1], x_BNX.device
+        ones_1B1X = torch.ones(1, len(pads) if any(pads) else 1, 1, width, dtype=x_BNX.dtype, device=device)
+        # A head of ones turns into (cos - sin, cos + sin), so both can be read off from two heads.
+        first_1B1X = ones_1B1X.clone()
+        self.paired(first_1B1X)[1].zero_()
+        rows = pads if any(pads) else [0]
+        turned_1B1X = self.rotated(first_1B1X, start, rows)
+        cos_1B1X, sin_1B1X = ones_1B1X.clone(), torch.zeros_like(ones_1B1X)
+        cos, sin = self.paired(turned_1B1X)
+        for part in self.paired(cos_1B1X):
+            part.copy_(cos)
+        to_a, to_b = self.paired(sin_1B1X)
+        to_a.copy_(-sin)
+        to_b.copy_(sin)
+        partner_X = torch.arange(width, device=device)
+        a_X, b_X = self.paired(torch.arange(width, device=device))
+        partner_X[a_X], partner_X[b_X] = b_X, a_X
+        return cos_1B1X[0], sin_1B1X[0], partner_X
 
     def turned(self, x_BNCX: Tensor, by_BC: Tensor) -> Tensor:
         """What stands at some position, so many positions further on: rotations add up."""
@@ -112,14 +144,15 @@ def find_rotaries(module: nn.Module, heads_at: Callable[[int], list[Heads]], las
     ]
     positions = sorted({1, 2, last_position})
     at_0, others = heads_at(0), [heads_at(position) for position in positions]
-    rotaries = []
+    rotaries: list[Rotary] = []
+    candidates: dict[int, list[Rotary]] = {}  # by head dim: layers that rotate alike share their tables
     for layer, (q, k, v) in enumerate(at_0):
         seen = [(position, heads[layer]) for position, heads in zip(positions, others, strict=True)]
         if not all(torch.allclose(v, other[2], rtol=_rounding(v.dtype)) for _, other in seen):
             raise ValueError("adds positions to its hidden states")
         fitting = (
             rotary
-            for rotary in _candidates(frequencies, q.shape[-1])
+            for rotary in candidates.setdefault(q.shape[-1], _candidates(frequencies, q.shape[-1]))
             if all(_turns(rotary, x, other[i], position) for position, other in seen for i, x in ((0, q), (1, k)))
         )
         rotary = next(fitting, None)

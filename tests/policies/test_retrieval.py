@@ -40,7 +40,7 @@ GENERATED = [5, 7, 11, 13]
 
 
 def policy(name: str, options: dict[str, Any]) -> Policy:
-    return POLICIES[name](**({"sinks": 2, "recent": 3} | options))
+    return POLICIES[name](**({"sinks": 2, "recent": 3, "min_tokens": 0} | options))
 
 
 class Turns:
@@ -130,6 +130,20 @@ def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["infinigen", "exact_topk", "quest"])
+def test_of_few_tokens_all_are_seen_and_later_all_are_known(name: str) -> None:
+    """The index takes in what came before it was needed: from then on it is as if it had been there from the start."""
+    late, full = (
+        Turns(tiny_model("llama"), [each]) for each in (policy(name, SOME[name] | {"min_tokens": 43}), Full())
+    )
+    late.prefill(), full.prefill()
+    assert torch.equal(late.decode(GENERATED[:3]), full.decode(GENERATED[:3]))
+    found = late.retrieval.layers[-1]
+    assert found is not None and found.steps == 0
+    assert (late.decode([11, 13]) - full.decode([11, 13])).abs().max() > 1e-3
+    assert found.index.num_slots == NUM_TOKENS + 5 and found.steps == 2
+
+
+@pytest.mark.parametrize("name", ["infinigen", "exact_topk", "quest"])
 def test_what_is_left_out_shows(name: str) -> None:
     ours, full = Turns(tiny_model("llama"), [policy(name, SOME[name])]), Turns(tiny_model("llama"), [Full()])
     ours.prefill(), full.prefill()
@@ -186,7 +200,9 @@ def test_exact_top_k_is_attention_to_the_keys_with_the_highest_scores() -> None:
 def test_a_smaller_alpha_fetches_less() -> None:
     shares: list[float] = []
     for alpha in (0.0, 0.5, 2.0, 8.0, math.inf):
-        turns = Turns(tiny_model("llama"), [InfiniGen(alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)])
+        turns = Turns(
+            tiny_model("llama"), [InfiniGen(min_tokens=0, alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)]
+        )
         turns.prefill()
         turns.decode(GENERATED)
         shares.append(turns.retrieval.report().mean_fetched_share or 0.0)
@@ -196,7 +212,8 @@ def test_a_smaller_alpha_fetches_less() -> None:
 @pytest.mark.parametrize("max_fetch", [0.25, 0.5])
 def test_no_more_than_the_cap_is_fetched(max_fetch: float) -> None:
     turns = Turns(
-        tiny_model("llama"), [InfiniGen(alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)]
+        tiny_model("llama"),
+        [InfiniGen(min_tokens=0, alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)],
     )
     turns.prefill()
     turns.decode(GENERATED)
@@ -210,7 +227,7 @@ def test_all_columns_find_what_the_exact_scores_find(skew: str) -> None:
     ours, exact = (
         Turns(tiny_model("llama"), [each])
         for each in (
-            InfiniGen(skew=skew, ratio=1.0, fetch=12, first_layer=0, ahead=False, sinks=2, recent=3),
+            InfiniGen(min_tokens=0, skew=skew, ratio=1.0, fetch=12, first_layer=0, ahead=False, sinks=2, recent=3),
             policy("exact_topk", {"fetch": 12}),
         )
     )
@@ -248,7 +265,7 @@ def test_projections_that_are_linear_are_computed_alone() -> None:
 
 def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     model = tiny_model("llama")
-    turns = Turns(model, [InfiniGen(ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)])
+    turns = Turns(model, [InfiniGen(min_tokens=0, ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)])
     turns.prefill()
     turns.decode(GENERATED)
     cache, shape = turns.conversation.cache, model.kv_shapes[0]
@@ -270,7 +287,7 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
     model, limit = tiny_model("llama"), 20
     per_slot = 2 * model.kv_shapes[0].bytes_per_token(len(lengths))
     pool = {"bytes": limit * per_slot, "victim": victim}
-    turns = Turns(model, [InfiniGen(fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths)
+    turns = Turns(model, [InfiniGen(min_tokens=0, fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths)
     turns.prefill()
     turns.decode(GENERATED * 3)
     cache, seen = turns.conversation.cache, NUM_TOKENS + 12
@@ -292,7 +309,7 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
 def test_the_index_of_a_full_pool_is_of_the_keys_that_are_in_it() -> None:
     model = tiny_model("llama")
     pool = {"bytes": 20 * 2 * model.kv_shapes[0].bytes_per_token(1)}
-    policy = InfiniGen(fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool)
+    policy = InfiniGen(min_tokens=0, fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool)
     turns = Turns(model, [policy])
     turns.prefill()
     turns.decode(GENERATED * 3)

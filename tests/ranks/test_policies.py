@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM
+from policies import H2O, ExactTopK, InfiniGen, Offload, PyramidInfer, PyramidKV, Quest, SnapKV, StreamingLLM
 from policies.base import Policy
 from runahead import PrefillOptions
 from runahead.config import PrefillName, Transfer
@@ -69,6 +69,38 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
     together = generate(rank_pools, bounds, policies, num_new=24, prompts=prompts)
     assert_same_answer(together, alone)
     assert max(alone.ranks[0].kept_tokens) < NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        InfiniGen(min_tokens=0, fetch=12, first_layer=1, observed=8),
+        InfiniGen(
+            min_tokens=0,
+            fetch=12,
+            first_layer=1,
+            observed=8,
+            pool={"bytes": 30 * 2 * 2 * 2 * 2 * 8 * 8, "victim": "fifo"},
+        ),
+        Quest(min_tokens=0, fetch=12, page=4, first_layer=0),
+        ExactTopK(min_tokens=0, fetch=12),
+        Offload(),
+    ],
+    ids=["infinigen", "infinigen, full pool", "quest", "exact_topk", "offload"],
+)
+@pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])
+def test_retrieving_on_the_last_rank_is_what_one_rank_does(
+    rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
+) -> None:
+    """It has all K,V, and the last queries of the prompt, by which columns are chosen."""
+    policies, prompts = RankPolicies.everywhere([policy]), [prompt(NUM_TOKENS), prompt(44, seed=3)]
+    alone = generate(rank_pools, (0, NUM_TOKENS), policies, num_new=24, prompts=prompts)
+    together = generate(rank_pools, bounds, policies, num_new=24, prompts=prompts)
+    assert_same_answer(together, alone)
+    found = [each.ranks[-1].retrieval for each in (alone, together)]
+    assert found[0] == found[1] and found[0] is not None
+    assert (max(found[0].evicted) > 0) == (policy.pool.bytes is not None)  # type: ignore[attr-defined]
+    assert together.ranks[0].retrieval is None
 
 
 def test_one_rank_alone_is_the_policy_step_by_step(rank_pools: RankPools) -> None:

@@ -1,0 +1,236 @@
+"""What retrieval costs in quality, over its settings: a passage that comes again, and text that goes on.
+
+    python benchmarks/retrieval_quality.py --text wikitext2.txt --lengths 4096 --samples 2
+    python benchmarks/retrieval_quality.py --text wikitext2.txt --groups pool --lengths 2048
+    python benchmarks/retrieval_quality.py --draw-only
+
+A sample is a piece of the text as the prompt. Behind it come, token by token as in decoding, a passage of that prompt
+again (copy-NLL) and the tokens that really follow (perplexity). Groups of settings: `default`; `alpha` and `ratio`, the
+paper's Fig. 17, the latter with and without skewing (Fig. 13); `pool`, a pool of 80% of the prompt under each victim,
+with and without pinned sinks (Table 2); `others`, policies to compare with.
+
+Appends a JSON line per sample and setting to benchmarks/results/retrieval_quality.jsonl, leaving out those that are
+there already, draws docs/retrieval_quality.png from these lines and prints them as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import lines, machine  # noqa: E402
+from benchmarks.lines import Line  # noqa: E402
+from benchmarks.retrieval_decode import fetched_share  # noqa: E402
+from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
+from partitioner.fingerprint import now  # noqa: E402
+from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402
+from policies import POLICIES, Offload  # noqa: E402
+from runahead import Model, ModelOptions  # noqa: E402
+from runahead.whole_file import write_whole  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
+PICTURE = ROOT / "docs" / "retrieval_quality.png"
+PASSAGE = 96
+BEHIND = 128
+SAMPLE_EVERY = 16
+FULL: dict[str, Any] = {"name": "full"}
+ALPHAS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
+POOL_SHARE = 0.8
+
+
+def infinigen(**options: Any) -> dict[str, Any]:
+    return {"name": "infinigen", **options}
+
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "default": [infinigen(), infinigen(ahead=False), infinigen(first_layer=2)],
+    "alpha": [infinigen(alpha=alpha) for alpha in ALPHAS],
+    "ratio": [infinigen(ratio=ratio, skew=skew) for ratio in RATIOS for skew in ("auto", "none")],
+    "pool": [infinigen(pool=victim, sinks=sinks) for sinks in (0, 4) for victim in ("none", "fifo", "lru", "counter")],
+    "others": [{"name": name, "fetch": fetch} for name in ("exact_topk", "quest") for fetch in (0.1, 0.05)],
+}
+"""A pool is named by its victim here; its bytes depend on the prompt."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", help="a text file, or one that gzip packed")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of the prompts")
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--groups", nargs="+", default=["default", "alpha", "ratio", "others"], choices=list(GROUPS))
+    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    if not options.draw_only:
+        if options.text is None:
+            parser.error("--text=<file> is needed, unless --draw-only")
+        measure(options)
+    found = lines.read(RESULTS, option="results", kind="setting")
+    if not found:
+        raise SystemExit(f"{RESULTS.relative_to(ROOT)} has no lines yet; leave --draw-only out")
+    write_whole(PICTURE, picture(found))
+    print(table(found))
+
+
+def measure(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    model = Model.load(ModelOptions(), torch.device("cpu"))
+    packed = options.text.endswith(".gz")
+    with gzip.open(options.text, "rt", encoding="utf-8") if packed else open(options.text, encoding="utf-8") as file:
+        text: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
+    settings = list({str(setting): setting for group in options.groups for setting in GROUPS[group]}.values())
+    about = {"text": Path(options.text).name, "model": model.name, "commit": machine.commit(), "code": machine.code()}
+    done = {(line["text"], line["length"], line["start"], str(line["setting"])) for line in lines.read(RESULTS, kind="setting")}
+    bar = tqdm(total=len(options.lengths) * options.samples * (1 + len(settings)), unit="setting", disable=None)
+    for length in options.lengths:
+        if len(text) < options.samples * (length + BEHIND):
+            raise SystemExit(
+                f"--text={options.text} has {len(text)} tokens, but {options.samples} samples of {length} need "
+                f"{options.samples * (length + BEHIND)}; use a longer text, or fewer or shorter samples"
+            )
+        apart = len(text) // options.samples
+        for number in range(options.samples):
+            start = number * apart
+            missing = [
+                setting for setting in [FULL, *settings] if (about["text"], length, start, str(setting)) not in done
+            ]
+            bar.update(1 + len(settings) - len(missing))
+            if not missing:
+                continue
+            ids = text[start : start + length]
+            first = [length // 12, length // 2, 5 * length // 6][number % 3]  # of the passage: early, middle, late
+            tails = [ids[first : first + PASSAGE], text[start + length : start + length + BEHIND]]
+            prompt = RetrievedPrompt(model, ids)
+            for setting in missing:
+                line = about | {"length": length, "start": start, "setting": setting, "date": now()}
+                lines.append(RESULTS, [line | scores(prompt, setting, tails)])
+                bar.update()
+    bar.close()
+
+
+def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[int]]) -> dict[str, Any]:
+    """NLL in nats of each tail's tokens, and what was fetched for them."""
+    nlls, shares, masses = [], [], []
+    if setting == FULL:
+        conversation = prompt.under(Offload())
+        for tail in tails:
+            full = FullCache(conversation, len(tail))
+            assert conversation.logits_BV is not None
+            nlls.append(nll(conversation.logits_BV, full.follow(torch.tensor([tail[:-1]])), tail))
+        return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": 1.0, "hit_mass": 1.0}
+    options = {name: value for name, value in setting.items() if name != "name"} | {"sample_every": SAMPLE_EVERY}
+    if "pool" in options:
+        options["pool"] = _pool(prompt, options["pool"])
+    conversation = prompt.under(POLICIES[setting["name"]](**options))
+    assert conversation.logits_BV is not None
+    for tail in tails:
+        fork = conversation.fork()
+        nlls.append(nll(conversation.logits_BV, fork.follow(torch.tensor([tail[:-1]])), tail))
+        shares.append(fetched_share(fork))
+        assert fork.cache is not None and fork.cache.retrieval is not None
+        masses += [mass for mass in fork.cache.retrieval.report().hit_mass if mass is not None]
+    return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": mean(shares), "hit_mass": mean(masses)}
+
+
+def _pool(prompt: RetrievedPrompt, victim: str) -> dict[str, Any]:
+    if victim == "none":
+        return {}
+    shapes = prompt.model.kv_shapes[POLICIES["infinigen"]().first_layer :]  # type: ignore[attr-defined]
+    slots = int(POOL_SHARE * len(prompt.ids))
+    return {"bytes": slots * sum(shape.bytes_per_token() for shape in shapes), "victim": victim}
+
+
+def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
+    """The mean over a tail: its first token is expected behind the prompt."""
+    logits_CV = torch.cat([first_1V, rest_1CV[0]])
+    return float(torch.nn.functional.cross_entropy(logits_CV, torch.tensor(ids)))
+
+
+def combined(found: list[Line]) -> dict[tuple[int, str], Line]:
+    """Means over samples, by length and setting, of samples that the full cache has too."""
+    groups: dict[tuple[int, str], list[Line]] = {}
+    for line in {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}.values():
+        groups.setdefault((line["length"], str(line["setting"])), []).append(line)
+    return {
+        key: group[0]
+        | {name: mean(line[name] for line in group) for name in ("copy_nll", "nll", "fetched_share", "hit_mass")}
+        | {"samples": len(group)}
+        for key, group in groups.items()
+    }
+
+
+def label(setting: dict[str, Any]) -> str:
+    options = ", ".join(f"{name}={value}" for name, value in setting.items() if name != "name")
+    return setting["name"] + (f" ({options})" if options else "")
+
+
+def table(found: list[Line]) -> str:
+    rows = [f"{'tokens':>7}  {'setting':<42} {'copy-NLL':>8}  {'perplexity':>10}  {'fetched':>7}  {'seen':>6}  samples"]
+    for (length, _), line in sorted(combined(found).items(), key=lambda each: each[0][0]):
+        rows.append(
+            f"{length:>7,}  {label(line['setting']):<42} {line['copy_nll']:>8.2f}  {math.exp(line['nll']):>10.2f}  "
+            f"{line['fetched_share']:>7.1%}  {line['hit_mass']:>6.1%}  {line['samples']}"
+        )
+    return "\n".join(rows)
+
+
+def picture(found: list[Line]) -> bytes:
+    """Copy-NLL over alpha and over the share of columns, at the length with most settings."""
+    means = combined(found)
+    lengths = [length for length, _ in means]
+    length = max(set(lengths), key=lengths.count)
+    by_setting = {setting: line for (at, setting), line in means.items() if at == length}
+    figure = new_figure(10.4, 4.4)
+    left, right = panels(figure, 2, 1, 2)
+    alphas = [(alpha, by_setting.get(str(infinigen(alpha=alpha)))) for alpha in ALPHAS]
+    points = [(alpha, line) for alpha, line in alphas if line is not None]
+    left.plot(
+        [a for a, _ in points], [line["copy_nll"] for _, line in points], color=ACCENT, marker="D", label="copy-NLL"
+    )
+    for alpha, line in points:
+        left.annotate(
+            f"{line['fetched_share']:.0%}",
+            (alpha, line["copy_nll"]),
+            fontsize=8,
+            xytext=(4, 5),
+            textcoords="offset points",
+            color=INK,
+        )
+    for skew, colour, marker, name in (("auto", ACCENT, "D", "skewed"), ("none", "#0072b2", "s", "as they are")):
+        curve = [(ratio, by_setting.get(str(infinigen(ratio=ratio, skew=skew)))) for ratio in RATIOS]
+        some = [(ratio, line) for ratio, line in curve if line is not None]
+        right.plot(
+            [r for r, _ in some], [line["copy_nll"] for _, line in some], color=colour, marker=marker, label=name
+        )
+    if str(FULL) in by_setting:
+        for axes in (left, right):
+            axes.axhline(
+                by_setting[str(FULL)]["copy_nll"], color=MUTED, linewidth=1, linestyle="--", label="full cache"
+            )
+    dress(
+        left, title="Fetched: all within alpha of the best", x="alpha, nats (numbers: share of the K,V)", y="copy-NLL"
+    )
+    dress(right, title="Partial keys", x="share of the columns on the device", y="copy-NLL")
+    for axes in (left, right):
+        axes.set_ylim(0)
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    some_line = next(iter(by_setting.values()))
+    set_title(figure, "What InfiniGen's settings cost", f"{some_line['model']}, {length:,} tokens, {some_line['text']}")
+    return png(figure)
+
+
+if __name__ == "__main__":
+    main()

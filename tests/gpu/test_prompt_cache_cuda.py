@@ -1,0 +1,55 @@
+"""Reuse of modules on a GPU: what the CPU says, from the device's memory, from the host's and from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from runahead import Engine, GenerationOptions, Ranks
+from runahead.segment_store import SegmentStore, StoreLimits
+from tests.gpu.models import model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def asked() -> list[ReusingPrompt]:
+    """Two prompts that share a module and have another each, and tokens between and behind them."""
+    ids = torch.randint(211, (700,), generator=torch.Generator().manual_seed(4)).tolist()
+    segments = [
+        Segment(name=f"{start}", ids=tuple(ids[start : start + 200]), positions=tuple(range(start, start + 200)))
+        for start in (0, 210, 420)
+    ]
+    prompts = []
+    for chosen in (segments[:2], segments[::2]):
+        uses = tuple(SegmentUse(segment=each, parts=(range(4, 200),)) for each in chosen)
+        again = {each.positions[index]: each.ids[index] for each in chosen for index in range(4)}
+        new = sorted(again.items()) + [(650 + index, token) for index, token in enumerate(ids[:20])]
+        prompts.append(
+            ReusingPrompt(uses=uses, new_ids=tuple(i for _, i in new), new_positions=tuple(p for p, _ in new))
+        )
+    return prompts
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str) -> None:
+    options, prompts = GenerationOptions(max_new_tokens=8), asked()
+    cpu = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
+    expected = Engine(model(cpu.device), cpu).generate(prompts, options)
+    gpu = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
+    limits = StoreLimits(
+        device_bytes=2**30 if tier == "device" else 0, host_bytes=2**30 if tier == "host" else 0, disk_bytes=2**30
+    )
+    store = SegmentStore(model(gpu.device), tmp_path, limits)
+    engine = Engine(model(gpu.device), gpu, store=store)
+    engine.generate(prompts, options)
+    batch = engine.generate(prompts, options)
+    reuse = batch.ranks[0].reuse
+    assert reuse is not None and list(reuse.found_bytes) == [tier]
+    for ours, theirs in zip(batch.generations, expected.generations, strict=True):
+        assert ours.new_token_ids == theirs.new_token_ids
