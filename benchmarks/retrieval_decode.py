@@ -153,10 +153,12 @@ def fetched_share(conversation: Conversation) -> float:
 
 
 def latest_run(found: list[Line]) -> dict[int, dict[str, Line]]:
-    """Of every length and policy its last line, by length and policy."""
+    """Lines by length and policy: of every length those that were measured last, in turn."""
+    dates = {line["length"]: line["date"] for line in found}
     latest: dict[int, dict[str, Line]] = {}
     for line in found:
-        latest.setdefault(line["length"], {})[line["policy"]] = line
+        if line["date"] == dates[line["length"]]:
+            latest.setdefault(line["length"], {})[line["policy"]] = line
     return dict(sorted(latest.items()))
 
 

@@ -127,7 +127,16 @@ class Layout:
         return (OUTSIDE, *names) if OUTSIDE in self.by_name else names
 
     def segment(self, names: tuple[str, ...]) -> Segment:
-        """The segment of modules that see each other."""
+        """The segment of modules that see each other. It is put together once."""
+        if names not in self._segments:
+            self._segments[names] = self._made(names)
+        return self._segments[names]
+
+    @cached_property
+    def _segments(self) -> dict[tuple[str, ...], Segment]:
+        return {}
+
+    def _made(self, names: tuple[str, ...]) -> Segment:
         modules = [self.by_name[name] for name in names]
         tokens = sorted(
             (position, token)
