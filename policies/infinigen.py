@@ -58,6 +58,10 @@ class PartialKeys(Index):
     def num_slots(self) -> int:
         return self._num_slots
 
+    @property
+    def query_basis_BKHr(self) -> Tensor:  # noqa: N802
+        return self._to_queries_BKHr
+
     def append(self, k_BKCH: Tensor) -> None:
         end = self.num_slots + k_BKCH.shape[2]
         if end > self._keys_BKrT.shape[3]:
@@ -81,9 +85,15 @@ class PartialKeys(Index):
         return other
 
     def scores(self, q_BNH: Tensor) -> Tensor:
-        """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32."""
+        """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32.
+
+        Args:
+            q_BNH: queries, or (B, N, r) if `query_basis_BKHr` was applied to them already.
+        """
         batch, heads, dim, columns = self._to_queries_BKHr.shape
-        q_XGr = q_BNH.reshape(batch * heads, -1, dim).bmm(self._to_queries_BKHr.view(-1, dim, columns))
+        q_XGr = q_BNH.reshape(batch * heads, -1, q_BNH.shape[-1])
+        if q_BNH.shape[-1] == dim:
+            q_XGr = q_XGr.bmm(self._to_queries_BKHr.view(-1, dim, columns))
         room = self._keys_BKrT.shape[3]
         scores_XGn = q_XGr.bmm(self._keys_BKrT.view(-1, columns, room)[..., : self._num_slots])
         scores_BKGn = scores_XGn.view(batch, heads, -1, self._num_slots)

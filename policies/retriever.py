@@ -92,6 +92,11 @@ class Index(ABC):
     def num_slots(self) -> int:
         """That are in it."""
 
+    @property
+    def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
+        """Columns that it takes queries in; where a projection has them in its weights, it is given those alone."""
+        return None
+
     @abstractmethod
     def append(self, k_BKCH: Tensor) -> None:
         """New slots, behind the others."""
@@ -195,6 +200,7 @@ class Retriever(Policy, ABC):
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
         """Slots (B, K, m) that are fetched for this query, in any order, none of them twice. None is all.
 
+        The query is (B, N, H), or (B, N, r) in the index's own basis.
         A policy that does not ask gets queries of no meaning.
 
         Where a row has fewer tokens than m, the others are its last slots of padding.

@@ -67,13 +67,15 @@ class _Projection:
     factor: float = 1.0
     eps: float | None = None
 
-    def queries(self, given: LayerInput) -> Tensor:
-        x_BCD = given.x_BCD
+    def normed(self, x: Tensor) -> Tensor:
+        if self.norm is None:
+            return x
         if self.eps is not None:
-            assert self.norm is not None
-            x_BCD = F.rms_norm(x_BCD, x_BCD.shape[-1:], self.norm.weight, self.eps)  # type: ignore[arg-type]
-        elif self.norm is not None:
-            x_BCD = self.norm(x_BCD)
+            return F.rms_norm(x, x.shape[-1:], self.norm.weight, self.eps)  # type: ignore[arg-type]
+        return self.norm(x)
+
+    def queries(self, given: LayerInput) -> Tensor:
+        x_BCD = self.normed(given.x_BCD)
         q_BCNH = F.linear(x_BCD, self.linear.weight, self.linear.bias).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BCNH = self.q_norm(q_BCNH)
@@ -82,6 +84,36 @@ class _Projection:
         if q_BCNH.shape[1] == 1:
             return self.rotary.rotated_token(q_BCNH[:, 0], given.start, given.pads).unsqueeze(2)
         return self.rotary.rotated(q_BCNH.transpose(0, 1), given.start, given.pads).permute(1, 2, 0, 3)
+
+
+class FoldedProjection:
+    """A projection with a basis in its weights: fewer of them are read, and nothing is computed behind it.
+
+    Args:
+        projection: linear(norm(x)), with neither norms nor rotations behind it.
+        basis_KHr: columns for the query heads of each KV head.
+    """
+
+    def __init__(self, projection: _Projection, basis_KHr: Tensor) -> None:
+        num_kv_heads, head_dim, self._columns = basis_KHr.shape
+        self._projection = projection
+        basis_KrH = basis_KHr.mT * projection.factor
+        weight_KGHD = projection.linear.weight.unflatten(0, (num_kv_heads, -1, head_dim))
+        self._weight_XD = torch.einsum("krh,kghd->kgrd", basis_KrH, weight_KGHD).flatten(0, 2).contiguous()
+        self._bias_X = None
+        if projection.linear.bias is not None:
+            bias_KGH = projection.linear.bias.unflatten(0, (num_kv_heads, -1, head_dim))
+            self._bias_X = torch.einsum("krh,kgh->kgr", basis_KrH, bias_KGH).flatten()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the folded weights."""
+        return self._weight_XD.nbytes + (0 if self._bias_X is None else self._bias_X.nbytes)
+
+    def queries(self, given: LayerInput) -> Tensor:
+        """The last token's queries (B, N, r) in the basis."""
+        x_BD = self._projection.normed(given.x_BCD[:, -1])
+        return F.linear(x_BD, self._weight_XD, self._bias_X).unflatten(-1, (-1, self._columns))
 
 
 class QueryPrediction:
@@ -117,6 +149,20 @@ class QueryPrediction:
         """Queries (B, N, C, H) of a layer, as attention sees them, from what goes into another layer."""
         projection = self._projections[layer]
         return self._by_module(layer, given) if projection is None else projection.queries(given)
+
+    def folded(self, layer: int, basis_KHr: Tensor) -> FoldedProjection | None:
+        """Queries in a basis of their own per KV head, where they are linear in what they are made of.
+
+        Args:
+            basis_KHr: columns for the query heads of each KV head.
+
+        Returns:
+            None where rotations or norms stand between the weights and the queries.
+        """
+        projection = self._projections[layer]
+        if projection is None or projection.q_norm is not None or len(projection.rotary.inv_freq_F):
+            return None
+        return FoldedProjection(projection, basis_KHr)
 
     def _by_module(self, layer: int, given: LayerInput) -> Tensor:
         stop = _Stop()

@@ -25,7 +25,7 @@ from runahead.host_layer import HostLayer
 from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.kv_cache import KVSlab
 from runahead.model import Model
-from runahead.query_prediction import LayerInput
+from runahead.query_prediction import FoldedProjection, LayerInput
 from runahead.retrieval_report import RetrievalReport
 
 SIMULATED_STEPS = 32
@@ -37,6 +37,7 @@ class LayerRetrieval:
     """One layer's index, and what was retrieved so far.
 
     Attributes:
+        folded: predicts queries in the index's basis, where that can be.
         steps: for which something was chosen.
         fetched, resident: slots, summed over steps.
         evicted: slots of each row and KV head whose token was given up.
@@ -45,6 +46,7 @@ class LayerRetrieval:
     """
 
     index: Index
+    folded: FoldedProjection | None = None
     steps: int = 0
     fetched: int = 0
     resident: int = 0
@@ -117,8 +119,10 @@ class Retrieval:
 
     @property
     def num_bytes(self) -> int:
-        """Of the indices, and the most that was fetched at a time."""
-        return sum(layer.index.num_bytes for layer in self.layers if layer is not None) + self.peak_fetched_bytes
+        """Of the indices, folded projections among them, and the most that was fetched at a time."""
+        layers = [layer for layer in self.layers if layer is not None]
+        folded = sum(layer.folded.num_bytes for layer in layers if layer.folded is not None)
+        return sum(layer.index.num_bytes for layer in layers) + folded + self.peak_fetched_bytes
 
     def fork(self, cache: KeptCache) -> Retrieval:
         """One that goes on from here on its own, over another cache with the same slots."""
@@ -168,9 +172,8 @@ class Retrieval:
             )
             index = self.policy.index(view)
             if found is None:
-                self.layers[layer] = LayerRetrieval(index=index)
-            else:
-                found.index = index
+                found = self.layers[layer] = LayerRetrieval(index=index)
+            found.index, found.folded = index, self._folded(layer, index)
         if self.max_slots is not None:
             self._limit_prompt(layer, kept, q_BNCH, positions_BC)
 
@@ -191,10 +194,14 @@ class Retrieval:
         """Choose and fetch for a layer, by the input of the layer before it."""
         if self._prediction is None or not self._chooses(layer):
             return
-        if self.policy.asks:
-            q_BNH = self._prediction.queries(layer, given)[:, :, -1]
-        else:
+        found = self.layers[layer]
+        assert found is not None
+        if not self.policy.asks:
             q_BNH = given.x_BCD
+        elif found.folded is not None:
+            q_BNH = found.folded.queries(given)
+        else:
+            q_BNH = self._prediction.queries(layer, given)[:, :, -1]
         self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
         waiting = sum(fetched.slab_TBKX.nbytes for fetched in self._fetched.values() if fetched is not None)
         self.peak_fetched_bytes = max(self.peak_fetched_bytes, waiting)
@@ -239,6 +246,14 @@ class Retrieval:
         slots_BKGm = fetched.slots_BKm[:, :, None].expand(-1, -1, q_BKGH.shape[2], -1)
         seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., -1]
         found.hit_mass.append(float(seen.mean()))
+
+    def _folded(self, layer: int, index: Index) -> FoldedProjection | None:
+        """Of one row: rows of a batch have bases of their own, and folded weights for each would be more, not less."""
+        basis_BKHr = index.query_basis_BKHr
+        if self._prediction is None or basis_BKHr is None or basis_BKHr.shape[0] > 1:
+            return None
+        full = basis_BKHr.shape[3] == basis_BKHr.shape[2]  # nothing to save, and not to be told from plain queries
+        return None if full else self._prediction.folded(layer, basis_BKHr[0])
 
     def _chooses(self, layer: int) -> bool:
         """Does attention see only some of a layer?"""

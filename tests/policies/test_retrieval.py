@@ -256,6 +256,25 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
     assert seen == list(range(model.num_layers))
 
 
+def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a fraction of the query weights predicts, and the same slots are found."""
+    model = tiny_model("opt")
+    folded = Turns(model, [InfiniGen(min_tokens=0, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    folded.prefill()
+    weights = [layer.folded for layer in folded.retrieval.layers if layer is not None]
+    heads, dim = model.kv_shapes[0].num_kv_heads, model.kv_shapes[0].key_dim
+    for each in weights:
+        assert each is not None and each.num_bytes == heads * dim // 2 * (model.config.hidden_size + 1) * 8
+    logits = folded.decode(GENERATED)
+    monkeypatch.setattr(type(model.query_prediction), "folded", lambda *_: None)
+    plain = Turns(model, [InfiniGen(min_tokens=0, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    plain.prefill()
+    torch.testing.assert_close(logits, plain.decode(GENERATED), atol=1e-9, rtol=0)
+    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, fetch=10, ratio=0.5)])
+    turns.prefill()
+    assert all(layer.folded is None for layer in turns.retrieval.layers if layer is not None)
+
+
 def test_projections_that_are_linear_are_computed_alone() -> None:
     """Else the model's whole projection runs, which gives the same and costs more."""
     for family, alone in (("llama", True), ("qwen3", True), ("opt", True), ("gpt2", False)):
