@@ -44,8 +44,11 @@ demo: $(STAMP)
 		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64 \
 		partition=ratios partition.ratios=[0.6,0.4]
 
+# Tests that start ranks of their own go one by one: they wait for each other, with time limits. 5: nothing was selected.
+ALONE := $(wildcard tests/ranks tests/bench tests/network tests/slurm tests/faults tests/gpu)
 test: check
-	$(IN_VENV) -m pytest $(PYTEST_ARGS)
+	$(IN_VENV) -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(IN_VENV) -m pytest $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .
