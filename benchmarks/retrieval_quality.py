@@ -44,10 +44,10 @@ from runahead.whole_file import write_whole  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_quality.png"
 PASSAGE = 96
-BEHIND = 128
+BEHIND = 256
 SAMPLE_EVERY = 16
 FULL: dict[str, Any] = {"name": "full"}
-ALPHAS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+ALPHAS = (1.0, 3.0, 5.0, 6.0, 7.0, 8.0)
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 POOL_SHARE = 0.8
 
@@ -57,7 +57,7 @@ def infinigen(**options: Any) -> dict[str, Any]:
 
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
-    "default": [infinigen(), infinigen(ahead=False), infinigen(first_layer=2)],
+    "default": [infinigen(), infinigen(ahead=False), infinigen(first_ahead=1), infinigen(max_fetch=0.06)],
     "alpha": [infinigen(alpha=alpha) for alpha in ALPHAS],
     "ratio": [infinigen(ratio=ratio, skew=skew) for ratio in RATIOS for skew in ("auto", "none")],
     "pool": [infinigen(pool=victim, sinks=sinks) for sinks in (0, 4) for victim in ("none", "fifo", "lru", "counter")],
@@ -93,7 +93,10 @@ def measure(options: argparse.Namespace) -> None:
         text: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
     settings = list({str(setting): setting for group in options.groups for setting in GROUPS[group]}.values())
     about = {"text": Path(options.text).name, "model": model.name, "commit": machine.commit(), "code": machine.code()}
-    done = {(line["text"], line["length"], line["start"], str(line["setting"])) for line in lines.read(RESULTS, kind="setting")}
+    done = {
+        (line["text"], line["length"], line["start"], str(line["setting"]))
+        for line in lines.read(RESULTS, kind="setting")
+    }
     bar = tqdm(total=len(options.lengths) * options.samples * (1 + len(settings)), unit="setting", disable=None)
     for length in options.lengths:
         if len(text) < options.samples * (length + BEHIND):

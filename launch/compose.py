@@ -84,10 +84,11 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
          prompt_cache          policy.schema=<xml>   policy.store=<folder>   policy.link_tokens=4   policy.sinks=<n>
                                policy.device_bytes=2GiB   policy.host_bytes=8GiB   policy.disk_bytes=64GiB
-         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=6
+         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=7
                                policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
                                policy.min_tokens=<n>
                                policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false
+                               policy.first_ahead=<n>
                                policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
          sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
          per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>

@@ -114,7 +114,8 @@ class InfiniGen(Retriever):
         alpha: how far below the largest score of its query, in nats, a token is still fetched. The number is the mean
             over the KV heads of a row, of the row that needs most.
         max_fetch: the largest share of the slots that is fetched.
-        first_layer: layers before it attend to everything; layer 0 has no layer before it.
+        first_ahead: layers before it choose by their own queries, since what goes into the first layers tells little of
+            what comes next.
         observed: of the prompt's last tokens, those whose queries choose the columns.
         ahead: predict queries from the layer before, so that fetching overlaps with its compute; False takes the
             layer's own.
@@ -127,9 +128,9 @@ class InfiniGen(Retriever):
 
     skew: str = "auto"
     ratio: float = 0.5
-    alpha: float = 6.0
-    max_fetch: float = 0.1
-    first_layer: int = 1
+    alpha: float = 7.0
+    max_fetch: float = 0.12
+    first_ahead: int = 3  # type: ignore[misc]
     observed: int = 256  # type: ignore[misc]
     ahead: bool = True
     _skew: Skew | None = field(default=None, init=False, repr=False, compare=False)
@@ -145,10 +146,8 @@ class InfiniGen(Retriever):
             )
         if self.observed < 1:
             raise ValueError(f"policy.observed={self.observed} must be at least 1")
-        if self.ahead and self.first_layer < 1:
-            raise ValueError(
-                "policy.first_layer=0 has no layer before it to predict from; use 1, or policy.ahead=false"
-            )
+        if self.first_ahead < 1:
+            raise ValueError(f"policy.first_ahead={self.first_ahead} must be at least 1: no layer is before layer 0")
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # what is wrong with the file alone, before there is a model
         self.looks_ahead = self.ahead  # type: ignore[misc]

@@ -68,7 +68,7 @@ def note_choice(victim: Victim, use_BKn: Tensor, slots_BKm: Tensor, step: int) -
 
 
 def victims(
-    victim: Victim, use_BKn: Tensor, positions_BKn: Tensor, count: int, *, sinks: int, keep_from_B: list[int]
+    victim: Victim, use_BKn: Tensor, positions_BKn: Tensor, count: int, *, sinks: int, keep_from_B: Tensor
 ) -> Tensor:
     """Slots (B, K, count) to give up, the first to go first: padding, then tokens by use; of equal ones the older.
 
@@ -80,11 +80,11 @@ def victims(
     """
     positions_BKn = positions_BKn.expand(use_BKn.shape).long()
     age_BKn = positions_BKn if victim is Victim.fifo else (use_BKn.long() << 32) + positions_BKn
-    stays = (positions_BKn < sinks) | (positions_BKn >= torch.tensor(keep_from_B, device=use_BKn.device)[:, None, None])
+    stays = (positions_BKn < sinks) | (positions_BKn >= keep_from_B[:, None, None])
     last = torch.iinfo(torch.int64).max
     order_BKn = age_BKn.masked_fill(stays, last)
     # Of padding the last slot goes first, so that the rest of it stays on the left.
     order_BKn = torch.where(positions_BKn < 0, -last - positions_BKn, order_BKn)
     chosen = order_BKn.topk(count, dim=-1, largest=False, sorted=True)
-    assert int(chosen.values.max()) < last, "no slot may go"
+    torch._assert_async((chosen.values < last).all(), "no slot may go")  # the host does not wait for a GPU's answer
     return chosen.indices

@@ -121,19 +121,19 @@ class Slots:
     Attributes:
         pads: slots on the left of each row that are padding.
         positions_BKn: of the slots' tokens, below 0 on padding; None where slots are in the order of positions.
-        next_B: position of the token that is about to be computed, in each row.
+        next_B: position of the token that is about to be computed, in each row; None where nothing depends on it.
     """
 
     num_slots: int
     pads: list[int]
     positions_BKn: Tensor | None
-    next_B: list[int]
+    next_B: Tensor | None
 
     def mark(self, need_BKn: Tensor, *, sinks: int, recent: int) -> None:
         """Let the first and the last tokens be needed beyond all others, and padding be needed least."""
         if self.positions_BKn is not None:
-            next_B11 = torch.tensor(self.next_B, device=need_BKn.device)[:, None, None]
-            always = (self.positions_BKn < sinks) | (self.positions_BKn >= next_B11 - recent)
+            assert self.next_B is not None
+            always = (self.positions_BKn < sinks) | (self.positions_BKn >= self.next_B[:, None, None] - recent)
             need_BKn.masked_fill_(always, math.inf).masked_fill_(self.positions_BKn < 0, -math.inf)
             return
         if recent:
@@ -168,6 +168,8 @@ class Retriever(Policy, ABC):
     retrieves: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = False
     """Is a query predicted from the layer before, or the layer's own?"""
+    first_ahead: ClassVar[int] = 0
+    """Layers before it choose by their own queries all the same."""
     asks: ClassVar[bool] = True
     """Does what it chooses depend on the query?"""
     observed: ClassVar[int] = 0

@@ -150,7 +150,10 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class PromptOptions:
-    """Where the prompt comes from: text, file, ids_file or random_tokens. `batch` prompts run at once."""
+    """Where the prompt comes from: text, file, ids_file or random_tokens. `batch` prompts run at once.
+
+    `skip_invalid` leaves out those of several prompts that cannot be used, where otherwise none is answered.
+    """
 
     text: str | None = None
     question: str | None = None
@@ -159,6 +162,7 @@ class PromptOptions:
     random_tokens: int | None = None
     chat: Chat = Chat.auto
     batch: int = 1
+    skip_invalid: bool = False
 
     def __post_init__(self) -> None:
         self.chat = _choice("prompt.chat", Chat, self.chat)
@@ -341,6 +345,7 @@ class PolicyOptions:
     max_fetch: float | None = None
     fetch: Any = None
     first_layer: int | None = None
+    first_ahead: int | None = None
     observed: int | None = None
     ahead: bool | None = None
     sample_every: int | None = None
@@ -394,11 +399,19 @@ class RunOptions:
                 f"policy={self.policy.name.name} needs prefill=kv_runahead or prefill=single; "
                 f"prefill={self.prefill.name.name} keeps all K,V"
             )
+        if self.prompt.skip_invalid and self.policy.name is PolicyName.prompt_cache:
+            raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:
     """One sentence per option that was changed from its default and changes nothing in this run."""
     sentences = []
+    if (
+        run.prompt.skip_invalid
+        and run.prompt.ids_file is None
+        and not (run.prompt.file or "").lower().endswith(".jsonl")
+    ):
+        sentences.append("prompt.skip_invalid has no effect on a single prompt")
     if not run.generation.do_sample:
         for name in _changed(run.generation, ["temperature", "top_p", "top_k", "seed"]):
             sentences.append(f"generation.{name} has no effect without generation.do_sample=true")

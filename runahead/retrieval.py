@@ -11,7 +11,7 @@ gathering is a copy of the rows that are chosen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention import AttentionTerms
+from runahead.copy_stream import copies_for
 from runahead.host_layer import HostLayer
 from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.kv_cache import KVSlab
@@ -62,18 +63,18 @@ class Fetched:
     Attributes:
         slab_TBKX: the chosen slots and, behind them, room for the new token.
         pads: of the chosen slots, those on the left of each row that are padding.
-        slots_BKm: which they are.
+        slots_BKm: which they are; None is all, in order.
+        wait: lets what is computed from now on wait for the copy.
     """
 
     slab_TBKX: Tensor
     pads: list[int]
-    slots_BKm: Tensor
-    ready: torch.cuda.Event | None = None
+    slots_BKm: Tensor | None
+    wait: Callable[[], None] = lambda: None
 
     def slab(self, key_dim: int) -> KVSlab:
         """Once the copy is there."""
-        if self.ready is not None:
-            torch.cuda.current_stream(self.slab_TBKX.device).wait_event(self.ready)
+        self.wait()
         return KVSlab(slab_TBKX=self.slab_TBKX, key_dim=key_dim, first=0)
 
 
@@ -93,23 +94,23 @@ class Retrieval:
         self._prediction = model.query_prediction if policy.looks_ahead else None
         self._rotaries = model.known_rotaries
         self._fetched: dict[int, Fetched | None] = {}
-        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
-        few = FEW_TOKENS if self._stream is None else 0
+        self._copies = copies_for(model.device)
+        few = FEW_TOKENS if self._copies is None else 0
         self._min_tokens = few if policy.min_tokens is None else policy.min_tokens
         self._places_BK: Tensor | None = None
+        self._pads: tuple[list[int], Tensor] | None = None
+        self.in_pool = [
+            layer >= policy.first_layer and (rule is None or rule.sees_everything)
+            for layer, rule in enumerate(model.rules)
+        ]
+        """Which layers retrieve. The others are read whole in every step, so their K,V stay on the device."""
         self.max_slots: int | None = None
         """Of each layer that retrieves."""
         self.peak_fetched_bytes = 0
         """Of what was fetched for layers that had not read it yet."""
         if policy.pool.bytes is not None:
-            retrieving = [
-                shape
-                for shape, rule in zip(
-                    model.kv_shapes[policy.first_layer :], model.rules[policy.first_layer :], strict=True
-                )
-                if rule is None or rule.sees_everything
-            ]
-            per_slot = max(1, sum(shape.bytes_per_token(batch) for shape in retrieving))
+            retrieving = zip(model.kv_shapes, self.in_pool, strict=True)
+            per_slot = max(1, sum(shape.bytes_per_token(batch) for shape, is_in in retrieving if is_in))
             self.max_slots, least = policy.pool.bytes // per_slot, policy.sinks + policy.recent + 1
             if self.max_slots < least:
                 raise ValueError(
@@ -185,14 +186,19 @@ class Retrieval:
         return self.cache.layers[layer]
 
     def settle(self, layer: int, *, room: int) -> None:
-        """Move a layer to the host, if the device is another one. It must not share memory with what is used again."""
+        """Move a layer that retrieves to the host, if the device is another one.
+
+        It must not share memory with what is used again.
+        """
         kept = self.cache.layers[layer]
-        if self._stream is not None and not isinstance(kept, HostLayer):
-            self.cache.layers[layer] = HostLayer.of(kept, self._stream, room=room)
+        if self._copies is not None and self.in_pool[layer] and not isinstance(kept, HostLayer):
+            if self.max_slots is not None:
+                room = max(0, min(room, self.max_slots - kept.num_slots))
+            self.cache.layers[layer] = HostLayer.of(kept, self._copies, room=room)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and fetch for a layer, by the input of the layer before it."""
-        if self._prediction is None or not self._chooses(layer):
+        if self._prediction is None or layer < self.policy.first_ahead or not self._chooses(layer):
             return
         found = self.layers[layer]
         assert found is not None
@@ -220,13 +226,15 @@ class Retrieval:
         """A new token, behind its attention; in a full pool in the place of another."""
         found, kept = self.layers[layer], self.cache.layers[layer]
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
+            if self.max_slots is not None and found is not None and kept.num_slots == kept.slab_TBKX.shape[0]:
+                kept.copy_out(room=min(1 + kept.num_slots // 8, self.max_slots - kept.num_slots))
             kept.append(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
             if found is not None and kept.num_slots > self._min_tokens:
                 self._index_rest(found.index, kept, k_BK1H)
             return
         use_BKn = kept.carried_BKn()
         assert use_BKn is not None
-        slots_BK = self._victims(kept, use_BKn, 1, (positions_B1[:, 0] + 1).tolist())[..., 0]
+        slots_BK = self._victims(kept, use_BKn, 1, positions_B1[:, 0] + 1)[..., 0]
         kept.overwrite(slots_BK, k_BK1H, v_BK1V, positions_B1)
         found.index.overwrite(slots_BK, k_BK1H[:, :, 0])
         found.evicted, found.out_of_order = found.evicted + 1, True
@@ -235,6 +243,9 @@ class Retrieval:
         """Note the attention probability of what was fetched, if this is a step to sample."""
         found, every = self.layers[layer], self.policy.sample_every
         if found is None or fetched is None or every == 0 or found.steps % every:
+            return
+        if fetched.slots_BKm is None:
+            found.hit_mass.append(1.0)
             return
         kept, k_BKnH = self.cache.layers[layer], self._keys(layer)
         q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * scaling
@@ -286,7 +297,7 @@ class Retrieval:
         """Keys (B, K, n, H) of all slots; on a GPU where they lie, in the host's memory."""
         kept = self.cache.layers[layer]
         if isinstance(kept, HostLayer):
-            torch.cuda.current_stream(kept.device).wait_stream(kept.stream)
+            kept.copies.hold_compute()
             slab = KVSlab(slab_TBKX=kept.mapped_TBKX()[: kept.num_slots], key_dim=kept.shape.key_dim, first=0)
         else:
             slab = kept.slab()
@@ -295,7 +306,7 @@ class Retrieval:
     def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         found, kept = self.layers[layer], self.cache.layers[layer]
         assert found is not None
-        slots = self._slots(layer, kept, [start - pad for pad in pads])
+        slots = self._slots(layer, kept, self._next_B(start, pads) if found.out_of_order else None)
         slots_BKm = self.policy.choose(found.index, q_BNH, slots)
         found.steps += 1
         found.resident += kept.num_slots
@@ -303,9 +314,10 @@ class Retrieval:
         if slots_BKm is None:
             if not isinstance(kept, HostLayer):
                 return None
-            shape = len(pads), kept.shape.num_kv_heads, kept.num_slots
-            slots_BKm = torch.arange(kept.num_slots, device=kept.device).expand(shape)
-        elif self.max_slots is not None:
+            slab_TBKX, mark = kept.fetch(None)
+            wait = partial(kept.copies.hold_compute, mark)
+            return Fetched(slab_TBKX=slab_TBKX, pads=list(kept.pads), slots_BKm=None, wait=wait)
+        if self.max_slots is not None:
             use_BKn = kept.carried_BKn()
             assert use_BKn is not None
             note_choice(self.policy.pool.victim, use_BKn, slots_BKm, found.steps + SIMULATED_STEPS)
@@ -320,23 +332,21 @@ class Retrieval:
         if self._places_BK is None or self._places_BK.shape != (batch, heads):
             self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
         rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        if isinstance(kept, HostLayer):
+            slab_TBKX, mark = kept.fetch(rows_mBK)
+            wait = partial(kept.copies.hold_compute, mark)
+            return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm, wait=wait)
         width = kept.slab_TBKX.shape[3]
-        if not isinstance(kept, HostLayer):
-            slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
-            out = slab_TBKX[:num_chosen].view(-1, width)
-            torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
-            return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm)
-        current = torch.cuda.current_stream(kept.device)
-        slab_TBKX = torch.empty(num_chosen + 1, batch, heads, width, dtype=kept.shape.dtype, device=kept.device)
-        kept.stream.wait_stream(current)
-        with torch.cuda.stream(kept.stream):
-            out = slab_TBKX[:num_chosen].view(-1, width)
-            torch.index_select(kept.mapped_TBKX().view(-1, width), 0, rows_mBK, out=out)
-            ready = torch.cuda.Event()
-            ready.record(kept.stream)
-        for tensor in (slab_TBKX, rows_mBK):
-            tensor.record_stream(kept.stream)
-        return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm, ready=ready)
+        slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
+        out = slab_TBKX[:num_chosen].view(-1, width)
+        torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
+        return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm)
+
+    def _next_B(self, start: int, pads: Sequence[int]) -> Tensor:
+        """Position of the token `start` of the padded batch in each row, without a copy from the host every time."""
+        if self._pads is None or self._pads[0] != list(pads):
+            self._pads = list(pads), torch.tensor(pads, device=self.cache.device)
+        return start - self._pads[1]
 
     def _observed(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> Tensor:
         """Queries of the last tokens, as if they stood behind the prompt; 0 on padding.
@@ -359,7 +369,7 @@ class Retrieval:
             kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device))
         use_BKn = kept.carried_BKn()
         assert use_BKn is not None
-        next_B = (positions_BC[:, -1] + 1).tolist()
+        next_B = positions_BC[:, -1] + 1
         num_new = q_BNCH.shape[2]
         simulated = 0 if pool.victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
@@ -376,7 +386,7 @@ class Retrieval:
         found.index.keep(slots_BKm, kept.slab().read(0, self.max_slots)[0])
         found.evicted += excess
 
-    def _slots(self, layer: int, kept: KeptLayer, next_B: list[int]) -> Slots:
+    def _slots(self, layer: int, kept: KeptLayer, next_B: Tensor | None) -> Slots:
         found = self.layers[layer]
         assert found is not None
         return Slots(
@@ -386,12 +396,12 @@ class Retrieval:
             next_B=next_B,
         )
 
-    def _victims(self, kept: KeptLayer, use_BKn: Tensor, count: int, next_B: list[int]) -> Tensor:
+    def _victims(self, kept: KeptLayer, use_BKn: Tensor, count: int, next_B: Tensor) -> Tensor:
         return victims(
             self.policy.pool.victim,
             use_BKn,
             kept.positions_BKn(),
             count,
             sinks=self.policy.sinks,
-            keep_from_B=[position - self.policy.recent for position in next_B],
+            keep_from_B=next_B - self.policy.recent,
         )

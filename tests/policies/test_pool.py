@@ -29,8 +29,9 @@ def test_victims_are_those_used_least_and_never_pinned(
     tokens = torch.stack([torch.randperm(length, generator=generator)[: num_slots - pad] for _ in range(2)])
     positions_BKn = torch.cat([torch.arange(-pad, 0).expand(2, -1), tokens], dim=1)[None]
     use_BKn = torch.randint(0, 4, (1, 2, num_slots), generator=generator, dtype=torch.int32)
-    found = victims(victim, use_BKn, positions_BKn, count, sinks=sinks, keep_from_B=[length - recent])[0].tolist()
-    for head, slots in enumerate(found):
+    keep_from_B = torch.tensor([length - recent])
+    found = victims(victim, use_BKn, positions_BKn, count, sinks=sinks, keep_from_B=keep_from_B)
+    for head, slots in enumerate(found[0].tolist()):
         positions, use = positions_BKn[0, head].tolist(), use_BKn[0, head].tolist()
         free = [slot for slot in range(num_slots) if positions[slot] < 0 or sinks <= positions[slot] < length - recent]
         ranked = [(0 if victim is Victim.fifo else use[slot], positions[slot], slot) for slot in free]
@@ -44,7 +45,7 @@ def test_least_recently_chosen_goes_first() -> None:
     for step, slots in enumerate(([0, 1, 2, 3, 4], [4, 1], [0, 2, 3], [1]), start=1):
         note_choice(Victim.lru, use_BKn, torch.tensor([[slots]]), step)
     assert use_BKn.tolist() == [[[3, 4, 3, 3, 2]]]
-    order = victims(Victim.lru, use_BKn, torch.arange(5)[None, None], 5, sinks=0, keep_from_B=[5])
+    order = victims(Victim.lru, use_BKn, torch.arange(5)[None, None], 5, sinks=0, keep_from_B=torch.tensor([5]))
     assert order.tolist() == [[[4, 0, 2, 3, 1]]]
 
 
@@ -64,8 +65,9 @@ def test_what_was_never_chosen_does_not_count_for_fifo() -> None:
 
 
 def test_a_pool_in_which_all_is_pinned_is_an_invariant_broken() -> None:
-    with pytest.raises(AssertionError):
-        victims(Victim.fifo, torch.zeros(1, 1, 3), torch.arange(3)[None, None], 1, sinks=3, keep_from_B=[3])
+    use_BKn, keep_from_B = torch.zeros(1, 1, 3), torch.tensor([3])
+    with pytest.raises(RuntimeError, match="no slot may go"):
+        victims(Victim.fifo, use_BKn, torch.arange(3)[None, None], 1, sinks=3, keep_from_B=keep_from_B)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ GENERATED = [5, 7, 11, 13]
 
 
 def policy(name: str, options: dict[str, Any]) -> Policy:
+    if name == "infinigen":
+        options = {"first_ahead": 1} | options
     return POLICIES[name](**({"sinks": 2, "recent": 3, "min_tokens": 0} | options))
 
 
@@ -201,7 +203,8 @@ def test_a_smaller_alpha_fetches_less() -> None:
     shares: list[float] = []
     for alpha in (0.0, 0.5, 2.0, 8.0, math.inf):
         turns = Turns(
-            tiny_model("llama"), [InfiniGen(min_tokens=0, alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)]
+            tiny_model("llama"),
+            [InfiniGen(min_tokens=0, first_ahead=1, alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)],
         )
         turns.prefill()
         turns.decode(GENERATED)
@@ -213,7 +216,7 @@ def test_a_smaller_alpha_fetches_less() -> None:
 def test_no_more_than_the_cap_is_fetched(max_fetch: float) -> None:
     turns = Turns(
         tiny_model("llama"),
-        [InfiniGen(min_tokens=0, alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)],
+        [InfiniGen(min_tokens=0, first_ahead=1, alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)],
     )
     turns.prefill()
     turns.decode(GENERATED)
@@ -227,7 +230,17 @@ def test_all_columns_find_what_the_exact_scores_find(skew: str) -> None:
     ours, exact = (
         Turns(tiny_model("llama"), [each])
         for each in (
-            InfiniGen(min_tokens=0, skew=skew, ratio=1.0, fetch=12, first_layer=0, ahead=False, sinks=2, recent=3),
+            InfiniGen(
+                min_tokens=0,
+                first_ahead=1,
+                skew=skew,
+                ratio=1.0,
+                fetch=12,
+                first_layer=0,
+                ahead=False,
+                sinks=2,
+                recent=3,
+            ),
             policy("exact_topk", {"fetch": 12}),
         )
     )
@@ -259,7 +272,7 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
 def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a fraction of the query weights predicts, and the same slots are found."""
     model = tiny_model("opt")
-    folded = Turns(model, [InfiniGen(min_tokens=0, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    folded = Turns(model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
     folded.prefill()
     weights = [layer.folded for layer in folded.retrieval.layers if layer is not None]
     heads, dim = model.kv_shapes[0].num_kv_heads, model.kv_shapes[0].key_dim
@@ -267,10 +280,10 @@ def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.Monke
         assert each is not None and each.num_bytes == heads * dim // 2 * (model.config.hidden_size + 1) * 8
     logits = folded.decode(GENERATED)
     monkeypatch.setattr(type(model.query_prediction), "folded", lambda *_: None)
-    plain = Turns(model, [InfiniGen(min_tokens=0, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    plain = Turns(model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
     plain.prefill()
     torch.testing.assert_close(logits, plain.decode(GENERATED), atol=1e-9, rtol=0)
-    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, fetch=10, ratio=0.5)])
+    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5)])
     turns.prefill()
     assert all(layer.folded is None for layer in turns.retrieval.layers if layer is not None)
 
@@ -284,7 +297,9 @@ def test_projections_that_are_linear_are_computed_alone() -> None:
 
 def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     model = tiny_model("llama")
-    turns = Turns(model, [InfiniGen(min_tokens=0, ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)])
+    turns = Turns(
+        model, [InfiniGen(min_tokens=0, first_ahead=1, ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)]
+    )
     turns.prefill()
     turns.decode(GENERATED)
     cache, shape = turns.conversation.cache, model.kv_shapes[0]
@@ -295,9 +310,10 @@ def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     kept = turns.retrieval
     assert sum(layer.index.num_bytes for layer in kept.layers if layer) == pytest.approx(index_bytes, rel=0.15)
     assert kept.peak_fetched_bytes == 2 * 11 * shape.bytes_per_token()  # of this layer and the next
-    assert cache.host_bytes >= 3 * slots * shape.bytes_per_token()
+    in_pool = sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
+    assert cache.host_bytes == in_pool >= 2 * slots * shape.bytes_per_token()
     positions = sum(layer.positions_TBK.nbytes for layer in cache.layers)
-    assert cache.num_bytes == positions + kept.num_bytes
+    assert cache.num_bytes == cache.layers[0].slab_TBKX.nbytes + positions + kept.num_bytes
 
 
 @pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
@@ -306,7 +322,9 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
     model, limit = tiny_model("llama"), 20
     per_slot = 2 * model.kv_shapes[0].bytes_per_token(len(lengths))
     pool = {"bytes": limit * per_slot, "victim": victim}
-    turns = Turns(model, [InfiniGen(min_tokens=0, fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths)
+    turns = Turns(
+        model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths
+    )
     turns.prefill()
     turns.decode(GENERATED * 3)
     cache, seen = turns.conversation.cache, NUM_TOKENS + 12
@@ -328,7 +346,9 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
 def test_the_index_of_a_full_pool_is_of_the_keys_that_are_in_it() -> None:
     model = tiny_model("llama")
     pool = {"bytes": 20 * 2 * model.kv_shapes[0].bytes_per_token(1)}
-    policy = InfiniGen(min_tokens=0, fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool)
+    policy = InfiniGen(
+        min_tokens=0, first_ahead=1, fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool
+    )
     turns = Turns(model, [policy])
     turns.prefill()
     turns.decode(GENERATED * 3)
@@ -416,7 +436,7 @@ def test_what_cannot_be_combined_is_refused(policies: list[Policy], positions: P
         ({"alpha": -1.0}, "policy.alpha=-1.0"),
         ({"alpha": math.nan}, "policy.alpha=nan"),
         ({"fetch": 0}, "policy.fetch=0"),
-        ({"first_layer": 0}, "policy.ahead=false"),
+        ({"first_ahead": 0}, "policy.first_ahead=0"),
         ({"sinks": -1}, "policy.sinks=-1"),
         ({"observed": 0}, "policy.observed=0"),
         ({"pool": {"bytes": "3 apples"}}, "policy.pool.bytes=3 apples is no size"),
