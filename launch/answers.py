@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from runahead.report import Generation
@@ -14,11 +16,15 @@ class Answers:
     """Writes answers to a file descriptor as soon as they are there.
 
     A reader who leaves (`| head -1`) is no error.
+
+    Args:
+        skipped: by index, what is wrong with prompts that get no answer.
     """
 
-    def __init__(self, descriptor: int = 1):
+    def __init__(self, descriptor: int = 1, skipped: Mapping[int, str] | None = None):
         self._descriptor = descriptor
         self._is_read = True
+        self._skipped = dict(sorted((skipped or {}).items()))
 
     def write(self, text: str) -> None:
         data = text.encode()
@@ -31,7 +37,8 @@ class Answers:
                 self._is_read = False
 
     def write_line(self, index: int, generation: Generation) -> None:
-        """One of several prompts: a line of JSON."""
+        """One of several prompts: a line of JSON, behind those of skipped prompts before it."""
+        self.write_skipped(before=index)
         entry = {
             "index": index,
             "text": generation.text,
@@ -40,6 +47,11 @@ class Answers:
             "prompt_tokens": generation.prompt_tokens,
         }
         self.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def write_skipped(self, before: float = math.inf) -> None:
+        """A line of JSON for each skipped prompt with a lower index."""
+        for index in [index for index in self._skipped if index < before]:
+            self.write(json.dumps({"index": index, "error": self._skipped.pop(index)}) + "\n")
 
 
 class AnswerStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ def infer(
         store = ranks.together("the store", lambda: open_store(run.policy, model))
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
 
-    answers = Answers()
+    answers, places = Answers(skipped=prompts.skipped), prompts.places
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
     batches: list[GenerationBatch] = []
     starts = range(0, len(prompts.ids), run.prompt.batch)
@@ -106,11 +107,13 @@ def infer(
         if stream:
             stream.finish()
         elif ranks.rank == 0:
-            for index, generation in enumerate(batch.generations, start):
-                answers.write_line(index, generation)
-    ranks.agree("the report", lambda: _write_files(run, batches, model, ranks, partition))
+            for place, generation in zip(places[start:], batch.generations, strict=False):
+                answers.write_line(place, generation)
     if ranks.rank == 0:
-        sys.stderr.write(summary(batches))
+        answers.write_skipped()
+    ranks.agree("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
+    if ranks.rank == 0:
+        sys.stderr.write(summary(batches, skipped=prompts.skipped))
     return batches
 
 
@@ -137,15 +140,20 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     PREFILLS[run.prefill.name].check_config(config, num_ranks)
     tokenizer = loading.load_tokenizer(run.model)
     if run.policy.name is PolicyName.prompt_cache:
-        return read_reusing_prompts(run.prompt, read_prompt_cache(run.policy, tokenizer, config))
+        from runahead.reuse import check_ends
+
+        reusing = read_reusing_prompts(run.prompt, read_prompt_cache(run.policy, tokenizer, config))
+        limit = max_positions(config)
+        check_ends(reusing.reusing or [], num_new=run.generation.max_new_tokens, max_positions=limit)
+        return reusing
     prompts = read_prompts(
         run.prompt,
         tokenizer=tokenizer,
         vocab_size=config.vocab_size,
         seed=run.model.seed,
     )
-    check_lengths(
-        prompts.ids,
+    check = partial(
+        check_lengths,
         max_new_tokens=run.generation.max_new_tokens,
         max_positions=max_positions(config),
         num_layers=config.num_hidden_layers,
@@ -153,13 +161,22 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
         prefill=run.prefill,
         num_ranks=num_ranks,
     )
+    if run.prompt.skip_invalid:
+        prompts.skip(lambda ids: check([ids]))
+    else:
+        check(prompts.ids)
     if run.prefill.takes_partition:
         check_chunk_tokens(run.prefill, len(partition(len(prompts.ids[0]), num_ranks).chain))
     return prompts
 
 
 def _write_files(
-    run: RunOptions, batches: list[GenerationBatch], model: Model, ranks: Ranks, partition: Partitioner
+    run: RunOptions,
+    batches: list[GenerationBatch],
+    prompts: Prompts,
+    model: Model,
+    ranks: Ranks,
+    partition: Partitioner,
 ) -> None:
     from launch.partitions import kvr_name
     from runahead.report import report_json
@@ -176,6 +193,7 @@ def _write_files(
             device=str(ranks.device),
             world_size=ranks.size,
             kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
+            skipped=prompts.skipped,
         )
         write_whole(run.report, text)
     if run.timeline is not None:

@@ -78,6 +78,8 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
     for name in ("question", "ids_file", "random_tokens"):
         if getattr(options, name) is not None:
             raise ValueError(f"prompt.{name} does not go with policy=prompt_cache; give a prompt in PML as prompt.file")
+    if options.skip_invalid:
+        raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave the prompt out of the file")
     if options.chat is not Chat.auto:
         raise ValueError(
             "prompt.chat does not go with policy=prompt_cache; <system>, <user> and <assistant> are messages"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runahead.config import Chat, PrefillOptions, PromptOptions
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt
     from runahead.rank_policies import RankPolicies
+
+E = TypeVar("E")
 
 SOURCES = ("text", "file", "ids_file", "random_tokens")
 
@@ -23,12 +25,33 @@ SOURCES = ("text", "file", "ids_file", "random_tokens")
 class Prompts:
     """Token ids of every prompt, and what it reuses if it does.
 
-    `one_text`: it is a single prompt, whose answer is printed as text.
+    `one_text`: it is a single prompt, whose answer is printed as text. `skipped` says what is wrong with those that
+    cannot be used, by their place among all.
     """
 
     ids: list[list[int]]
     one_text: bool
     reusing: list[ReusingPrompt] | None = None
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def places(self) -> list[int]:
+        """Of each prompt, among all that were given."""
+        return [place for place in range(len(self.ids) + len(self.skipped)) if place not in self.skipped]
+
+    def skip(self, check: Callable[[list[int]], None]) -> None:
+        """Leave out those for which `check` raises a ValueError.
+
+        Raises: ValueError if none is left.
+        """
+
+        def checked(ids: list[int]) -> list[int]:
+            check(ids)
+            return ids
+
+        places = self.places
+        self.ids, wrong = _usable(self.ids, checked, skip_invalid=True)
+        self.skipped |= {places[number]: message for number, message in wrong.items()}
 
     @property
     def asked(self) -> Sequence[list[int] | ReusingPrompt]:
@@ -40,7 +63,7 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
     """Read what `options` name and turn it into token ids.
 
     Raises: ValueError, in one line, for what cannot be read, is no text, is empty or has ids outside the
-    vocabulary.
+    vocabulary; with `skip_invalid`, only if none of several prompts can be used.
     """
     given = [name for name in SOURCES if getattr(options, name) is not None]
     if len(given) != 1:
@@ -53,19 +76,41 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
         rows = [[draw.randrange(vocab_size) for _ in range(options.random_tokens)] for _ in range(options.batch)]
         return Prompts(ids=rows, one_text=len(rows) == 1)
     if options.ids_file is not None:
-        return _prompts_of_ids(options.ids_file, vocab_size)
+        return _prompts_of_ids(options.ids_file, vocab_size, skip_invalid=options.skip_invalid)
     if tokenizer is None:
         raise ValueError(
             f"prompt.{given[0]} needs a tokenizer, and this model has none; "
             "use prompt.ids_file=<json list of token ids>"
         )
-    if options.text is not None:
-        texts, names = [_joined(options.text, options.question, name="prompt.text")], ["prompt.text"]
-    else:
-        assert options.file is not None
-        texts, names = _texts_of_file(options.file, options.question)
-    ids = [tokenize(text, tokenizer, options.chat, name=name) for text, name in zip(texts, names, strict=True)]
-    return Prompts(ids=ids, one_text=not is_jsonl(options.file))
+    lines = is_jsonl(options.file)
+
+    def ids_of(source: tuple[str, str]) -> list[int]:
+        text, name = source
+        text = _text_of_line(text, options.question, name) if lines else _joined(text, options.question, name=name)
+        return tokenize(text, tokenizer, options.chat, name=name)
+
+    ids, skipped = _usable(_sources(options), ids_of, skip_invalid=options.skip_invalid and lines)
+    return Prompts(ids=ids, one_text=not lines, skipped=skipped)
+
+
+def _usable(
+    entries: Sequence[E], ids_of: Callable[[E], list[int]], *, skip_invalid: bool
+) -> tuple[list[list[int]], dict[int, str]]:
+    """Token ids of each entry, and by place what is wrong with those that have none.
+
+    Raises: ValueError for the first that is wrong; with `skip_invalid`, if all are.
+    """
+    usable, wrong = [], {}
+    for place, entry in enumerate(entries):
+        try:
+            usable.append(ids_of(entry))
+        except ValueError as error:
+            if not skip_invalid:
+                raise
+            wrong[place] = str(error)
+    if not usable:
+        raise ValueError(f"none of {len(wrong)} prompts can be used; the first: {next(iter(wrong.values()))}")
+    return usable, wrong
 
 
 def check_lengths(
@@ -139,27 +184,28 @@ def is_jsonl(path: str | None) -> bool:
     return path is not None and path.lower().endswith(".jsonl")
 
 
-def _texts_of_file(path: str, question: str | None) -> tuple[list[str], list[str]]:
-    """The texts in a file, and what messages are to call each."""
-    name = f"prompt.file={path}"
-    text = read_text(path, name)
-    if not is_jsonl(path):
-        return [_joined(text, question, name=name)], [name]
-    lines = jsonl_texts(text, name, question)
-    return [line for line, _ in lines], [line_name for _, line_name in lines]
+def _sources(options: PromptOptions) -> list[tuple[str, str]]:
+    """The text, or each line of a .jsonl file, and what messages are to call it."""
+    if options.text is not None:
+        return [(options.text, "prompt.text")]
+    assert options.file is not None
+    name = f"prompt.file={options.file}"
+    text = read_text(options.file, name)
+    return _lines(text, name) if is_jsonl(options.file) else [(text, name)]
 
 
-def jsonl_texts(text: str, name: str, question: str | None = None) -> list[tuple[str, str]]:
+def jsonl_texts(text: str, name: str) -> list[tuple[str, str]]:
     """The prompt in each line of a .jsonl file, and what messages are to call it. Raises: ValueError."""
-    texts = []
+    return [(_text_of_line(line, None, line_name), line_name) for line, line_name in _lines(text, name)]
+
+
+def _lines(text: str, name: str) -> list[tuple[str, str]]:
     # Only "\n" ends a line: JSON strings may hold the other characters that splitlines() takes for one.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            line_name = f"{name} line {number}"
-            texts.append((_text_of_line(line, question, line_name), line_name))
-    if not texts:
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(line, f"{name} line {number}") for number, line in numbered if line.strip()]
+    if not lines:
         raise ValueError(f"{name} is empty; give a prompt per line")
-    return texts
+    return lines
 
 
 def _text_of_line(line: str, question: str | None, name: str) -> str:
@@ -182,7 +228,7 @@ def _text_of_line(line: str, question: str | None, name: str) -> str:
     return _joined(entry["prompt"], own_question, name=name)
 
 
-def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
+def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompts:
     name = f"prompt.ids_file={path}"
     try:
         entries = json.loads(read_text(path, name))
@@ -192,9 +238,12 @@ def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
         raise ValueError(f"{name} is not JSON ({error}); give a list of token ids") from error
     if not isinstance(entries, list):
         raise ValueError(f"{name} must be a list of token ids, or a list of such lists")
-    is_list_of_lists = bool(entries) and all(isinstance(entry, list) for entry in entries)
-    rows = entries if is_list_of_lists else [entries]
-    for row in rows:
+    are_lists = [isinstance(entry, list) for entry in entries]
+    is_list_of_lists = any(are_lists) if skip_invalid else bool(entries) and all(are_lists)
+
+    def ids_of(row: Any) -> list[int]:
+        if not isinstance(row, list):
+            raise ValueError(f"{name} holds {json.dumps(row)[:40]}, which is no list of token ids")
         if not row:
             raise ValueError(f"{name} holds an empty prompt; a prompt has at least one token")
         for token in row:
@@ -204,7 +253,11 @@ def _prompts_of_ids(path: str, vocab_size: int) -> Prompts:
                 )
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} has token id {token}, but the model's ids are 0 to {vocab_size - 1}")
-    return Prompts(ids=rows, one_text=not is_list_of_lists)
+        return row
+
+    rows = entries if is_list_of_lists else [entries]
+    ids, skipped = _usable(rows, ids_of, skip_invalid=skip_invalid and is_list_of_lists)
+    return Prompts(ids=ids, one_text=not is_list_of_lists, skipped=skipped)
 
 
 def read_text(path: str, name: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from runahead.report import GenerationBatch
 
 
-def summary(batches: Sequence[GenerationBatch]) -> str:
-    """The run's figures, one per line; of several batches, medians of times and maxima of peaks."""
+def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | None = None) -> str:
+    """The run's figures, one per line; of several batches, medians of times and maxima of peaks.
+
+    Args:
+        skipped: prompts that were left out, and why.
+    """
     first = batches[0]
     generations = [generation for batch in batches for generation in batch.generations]
     prompt_tokens = [generation.prompt_tokens for generation in generations]
@@ -19,6 +23,8 @@ def summary(batches: Sequence[GenerationBatch]) -> str:
     else:
         span = f"{min(prompt_tokens):,} to {max(prompt_tokens):,}"
         rows.append(("prompts", f"{len(generations):,} in {len(batches):,} calls, {span} tokens each"))
+    if skipped:
+        rows.append(("skipped", f"{len(skipped):,}; the first: {skipped[min(skipped)]}"))
     rows.append(
         (
             "new tokens",
@@ -45,8 +51,30 @@ def summary(batches: Sequence[GenerationBatch]) -> str:
         mean = retrieving.retrieval.mean_fetched_share
         fetched = "" if mean is None else f", {mean:.1%} of the tokens fetched per step and layer"
         rows.append(("K,V in host memory", f"{_bytes(retrieving.kv_host_bytes)}{fetched}"))
+    rows += _reuse_rows(batches)
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def _reuse_rows(batches: Sequence[GenerationBatch]) -> list[tuple[str, str]]:
+    """What prompts reused, as the rank that reused most tells it."""
+    by_batch = [[rank.reuse for rank in batch.ranks if rank.reuse is not None] for batch in batches]
+    reports = [max(of_ranks, key=lambda report: report.cached_tokens) for of_ranks in by_batch if of_ranks]
+    if not reports:
+        return []
+    cached = sum(report.cached_tokens for report in reports)
+    total = sum(generation.prompt_tokens for batch in batches for generation in batch.generations)
+    found: dict[str, int] = {}
+    for report in reports:
+        for tier, count in report.found_bytes.items():
+            found[tier] = found.get(tier, 0) + count
+    tiers = ", ".join(f"{_bytes(count)} from {tier}" for tier, count in found.items())
+    rows = [("tokens reused", f"{cached:,} of {total:,} ({cached / total:.1%}){': ' if tiers else ''}{tiers}")]
+    encoded = [sum(report.encoded_tokens for report in of_ranks) for of_ranks in by_batch]
+    if any(encoded):
+        seconds = sum(max(report.encode_s for report in of_ranks) for of_ranks in by_batch if of_ranks)
+        rows.append(("tokens encoded", f"{sum(encoded):,} in {seconds:.2f} s, before TTFT begins"))
+    return rows
 
 
 def _times(ttfts: Sequence[tuple[float, bool]]) -> str:

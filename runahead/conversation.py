@@ -19,6 +19,7 @@ from policies.base import Phase
 from runahead.attention_seam import LayerAttention
 from runahead.config import GenerationOptions
 from runahead.decode import Decoded, Row, attention_over, decode
+from runahead.host_layer import HostLayer
 from runahead.kept_attention import KeptAttention
 from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.model import Model
@@ -221,6 +222,7 @@ class Conversation:
             phase=Phase.prefill,
             prompt_tokens=end,
             num_layers=self.model.num_layers,
+            room=0 if self.cache.retrieval is None else end // 8,  # nothing goes, so more will come
             cuts_back=cut_back,
             retrieval=self.cache.retrieval,
         )
@@ -236,7 +238,7 @@ class Conversation:
         self.num_tokens = end
         if ids_BC.shape[1] > 1:  # single tokens use the room that is left
             for layer in self.cache.layers:
-                if layer.slab_TBKX.shape[0] > layer.num_slots:
+                if not isinstance(layer, HostLayer) and layer.slab_TBKX.shape[0] > layer.num_slots:
                     layer.copy_out(room=0)
         return logits
 

@@ -54,6 +54,8 @@ class Heartbeat:
         """The same of their work."""
         self.failure: str | None = None
         """The first failure that some rank announced, or that shows by itself: a process that is gone."""
+        self.is_end = False
+        """The failure is an end without a word: it may be that of a job that went well."""
         self.asking_since: float | None = None
         """Since when (`time.monotonic`) the store owes an answer."""
         self._closed = threading.Event()
@@ -107,7 +109,9 @@ class Heartbeat:
             with suppress(RuntimeError):  # the store is gone, and the ranks with it
                 self._announcements.compare_set(FAILURE, "", message)
 
-        self._announcer.submit(announce).done.wait(timeout=ANNOUNCE_S)
+        since = self.asking_since
+        is_cut_off = since is not None and time.monotonic() - since > ANNOUNCE_S
+        self._announcer.submit(announce).done.wait(timeout=PERIOD_S if is_cut_off else ANNOUNCE_S)
 
     def announced(self) -> str | None:
         """The first failure that was announced, asked for now; None also where the store does not answer at once."""
@@ -141,9 +145,13 @@ class Heartbeat:
                 self.asking_since = None
             except RuntimeError as error:  # its host is gone, or was cut off
                 lost = f"the rendezvous store is lost, its launcher or host is gone ({first_line(error)})"
-                self.failure = self.failure or ended or lost
+                self._has_ended(ended or lost)
                 return
-            self.failure = self.failure or ended  # in this order: what it announced before its end says more
+            self._has_ended(ended)  # behind looking: what it announced before its end says more
+
+    def _has_ended(self, what: str | None) -> None:
+        if self.failure is None and what is not None:
+            self.is_end, self.failure = True, what
 
     def _publish(self) -> None:
         has_moved = self._progress != self._published or self._has_worked()

@@ -1,18 +1,20 @@
 """A layer's K,V in memory of the host, for a GPU that fetches some of them in every step.
 
-Copies to the host run on a stream of their own and in order, as fetches do, so a fetch sees all that was stored before.
-Nothing here waits for the device.
+Copies to the host run in order with fetches, so a fetch sees all that was stored before. The host waits for the device
+where memory has to grow or is given back, and nowhere else.
 """
 
 # Legend: T slots with room, n stored slots, m fetched ones, B batch, K kv heads, X = H + V key and value dims.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from runahead.copy_stream import CopyStream
 from runahead.host_memory import host_empty, on_device
 from runahead.kept_cache import KeptLayer
 from runahead.kv_cache import KVSlab
@@ -23,33 +25,60 @@ class HostLayer(KeptLayer):
     """Slots whose K,V are on the host; positions and what is carried stay on the device.
 
     Attributes:
-        device: a GPU.
-        stream: of all copies between it and this memory.
+        copies: of all copies between the device and this memory.
     """
 
-    device: torch.device
-    stream: torch.cuda.Stream
+    copies: CopyStream
+    _mapped_TBKX: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, layer: KeptLayer, stream: torch.cuda.Stream, *, room: int) -> HostLayer:
-        """The same slots, copied to the host in the background, with room for so many more."""
-        device = layer.slab_TBKX.device
-        host_TBKX = host_empty((layer.num_slots + room, *layer.slab_TBKX.shape[1:]), layer.shape.dtype, device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            host_TBKX[: layer.num_slots].copy_(layer.slab_TBKX[: layer.num_slots], non_blocking=True)
-        layer.slab_TBKX.record_stream(stream)
-        same = {field.name: getattr(layer, field.name) for field in fields(KeptLayer) if field.name != "slab_TBKX"}
-        return cls(slab_TBKX=host_TBKX, device=device, stream=stream, **same)
+    def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int) -> HostLayer:
+        """The same slots, copied to the host in the background, with room for so many more.
 
-    def brought(self) -> KeptLayer:
+        What a layer has on the host already stays there, if there is enough room behind it.
+        """
+        known, n = layer.host if isinstance(layer, BroughtLayer) else None, layer.num_slots
+        if known is not None and known.slab_TBKX.shape[0] >= n + room:
+            host_TBKX, start = known.slab_TBKX, known.num_slots
+        else:
+            host_TBKX, start = _empty(layer, n + room, copies), 0
+        with copies.copying(layer.slab_TBKX):
+            host_TBKX[start:n].copy_(layer.slab_TBKX[start:n], non_blocking=True)
+        copies.pace()
+        return cls(slab_TBKX=host_TBKX, copies=copies, **_on_device(layer))
+
+    @property
+    def device(self) -> torch.device:
+        """That fetches."""
+        return self.copies.device
+
+    def brought(self) -> BroughtLayer:
         """The same slots on the device."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
-        same = {field.name: getattr(self, field.name) for field in fields(KeptLayer) if field.name != "slab_TBKX"}
-        slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True)
-        self.stream.wait_stream(current)  # nothing is written here before it was read
-        return KeptLayer(slab_TBKX=slab_TBKX, **same)
+        self.copies.hold_compute()
+        slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
+        return BroughtLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
+
+    def fetch(self, rows_X: Tensor | None) -> tuple[Tensor, torch.cuda.Event]:
+        """Copy slots to the device, with room for one more behind them.
+
+        Args:
+            rows_X: rows of the memory as a (T * B * K, X) matrix, all of a slot's side by side; None is all slots.
+
+        Returns:
+            slots (m + 1, B, K, X), and the mark to wait for before they are read.
+        """
+        _, batch, heads, width = self.slab_TBKX.shape
+        num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * heads)
+        with self.copies.copying(*([] if rows_X is None else [rows_X])):
+            slab_TBKX = torch.empty(
+                num_fetched + 1, batch, heads, width, dtype=self.slab_TBKX.dtype, device=self.device
+            )
+            if rows_X is None:
+                slab_TBKX[:num_fetched].copy_(self.slab_TBKX[:num_fetched], non_blocking=True)
+            else:
+                out = slab_TBKX[:num_fetched].view(-1, width)
+                torch.index_select(self.mapped_TBKX().view(-1, width), 0, rows_X, out=out)
+        return slab_TBKX, self.copies.mark()
 
     def slab(self) -> KVSlab:
         return self.brought().slab()
@@ -60,7 +89,9 @@ class HostLayer(KeptLayer):
             self._grow(end)
         if end > self.positions_TBK.shape[0]:
             self._room_on_device(end + end // 8)
-        self._copy_in(end - num_new, torch.cat([k_BKCH, v_BKCV], dim=-1).permute(2, 0, 1, 3).contiguous())
+        new_CBKX = torch.cat([k_BKCH, v_BKCV], dim=-1).permute(2, 0, 1, 3).contiguous()
+        with self.copies.copying(new_CBKX):
+            self.slab_TBKX[end - num_new : end].copy_(new_CBKX, non_blocking=True)
         self.num_slots = end
         self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
         self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
@@ -68,28 +99,21 @@ class HostLayer(KeptLayer):
             self.carried_TBK[end - num_new : end] = 0
 
     def copy_out(self, *, room: int) -> None:
-        self.stream.synchronize()
-        host_TBKX = host_empty((self.num_slots + room, *self.slab_TBKX.shape[1:]), self.shape.dtype, self.device)
+        self.copies.finish()
+        host_TBKX = _empty(self, self.num_slots + room, self.copies)
         host_TBKX[: self.num_slots] = self.slab_TBKX[: self.num_slots]
-        self.slab_TBKX = host_TBKX
+        self.slab_TBKX, self._mapped_TBKX = host_TBKX, None
         self._room_on_device(self.num_slots + room)
 
     def mapped_TBKX(self) -> Tensor:  # noqa: N802
         """The memory as the device sees it."""
-        return on_device(self.slab_TBKX, self.device)
-
-    def _copy_in(self, first: int, new_CBKX: Tensor) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self.slab_TBKX[first : first + len(new_CBKX)].copy_(new_CBKX, non_blocking=True)
-        new_CBKX.record_stream(self.stream)
+        if self._mapped_TBKX is None:
+            self._mapped_TBKX = on_device(self.slab_TBKX, self.device)
+        return self._mapped_TBKX
 
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        with self.copies.copying(slots_BK, rows_B1, heads_K, new_BKX):
             self.mapped_TBKX()[slots_BK, rows_B1, heads_K] = new_BKX
-        for tensor in (slots_BK, rows_B1, heads_K, new_BKX):
-            tensor.record_stream(self.stream)
 
     def _room_on_device(self, room: int) -> None:
         for name in ("positions_TBK", "carried_TBK"):
@@ -98,3 +122,24 @@ class HostLayer(KeptLayer):
                 new = old.new_empty(room, *old.shape[1:])
                 new[: self.num_slots] = old[: self.num_slots]
                 setattr(self, name, new)
+
+
+@dataclass(kw_only=True)
+class BroughtLayer(KeptLayer):
+    """A layer on the device for a while. `host` is where its first slots are, as long as they stay what they are."""
+
+    host: HostLayer | None
+
+    def cut_back(self, slots_BKm: Tensor, *, room: int) -> None:
+        super().cut_back(slots_BKm, room=room)
+        self.host = None
+
+
+def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
+    shape = num_slots, *layer.slab_TBKX.shape[1:]
+    return host_empty(shape, layer.shape.dtype, copies.device, before_free=copies.finish)
+
+
+def _on_device(layer: KeptLayer) -> dict[str, Any]:
+    """All but its K,V."""
+    return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name != "slab_TBKX"}

@@ -6,29 +6,47 @@ the link: nothing is copied that was not asked for, and the host does not wait f
 
 from __future__ import annotations
 
+import mmap
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def host_empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, before_free: Callable[[], None] = lambda: None
+) -> Tensor:
     """An uninitialised tensor in host memory, page-locked where `device` is a GPU.
+
+    Args:
+        before_free: called once nobody on the host has the memory any more; returns when no copy uses it either.
 
     Raises:
         ValueError: there is no room for it.
     """
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    except RuntimeError as error:  # torch.AcceleratorError and torch.OutOfMemoryError are RuntimeErrors
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if device.type != "cuda" or num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        memory = _PageLocked(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        host = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.cuda.device(device):
+            memory.lock(host.data_ptr(), before_free)
+        return host.view(dtype).view(shape)
+    except (OSError, RuntimeError) as error:  # torch.AcceleratorError and torch.OutOfMemoryError are RuntimeErrors
         raise ValueError(
-            f"{num_bytes:,} bytes of K,V do not fit into host memory; use a shorter prompt or a smaller prompt.batch"
+            f"{num_bytes:,} bytes of K,V do not fit into page-locked host memory; use a shorter prompt, a smaller "
+            "prompt.batch or policy.pool.bytes, or raise the limit (ulimit -l)"
         ) from error
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """The same contiguous memory as `device` sees it; on a CPU that is the tensor itself."""
+    """The same contiguous memory as `device` sees it; on a CPU that is the tensor itself.
+
+    With unified addresses, which CUDA has on 64-bit Linux, page-locked memory has the same address on both sides.
+    """
     if device.type != "cuda":
         return host
     if host.numel() == 0:
@@ -37,6 +55,27 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.device(device):
         mapped = torch.as_tensor(_Bytes(host), device=device)
     return mapped.view(host.dtype).view(host.shape)
+
+
+class _PageLocked(mmap.mmap):
+    """As many bytes as are asked for: torch's own page-locked memory takes the next power of two, up to twice that."""
+
+    _address = 0
+
+    def lock(self, address: int, before_free: Callable[[], None]) -> None:
+        """Raises: RuntimeError."""
+        self._before_free = before_free
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child's copy on write would move pages that a GPU is writing to
+            self.madvise(mmap.MADV_DONTFORK)
+        status = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        if status:
+            raise RuntimeError(f"cudaHostRegister failed with error {status}")
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address and not sys.is_finalizing():
+            self._before_free()
+            torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
 class _Bytes:

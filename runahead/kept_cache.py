@@ -223,7 +223,10 @@ class KeptCache:
     @property
     def host_bytes(self) -> int:
         """Bytes of the K,V that are in the host's pool. On a CPU that is memory like any other."""
-        return 0 if self.retrieval is None else sum(layer.slab_TBKX.nbytes for layer in self.layers)
+        if self.retrieval is None:
+            return 0
+        layers = zip(self.layers, self.retrieval.in_pool, strict=True)
+        return sum(layer.slab_TBKX.nbytes for layer, is_in in layers if is_in)
 
     @property
     def num_slots(self) -> list[int]:

@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -27,20 +27,17 @@ class ReuseReport:
         cached_tokens, computed_tokens: of the prompts; with several ranks, those that this rank computed.
         found_bytes: by tier, once for all prompts of the batch.
         stored_bytes: by tier, of everything in the store.
-        joined_bytes: of the buffers in which pieces were joined.
         encoded_tokens, encode_s: of segments that were in no tier, before the first token's time starts.
-        lookup_s, copy_s: finding segments, tiers' copies among it, and joining them.
+        lookup_s: of finding segments, with the copies into faster tiers.
     """
 
     cached_tokens: int = 0
     computed_tokens: int = 0
     found_bytes: dict[str, int] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)
-    joined_bytes: int = 0
     encoded_tokens: int = 0
     encode_s: float = 0.0
     lookup_s: float = 0.0
-    copy_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -115,6 +112,7 @@ def report_json(
     device: str,
     world_size: int,
     kvr_names: Sequence[str | None] = (),
+    skipped: Mapping[int, str] | None = None,
 ) -> str:
     """The report of a run as JSON text.
 
@@ -123,6 +121,8 @@ def report_json(
 
     Args:
         kvr_names: what the paper calls each batch's partition (KVR-E, KVR-S, KVR-P), None if it has no name for it.
+        skipped: prompts that were left out: place among all, and what is wrong with them. If there are any, each
+            prompt has its place, too.
     """
     kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {
@@ -141,6 +141,10 @@ def report_json(
         for number, (batch, kvr_name) in enumerate(zip(batches, kvr_names, strict=True))
         for generation in batch.generations
     ]
+    if skipped:
+        places = (place for place in range(len(prompts) + len(skipped)) if place not in skipped)
+        prompts = [{"index": place} | prompt for place, prompt in zip(places, prompts, strict=True)]
+        about_the_run["skipped"] = [{"index": place, "error": skipped[place]} for place in sorted(skipped)]
     report = about_the_run | {"prompts": prompts}
     if len(prompts) == 1:
         report = prompts[0] | report

@@ -1,18 +1,14 @@
 """Brings together what a batch of prompts reuses: segments from the store, encoded where they are not there yet.
 
-Several ranks that share a folder encode a share each. Pieces are attended to where they lie, or are first joined:
-copied side by side into one buffer per row, in the order of their positions, so that attention takes one call rather
-than one per module.
+Several ranks that share a folder encode a share each. Segments are attended to where they lie, once for all prompts of
+a batch that use them: nothing is copied side by side, which would take longer than the calls that it saves.
 """
-
-# Legend: T tokens, K kv heads, X = H + V key and value dims.
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -32,13 +28,10 @@ class Reuse:
     Args:
         prompts: of the batch.
         store: where segments are kept.
-        joins: copy pieces side by side; else attend to them where they lie.
     """
 
-    def __init__(
-        self, prompts: Sequence[ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks, *, joins: bool
-    ) -> None:
-        self.prompts, self.store, self.model, self.ranks, self.joins = prompts, store, model, ranks, joins
+    def __init__(self, prompts: Sequence[ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks) -> None:
+        self.prompts, self.store, self.model, self.ranks = prompts, store, model, ranks
         self.report = ReuseReport()
         self._held: dict[str, SegmentKV] = {}
 
@@ -51,7 +44,6 @@ class Reuse:
         ranks: Ranks,
         *,
         num_new: int,
-        joins: bool = True,
     ) -> Reuse:
         """Checked prompts, of which `num_new` tokens more are generated.
 
@@ -60,14 +52,8 @@ class Reuse:
         """
         check_reuse(model)
         reusing = [as_reusing(prompt) for prompt in prompts]
-        for index, prompt in enumerate(reusing):
-            if model.max_positions is not None and prompt.end + num_new > model.max_positions:
-                fitting = max(1, model.max_positions - prompt.end)
-                raise ValueError(
-                    f"prompt {index} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the "
-                    f"model's {model.max_positions:,} positions; use generation.max_new_tokens={fitting} or less"
-                )
-        return cls(reusing, store, model, ranks, joins=joins)
+        check_ends(reusing, num_new=num_new, max_positions=model.max_positions)
+        return cls(reusing, store, model, ranks)
 
     @property
     def segments(self) -> list[Segment]:
@@ -102,12 +88,10 @@ class Reuse:
                 kvs[key] = self._held[key]
             else:  # pushed out since it was looked for, by another process or by another segment of this call
                 kvs[key] = encode_segment(self.model, segment, self.ranks)
-        found_s = time.perf_counter()
-        pieces = self._joined(kvs) if self.joins else self._apart(kvs)
+        pieces = self._pieces(kvs)
         report = self.report
-        report.lookup_s, report.copy_s = found_s - began_s, time.perf_counter() - found_s
+        report.lookup_s = time.perf_counter() - began_s
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
-        report.stored_bytes = self.store.bytes_by_tier()
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
         ends = [prompt.end for prompt in self.prompts]
@@ -115,11 +99,12 @@ class Reuse:
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Tell what every rank reused. All ranks call it."""
+        self.report.stored_bytes = self.store.bytes_by_tier()
         every = self.ranks.gather(self.report, "what was reused")
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
-    def _apart(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
+    def _pieces(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
         """A piece for every part of a segment that is in use, once for all rows that use it."""
         rows: dict[tuple[str, range], list[int]] = {}
         segments = {segment.content_key: segment for segment in self.segments}
@@ -139,50 +124,6 @@ class Reuse:
             )
             for (key, part), users in rows.items()
         ]
-
-    def _joined(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
-        """A piece for every set of parts, once for all rows that use the same."""
-        groups: dict[tuple[tuple[str, range], ...], list[int]] = {}
-        for row, prompt in enumerate(self.prompts):
-            edges = sorted(
-                (use.segment.content_key, part.start, part.stop) for use in prompt.uses for part in use.parts
-            )
-            groups.setdefault(tuple((key, range(start, stop)) for key, start, stop in edges), []).append(row)
-        segments = {segment.content_key: segment for segment in self.segments}
-        pieces = []
-        for parts, users in groups.items():
-            if not parts:
-                continue
-            runs = sorted(
-                (positions[0], key, run, positions)
-                for key, part in parts
-                for run, positions in _contiguous(part, segments[key].stored_positions)
-            )
-            num_tokens = sum(len(run) for _, _, run, _ in runs)
-            layers = []
-            for number, shape in enumerate(self.model.kv_shapes):
-                width = shape.key_dim + shape.value_dim
-                joined_TKX = torch.empty(
-                    num_tokens, shape.num_kv_heads, width, dtype=shape.dtype, device=self.model.device
-                )
-                at = 0
-                for _, key, run, _ in runs:
-                    source = kvs[key].layers_TKX[number][run.start : run.stop]
-                    joined_TKX[at : at + len(run)].copy_(source, non_blocking=True)
-                    at += len(run)
-                layers.append(joined_TKX)
-            positions_T = torch.tensor([position for _, _, _, positions in runs for position in positions])
-            pieces.append(Piece(layers_TKX=layers, positions_T=positions_T, rows=tuple(users)))
-            self.report.joined_bytes += sum(layer.nbytes for layer in layers)
-        return pieces
-
-
-def _contiguous(part: range, stored_positions: list[int]) -> list[tuple[range, list[int]]]:
-    """A part as runs of stored tokens at contiguous positions, and these."""
-    positions = stored_positions[part.start : part.stop]
-    breaks = [index for index, (a, b) in enumerate(pairwise(positions), start=1) if b != a + 1]
-    edges = [0, *breaks, len(positions)]
-    return [(range(part.start + first, part.start + last), positions[first:last]) for first, last in pairwise(edges)]
 
 
 def encode_missing(
@@ -229,3 +170,15 @@ def as_reusing(prompt: list[int] | ReusingPrompt) -> ReusingPrompt:
     if not prompt:
         raise ValueError("a prompt is empty; it needs at least one token")
     return ReusingPrompt(uses=(), new_ids=tuple(prompt), new_positions=tuple(range(len(prompt))))
+
+
+def check_ends(prompts: Sequence[ReusingPrompt], *, num_new: int, max_positions: int | None) -> None:
+    """Raise a ValueError if a prompt and its new tokens need positions that the model does not have."""
+    for index, prompt in enumerate(prompts):
+        if max_positions is not None and prompt.end + num_new > max_positions:
+            fitting = max_positions - prompt.end
+            helps = f"generation.max_new_tokens={fitting} or less" if fitting > 0 else "a shorter schema or prompt"
+            raise ValueError(
+                f"prompt {index} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the model's "
+                f"{max_positions:,} positions; use {helps}"
+            )

@@ -7,7 +7,7 @@ prompts of a batch together, and the parts merge exactly.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens of this forward, S all new tokens, T tokens of a piece,
-# Q some queries, F = B * C all queries, H head dim, V value dim, X = H + V.
+# Q some queries, P parts, F = B * C all queries, H head dim, V value dim, X = H + V.
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from runahead.kv_cache import KVCache, KVSlab
 
 Index = slice | Tensor
 """Which of the F queries."""
+
+STACKED_QUERIES = 64
+"""Up to so many queries wait for all of their parts; the parts of a long text would take too much memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,32 +225,43 @@ def _partial(
 
 
 class _Merged:
-    """Outputs of all queries, merged as they come."""
+    """Outputs of all queries from their parts. Of a few queries, parts are merged at once, however many they are."""
 
     def __init__(self, q_BNCH: Tensor, value_dim: int) -> None:
         self._q = q_BNCH
-        batch, heads, num_new, _ = q_BNCH.shape
+        batch, num_heads, num_new, _ = q_BNCH.shape
         wide = torch.promote_types(q_BNCH.dtype, torch.float32)
         self._q_FNH = q_BNCH.transpose(1, 2).flatten(0, 1)
-        self.out_FNV = q_BNCH.new_zeros(batch * num_new, heads, value_dim, dtype=wide)
-        self.lse_FN = q_BNCH.new_full((batch * num_new, heads), -torch.inf, dtype=wide)
+        self._out_FNV = q_BNCH.new_zeros(batch * num_new, num_heads, value_dim, dtype=wide)
+        self._lse_FN = q_BNCH.new_full((batch * num_new, num_heads), -torch.inf, dtype=wide)
+        self._waiting: dict[object, tuple[Index, list[Tensor], list[Tensor]]] = {}
 
     def queries(self, index: Index) -> Tensor:
         """(1, N, Q, H)."""
         return self._q_FNH[index].transpose(0, 1)[None]
 
     def add(self, index: Index, out_BNQV: Tensor, lse_BNQ: Tensor) -> None:
-        """As `runahead.attention.merge`, for some of the queries."""
-        out_b = out_BNQV.transpose(1, 2).flatten(0, 1).to(self.out_FNV.dtype)
-        lse_b = lse_BNQ.transpose(1, 2).flatten(0, 1)
-        out, lse = self.out_FNV[index], self.lse_FN[index]
-        weight_b = torch.sigmoid(lse_b - lse).nan_to_num_(0.0)  # nan: neither side saw a key
-        self.out_FNV[index] = torch.lerp(out, out_b, weight_b.unsqueeze(-1))
-        self.lse_FN[index] = torch.logaddexp(lse, lse_b)
+        """One more part of some of the queries."""
+        same = (index.start, index.stop) if isinstance(index, slice) else id(index)
+        _, outs, lses = self._waiting.setdefault(same, (index, [], []))
+        outs.append(out_BNQV.transpose(1, 2).flatten(0, 1))
+        lses.append(lse_BNQ.transpose(1, 2).flatten(0, 1))
+        if len(outs[0]) > STACKED_QUERIES:
+            self._merge(*self._waiting.pop(same))
 
     def out_BNCV(self, sinks_N: Tensor | None) -> Tensor:  # noqa: N802
-        out_FNV = self.out_FNV
+        for parts in self._waiting.values():
+            self._merge(*parts)
+        out_FNV = self._out_FNV
         if sinks_N is not None:  # as `runahead.attention.add_sinks`
-            out_FNV = out_FNV * torch.sigmoid(self.lse_FN - sinks_N.to(self.lse_FN.dtype))[..., None]
+            out_FNV = out_FNV * torch.sigmoid(self._lse_FN - sinks_N.to(self._lse_FN.dtype))[..., None]
         batch, _, num_new, _ = self._q.shape
         return out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
+
+    def _merge(self, index: Index, outs_QNV: list[Tensor], lses_QN: list[Tensor]) -> None:
+        out_PQNV = torch.stack([self._out_FNV[index], *(out.to(self._out_FNV.dtype) for out in outs_QNV)])
+        lse_PQN = torch.stack([self._lse_FN[index], *lses_QN])
+        lse_QN = torch.logsumexp(lse_PQN, dim=0)
+        weight_PQN = torch.exp(lse_PQN - lse_QN).nan_to_num_(0.0)  # at most 1; nan: no part saw a key
+        self._out_FNV[index] = (out_PQNV * weight_PQN[..., None]).sum(dim=0)
+        self._lse_FN[index] = lse_QN

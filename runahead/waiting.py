@@ -13,8 +13,8 @@ from runahead.heartbeat import Heartbeat
 from runahead.rendezvous import POLL_S, Presence
 from runahead.watcher import Wait, Watcher
 
-LAST_CHANCE_S = 0.5
-"""What is there already is taken though a peer has ended: after the last barrier ranks end at once."""
+LAST_CHANCE_S = 2.0
+"""What has been sent is taken though a peer has ended: behind the last barrier of a good job all of them end."""
 
 ANNOUNCED_S = 0.75
 """A connection may end before the heartbeat brings the news why."""
@@ -48,9 +48,10 @@ class Waiting:
             return
         self._heartbeat.progress()
         if (failure := self._watcher.failure()) is not None:
+            self._watcher.is_told = True
             raise failure
         if self._post_error is not None:
-            raise PeerFailure(f"lost the connection to another rank: {first_line(self._post_error)}")
+            raise self.lost_connection("tokens to leave") from self._post_error
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -87,8 +88,9 @@ class Waiting:
         with self._watcher.waiting(what, peers, detail) as wait:
             while not ready(POLL_S):
                 if (failure := self._watcher.failure(wait)) is not None:
-                    if ready(LAST_CHANCE_S):
+                    if self._heartbeat is not None and self._heartbeat.is_end and ready(LAST_CHANCE_S):
                         return
+                    self._watcher.is_told = True
                     raise failure
 
     @property

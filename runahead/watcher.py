@@ -89,6 +89,7 @@ class Watcher:
     """Looks on while the main thread works with others, and tells it when there is no point in going on.
 
     Attributes:
+        is_told: the main thread knows that it has to end.
         when_stuck: called, in this thread, if the main thread was told and did not end within `GRACE_S`: it is in a
             call that never returns, or that takes long. None: it is left alone.
     """
@@ -99,7 +100,7 @@ class Watcher:
         self._wait: Wait | None = None
         self.last_failed: Wait | None = None
         self._engaged = 0
-        self._is_told = False
+        self.is_told = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
@@ -135,12 +136,9 @@ class Watcher:
                 self._wait = None
 
     def failure(self, wait: Wait | None = None) -> PeerFailure | None:
-        """Why there is no point in going on, if so. The caller raises it."""
+        """Why there is no point in going on, if so. The caller sets `is_told` and raises it."""
         verdict = self._reason(wait)
-        if verdict is None:
-            return None
-        self._is_told = True
-        return PeerFailure(verdict)
+        return None if verdict is None else PeerFailure(verdict)
 
     def _reason(self, wait: Wait | None) -> str | None:
         if self._heartbeat.failure is None:
@@ -160,7 +158,7 @@ class Watcher:
             wait = self._wait
             if wait is not None and wait.verdict is None:
                 wait.look(self._heartbeat, elapsed_s)
-            reason = self._reason(wait) if self._engaged and not self._is_told else None
+            reason = self._reason(wait) if self._engaged and not self.is_told else None
             in_vain_s = 0.0 if reason is None else in_vain_s + elapsed_s
             if reason is not None and in_vain_s > GRACE_S and self.when_stuck is not None:
                 self.when_stuck(PeerFailure(reason))

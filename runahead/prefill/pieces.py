@@ -18,6 +18,7 @@ from policies.base import Phase
 from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.clock import clock_for
+from runahead.host_layer import HostLayer
 from runahead.kept_attention import KeptAttention
 from runahead.kept_cache import KeptCache
 from runahead.kv_cache import KVCache
@@ -98,7 +99,7 @@ def run_in_pieces(job: PrefillJob, piece_tokens: int) -> Prefilled:
     result = Prefilled(logits_BV=logits_BV, cache=cache, chunk_tokens=num_tokens)
     if isinstance(cache, KeptCache):
         for layer in cache.layers:
-            if layer.slab_TBKX.shape[0] != layer.num_slots + room:
+            if not isinstance(layer, HostLayer) and layer.slab_TBKX.shape[0] != layer.num_slots + room:
                 layer.copy_out(room=room)
         result.kv_peak_bytes, result.kept_tokens = cache.peak_bytes, cache.num_slots
         result.kv_host_bytes = cache.host_bytes

@@ -114,7 +114,6 @@ def serve(
     ranks: Ranks | None = None,
     lengths: Sequence[int] | None = None,
     following: Sequence[int] = (),
-    joins: bool = True,
 ) -> Served | None:
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
@@ -124,7 +123,7 @@ def serve(
     ranks = ranks or one_rank()
     store = store or SegmentStore(model)
     with throughout(model.dtype):
-        reuse = Reuse.of(prompts, store, model, ranks, num_new=len(following), joins=joins)
+        reuse = Reuse.of(prompts, store, model, ranks, num_new=len(following))
         reuse.encode_missing()
         reused = reuse.fetch()
         batch = PromptBatch.of([list(prompt.new_ids) for prompt in prompts], ranks.device)

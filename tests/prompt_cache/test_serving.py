@@ -12,9 +12,10 @@ from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions
 from runahead.config import PrefillName, PrefillOptions
+from runahead.reuse import Reuse
 from runahead.segment_store import SegmentStore
 from tests.conftest import RankPools
-from tests.families import build, largest_difference, oracle_logits, prompt
+from tests.families import build, largest_difference, oracle_logits, prompt, throughout
 from tests.prompt_cache.serving import (
     byte_model,
     one_rank,
@@ -46,15 +47,14 @@ FAMILIES = {
 EXACT = 1e-9
 
 
-@pytest.mark.parametrize("joins", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reuse_equals_one_forward_under_a_mask(family: str, joins: bool) -> None:
+def test_reuse_equals_one_forward_under_a_mask(family: str) -> None:
     model, draw = tiny_model(family), random.Random(1)
     segments = random_segments(draw)
     store = SegmentStore(model)
     for _ in range(4):
         asked = random_prompt(draw, segments)
-        served = serve(model, [asked], store=store, following=(5, 7), joins=joins)
+        served = serve(model, [asked], store=store, following=(5, 7))
         assert served is not None
         for step, logits_BV in enumerate(served.logits):
             expected = written_out_logits(model, asked, (5, 7)[:step])
@@ -80,34 +80,35 @@ def test_the_mask_is_that_of_transformers(family: str) -> None:
     assert served is not None and largest_difference(served.logits[0][0], theirs) < 1e-4
 
 
-@pytest.mark.parametrize("joins", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("family", ["llama", "bloom", "mistral"])
-def test_prompts_of_a_batch_do_not_see_each_other(family: str, joins: bool) -> None:
+def test_prompts_of_a_batch_do_not_see_each_other(family: str) -> None:
     model, draw = tiny_model(family), random.Random(3)
     segments = random_segments(draw)
     prompts = [random_prompt(draw, segments) for _ in range(4)] + [plain(prompt(9))]
     assert len({len(each.new_ids) for each in prompts}) > 1
-    together = serve(model, prompts, following=(5, 7), joins=joins)
+    together = serve(model, prompts, following=(5, 7))
     assert together is not None
     for row, each in enumerate(prompts):
-        alone = serve(model, [each], following=(5, 7), joins=joins)
+        alone = serve(model, [each], following=(5, 7))
         assert alone is not None
         for ours, theirs in zip(together.logits, alone.logits, strict=True):
             assert largest_difference(ours[row], theirs[0]) < EXACT
 
 
-@pytest.mark.parametrize("joins", [True, False], ids=["joined", "apart"])
-def test_prompts_of_a_batch_share_what_they_have_in_common(joins: bool) -> None:
-    model, draw = tiny_model("llama"), random.Random(4)
+def test_prompts_of_a_batch_share_what_they_have_in_common() -> None:
+    model = tiny_model("llama")
     segment = Segment(name="a", ids=tuple(prompt(20)), positions=tuple(range(20)))
     use = SegmentUse(segment=segment, parts=(range(20),))
     prompts = [ReusingPrompt(uses=(use,), new_ids=(token,) * 3, new_positions=(20, 21, 22)) for token in (5, 6, 7, 8)]
     store = SegmentStore(model)
-    one = serve(model, prompts[:1], store=store, joins=joins)
-    four = serve(model, prompts, store=store, joins=joins)
-    assert one is not None and four is not None and draw is not None
-    assert one.report.joined_bytes == four.report.joined_bytes
-    assert one.report.found_bytes == four.report.found_bytes
+    with throughout(model.dtype):
+        reuse = Reuse.of(prompts, store, model, one_rank(), num_new=1)
+        reuse.encode_missing()
+        [piece] = reuse.fetch().pieces
+    found = store.find(segment)
+    assert found is not None and piece.rows == (0, 1, 2, 3)
+    for ours, kept in zip(piece.layers_TKX, found.kv.layers_TKX, strict=True):
+        assert ours.data_ptr() == kept.data_ptr()  # where it lies, not a copy
 
 
 def test_one_segment_and_new_text_are_the_plain_prompt() -> None:

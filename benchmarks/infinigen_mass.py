@@ -1,0 +1,358 @@
+"""How much attention goes to the tokens that partial keys would fetch, and how alike consecutive layers' inputs are.
+
+A text is read in one piece. At some tokens behind its first part, the prompt, every layer is asked: of the attention
+probability that this token's queries give to all tokens before it, how much is on those that would have been fetched,
+if queries come from the layer before, keys from some columns of the prompt's, and a fixed share is fetched?
+"""
+
+# Legend: N query heads, K kv heads, G = N / K, g 1 or G, S tokens, P tokens that ask, X queries that a basis is made
+# of, n tokens before, m fetched ones, r columns, D model dim, H head dim, V value dim.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from policies.skewing import Skew, column_weights, skewing_basis
+from runahead.attention import AttentionTerms
+from runahead.causal_attention import CausalAttention
+from runahead.kv_cache import KVCache
+from runahead.model import Model
+from runahead.narrowing import decoder_layers
+from runahead.query_prediction import LayerInput
+
+SINKS = 4
+"""First tokens: always fetched, and left out of what is said of keys."""
+OBSERVED = 256
+"""Of the prompt, the last tokens' queries."""
+WINDOW = 256
+"""Positions behind the prompt that queries are turned to."""
+SAMPLE_POSITIONS = 16
+"""Of these, those that each of a sample's queries is turned to."""
+FIRST_LAYER = 3
+"""That is asked: from there on inputs of consecutive layers are alike."""
+
+ORACLE, ALL_COLUMNS, OWN_INPUT = "oracle", "all columns", "own input"
+NORMED_BEFORE = "all columns, input as the layer before norms it"
+REFERENCES = (ORACLE, OWN_INPUT, ALL_COLUMNS, NORMED_BEFORE)
+"""The best choice; choices by full keys with the layer's own queries, predicted ones, and ones as in the paper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to make partial keys.
+
+    Attributes:
+        queries: of which A is made: "none" (no skewing); "sample": another text's, where they are; "sample turned": to
+            behind the prompt; "prompt": the prompt's last ones; "prompt turned"; "hindsight": those that will ask.
+        with_keys: A from Q^T Q and K^T K, each divided by its trace, rather than from Q^T Q alone.
+        by_size: columns by mean |q| + mean |k| of the whole prompt, as in the paper; else by `column_weights`, of the
+            prompt's last queries turned to behind it.
+        per_query_head: an A, and columns, for each query head rather than for each KV head.
+    """
+
+    queries: str
+    with_keys: bool = False
+    by_size: bool = False
+    per_query_head: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.queries, "and keys" * self.with_keys, "per query head" * self.per_query_head]
+        return " ".join(filter(None, parts)) + (", columns by size" if self.by_size else "")
+
+
+NONE = Variant(queries="none")
+NONE_BY_SIZE = Variant(queries="none", by_size=True)
+PAPER = Variant(queries="sample", by_size=True)
+SAMPLE_TURNED = Variant(queries="sample turned")
+PROMPT_BY_SIZE = Variant(queries="prompt", by_size=True)
+PROMPT = Variant(queries="prompt")
+OURS = Variant(queries="prompt turned")
+PER_QUERY_HEAD = Variant(queries="prompt turned", per_query_head=True)
+WITH_KEYS = Variant(queries="prompt turned", with_keys=True)
+SAMPLE_WITH_KEYS = Variant(queries="sample turned", with_keys=True)
+HINDSIGHT = Variant(queries="hindsight")
+HINDSIGHT_BY_SIZE = Variant(queries="hindsight", by_size=True)
+VARIANTS = (
+    NONE,
+    NONE_BY_SIZE,
+    PAPER,
+    Variant(queries="sample"),
+    SAMPLE_TURNED,
+    SAMPLE_WITH_KEYS,
+    PROMPT_BY_SIZE,
+    PROMPT,
+    OURS,
+    PER_QUERY_HEAD,
+    WITH_KEYS,
+    HINDSIGHT,
+    HINDSIGHT_BY_SIZE,
+)
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What was seen of one text.
+
+    Attributes:
+        mass: by reference, or by variant and ratio of columns: the share of attention probability in every layer that
+            was asked, a mean over heads and tokens.
+        similarity: by what is compared: the cosine of a layer's and the one before's, from layer 1 on, a mean over
+            tokens.
+    """
+
+    mass: dict[tuple[str, float], list[float]] = field(default_factory=dict)
+    similarity: dict[str, list[float]] = field(default_factory=dict)
+
+    def mean_mass(self, name: str, ratio: float = 1.0) -> float:
+        values = self.mass[name, ratio]
+        return sum(values) / len(values)
+
+    def mean_similarity(self, what: str, first_layer: int = 2) -> float:
+        values = self.similarity[what][first_layer - 1 :]
+        return sum(values) / len(values)
+
+
+@torch.inference_mode()
+def read(
+    model: Model,
+    ids_S: Tensor,
+    *,
+    prompt_tokens: int,
+    samples: dict[str, Skew],
+    variants: Sequence[Variant] = VARIANTS,
+    ratios: Sequence[float],
+    share: float = 0.05,
+    every: int = 8,
+    window: range = range(WINDOW),
+    first_asking: int = 0,
+    layers: Sequence[int] | None = None,
+) -> Reading:
+    """Read a text and ask.
+
+    Args:
+        ids_S: the prompt's tokens and those behind it, of which every so many ask.
+        samples: "sample": of another text with queries where they are; "sample turned": at position 0.
+        ratios: of columns.
+        share: of the prompt's tokens that are fetched, beside the sinks.
+        window: positions behind the prompt, its first one being 0, that queries are turned to.
+        first_asking: of the tokens behind the prompt.
+        layers: that are asked; by default all from `FIRST_LAYER` on.
+    """
+    reading, num_tokens = Reading(), len(ids_S)
+    cache = KVCache(
+        model.kv_shapes,
+        batch=1,
+        spans=[(0, num_tokens)] * model.num_layers,
+        num_slots=model.num_layers,
+        device=model.device,
+    )
+    attention = _Asking(
+        cache,
+        model,
+        reading,
+        prompt_tokens=prompt_tokens,
+        window=window,
+        asking_P=torch.arange(prompt_tokens + first_asking + every // 2, num_tokens, every, device=model.device),
+        samples=samples,
+        variants=variants,
+        ratios=ratios,
+        num_fetched=SINKS + max(1, round(share * prompt_tokens)),
+        layers=list(layers or range(FIRST_LAYER, model.num_layers)),
+    )
+    modules = decoder_layers(model.module, model.num_layers)
+    with _similarities(modules, reading), attention.watching(modules):
+        model.forward(ids_S[None].to(model.device), attention, start=0, pads=[0])
+    return reading
+
+
+class _Asking(CausalAttention):
+    """Attention that asks, once it has attended."""
+
+    start_of_input = 0
+    pads_of_input = [0]  # noqa: RUF012 (never changed)
+
+    def __init__(
+        self,
+        cache: KVCache,
+        model: Model,
+        reading: Reading,
+        *,
+        prompt_tokens: int,
+        window: range,
+        asking_P: Tensor,
+        samples: dict[str, Skew],
+        variants: Sequence[Variant],
+        ratios: Sequence[float],
+        num_fetched: int,
+        layers: Sequence[int],
+    ) -> None:
+        super().__init__(cache, start=0, pads=[0])
+        self.model, self.reading, self.samples = model, reading, samples
+        self.prediction, self.rotaries = model.query_prediction, model.rotaries
+        self.prompt_tokens, self.window, self.asking_P = prompt_tokens, window, asking_P
+        self.num_fetched = num_fetched
+        self.variants, self.ratios, self.layers = variants, ratios, layers
+        self._inputs: list[LayerInput] = []
+        self._normed: list[Tensor] = []
+
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        self._inputs = [*self._inputs[-1:], given]
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """While it is open, what goes into the attention modules of Llama's kind is seen too."""
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+            self._normed = [*self._normed[-1:], args[0] if args else keywords["hidden_states"]]
+
+        attentions = [module.get_submodule("self_attn") for module in modules]
+        hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in attentions]
+        self._attentions = attentions
+        try:
+            yield
+        finally:
+            for each in hooks:
+                each.remove()
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        if layer in self.layers:
+            self._ask(layer, q_BNCH[0], k_BKCH[0], terms.scaling)
+        return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def _ask(self, layer: int, q_NSH: Tensor, k_KSH: Tensor, scaling: float) -> None:
+        heads = len(k_KSH)
+        own_KGPH = q_NSH[:, self.asking_P].unflatten(0, (heads, -1)) * scaling
+        asking_KGPH = self._predicted(layer).unflatten(0, (heads, -1)) * scaling
+        is_before_PS = torch.arange(k_KSH.shape[1], device=k_KSH.device) < self.asking_P[:, None]
+        hidden_PS = torch.zeros(is_before_PS.shape, device=k_KSH.device).masked_fill(~is_before_PS, -math.inf)
+        scores_KGPS = own_KGPH @ k_KSH[:, None].mT + hidden_PS
+        probability_KGPS = scores_KGPS.softmax(dim=-1)
+
+        def note(name: str, need_KPS: Tensor, ratio: float = 1.0) -> None:
+            need_KPS[..., :SINKS] = math.inf
+            fetched_KPm = need_KPS.topk(self.num_fetched, dim=-1, sorted=False).indices
+            seen_KGPm = probability_KGPS.take_along_dim(fetched_KPm[:, None], dim=-1)
+            self.reading.mass.setdefault((name, ratio), []).append(float(seen_KGPm.sum(dim=-1).mean()))
+
+        note(ORACLE, probability_KGPS.mean(dim=1))
+        note(OWN_INPUT, need(scores_KGPS))
+        note(ALL_COLUMNS, need(asking_KGPH @ k_KSH[:, None].mT + hidden_PS))
+        normed_KGPH = self._predicted_by_the_paper(layer).unflatten(0, (heads, -1)) * scaling
+        note(NORMED_BEFORE, need(normed_KGPH @ k_KSH[:, None].mT + hidden_PS))
+        for variant in self.variants:
+            a_KgHH, weights_KgH = self._columns(variant, layer, q_NSH, k_KSH)
+            best_KgH = weights_KgH.argsort(dim=-1, descending=True)
+            for ratio in self.ratios:
+                chosen_Kgr = best_KgH[..., : max(1, round(ratio * k_KSH.shape[2]))]
+                a_KgHr = a_KgHH.take_along_dim(chosen_Kgr[:, :, None], dim=3)
+                partial_KgrS = (k_KSH[:, None] @ a_KgHr).mT
+                note(variant.name, need(asking_KGPH @ a_KgHr @ partial_KgrS + hidden_PS), ratio)
+
+    def _predicted(self, layer: int) -> Tensor:
+        """Queries (N, P, H) from the input of the layer before."""
+        return self.prediction.queries(layer, self._inputs[0])[0, :, self.asking_P]
+
+    def _predicted_by_the_paper(self, layer: int) -> Tensor:
+        """Queries (N, P, H) from what the layer before has normed for its own attention."""
+        linear, dim = self._attentions[layer].get_submodule("q_proj"), self.model.kv_shapes[layer].key_dim
+        q_1NSH = linear(self._normed[0]).unflatten(-1, (-1, dim)).transpose(1, 2)
+        positions_1S = torch.arange(q_1NSH.shape[2], device=q_1NSH.device)[None]
+        return self.rotaries[layer].turned(q_1NSH, positions_1S)[0, :, self.asking_P]
+
+    def _columns(self, variant: Variant, layer: int, q_NSH: Tensor, k_KSH: Tensor) -> tuple[Tensor, Tensor]:
+        """A (K, g, H, H), and the weights (K, g, H) of its columns."""
+        heads, dim, end = len(k_KSH), k_KSH.shape[2], self.prompt_tokens
+        k_K1nH = k_KSH[:, None, SINKS:end]
+        turned_KGXH = self._turned(layer, q_NSH[:, max(0, end - OBSERVED) : end]).unflatten(0, (heads, -1))
+        if variant.queries == "none":
+            a_KgHH = torch.eye(dim, dtype=k_KSH.dtype, device=k_KSH.device).expand(heads, 1, dim, dim)
+        else:
+            if variant.queries in self.samples:
+                q_KGXH = self._of_sample(variant.queries, layer).to(k_KSH)[:, None]
+            else:
+                q_KGXH = {
+                    "prompt": q_NSH[:, max(0, end - OBSERVED) : end].unflatten(0, (heads, -1)),
+                    "prompt turned": turned_KGXH,
+                    "hindsight": q_NSH[:, self.asking_P].unflatten(0, (heads, -1)),
+                }[variant.queries]
+            q_KgXH = q_KGXH if variant.per_query_head else q_KGXH.flatten(1, 2)[:, None]
+            products_KgHH = q_KgXH.double().mT @ q_KgXH.double()
+            if variant.with_keys:
+                of_keys_K1HH = k_K1nH.double().mT @ k_K1nH.double()
+                products_KgHH = _of_trace_1(products_KgHH) + _of_trace_1(of_keys_K1HH)
+            a_KgHH = skewing_basis(products_KgHH).to(k_KSH)
+        observed_KGXH = q_NSH[:, :end].unflatten(0, (heads, -1)) if variant.by_size else turned_KGXH
+        observed_KgXH = observed_KGXH if variant.per_query_head else observed_KGXH.flatten(1, 2)[:, None]
+        q_KgXH, k_KgnH = observed_KgXH @ a_KgHH, k_K1nH @ a_KgHH
+        if variant.by_size:
+            return a_KgHH, q_KgXH.abs().mean(dim=2) + k_KgnH.abs().mean(dim=2)
+        return a_KgHH, column_weights(q_KgXH, k_KgnH)
+
+    def _turned(self, layer: int, q_NXH: Tensor) -> Tensor:
+        """The prompt's last queries, spread over the positions behind it."""
+        count = q_NXH.shape[1]
+        places_X = torch.arange(count, device=q_NXH.device)
+        by_1X = (self.window.start + places_X * len(self.window) // count + count - places_X)[None]
+        return self.rotaries[layer].turned(q_NXH[None], by_1X)[0]
+
+    def _of_sample(self, name: str, layer: int) -> Tensor:
+        """Queries (K, X, H)."""
+        q_KHH = self.samples[name].queries[layer]
+        if not self.samples[name].at_position_0:
+            return q_KHH
+        steps = torch.arange(SAMPLE_POSITIONS) * len(self.window) // SAMPLE_POSITIONS
+        by_1X = (self.prompt_tokens + self.window.start + steps).repeat_interleave(q_KHH.shape[1])[None]
+        return self.rotaries[layer].turned(q_KHH.repeat(1, SAMPLE_POSITIONS, 1)[None], by_1X)[0]
+
+
+def need(scores_KGPS: Tensor) -> Tensor:
+    """By how much a token's score is below the largest of the same query, (K, P, S): of the group's heads the least."""
+    return (scores_KGPS - scores_KGPS.amax(dim=-1, keepdim=True)).amax(dim=1)
+
+
+def _of_trace_1(products_HH: Tensor) -> Tensor:
+    return products_HH / products_HH.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+
+
+@contextmanager
+def _similarities(modules: Sequence[nn.Module], reading: Reading) -> Iterator[None]:
+    """While it is open, cosines of consecutive layers are noted, for layers of Llama's kind."""
+    last: dict[str, Tensor] = {}
+
+    def note(what: str, x_1SD: Tensor) -> None:
+        if what in last:
+            cosine_1S = torch.nn.functional.cosine_similarity(x_1SD.float(), last[what].float(), dim=-1)
+            reading.similarity.setdefault(what, []).append(float(cosine_1S.mean()))
+        last[what] = x_1SD
+
+    def goes_in(what: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
+            note(what, args[0] if args else keywords["hidden_states"])
+
+        return hook
+
+    def comes_out(what: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            note(what, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    hooks = []
+    for module in modules:
+        attention, ffn = module.get_submodule("self_attn"), module.get_submodule("mlp")
+        hooks.append(module.register_forward_pre_hook(goes_in("block input"), with_kwargs=True))
+        hooks.append(attention.register_forward_pre_hook(goes_in("attention input"), with_kwargs=True))
+        hooks.append(attention.register_forward_hook(comes_out("attention output")))
+        hooks.append(ffn.register_forward_hook(comes_out("FFN output")))
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()

@@ -1,0 +1,221 @@
+"""What reuse of modules costs in quality: plain prompts, independent modules, link tokens, a sink prefix, scaffolds.
+
+    python -m benchmarks.prompt_cache_quality
+
+Three questions to a real model, each with a context that is cut into modules. Perplexity: of the text that follows.
+Copy-NLL: a passage is in the first module, and how well does the model expect it behind the last one? Keys: every
+document tells a number of its own, and one of them is asked for. Prints a table and appends JSON lines.
+"""
+
+# Legend: C new tokens, V vocabulary.
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import lines, machine
+from benchmarks.evaluation.tasks.retrieval import number_in
+from partitioner.fingerprint import now
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead.kv_cache import KVCache
+from runahead.reuse import Reuse
+from runahead.reused_attention import ReusedAttention
+from runahead.segment_store import SegmentStore
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache_quality.jsonl"
+PASSAGE, FOLLOWING = 128, 128
+CONTEXT = 768
+PEOPLE = ("Alice", "Bertram", "Clara", "Daniel", "Edith", "Frank", "Grace", "Henry")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How modules are encoded: `link` first tokens of each computed again, `sinks` seen by all, `joint` as one."""
+
+    name: str
+    link: int = 0
+    sinks: int = 0
+    joint: bool = False
+
+
+VARIANTS = (
+    Variant("plain, or a scaffold", joint=True),
+    Variant("independent"),
+    *(Variant(f"{count} link token{'s' if count > 1 else ''}", link=count) for count in (1, 2, 4, 8, 16)),
+    Variant("sink prefix of 4", sinks=4),
+    Variant("sink prefix of 4, 1 link token", sinks=4, link=1),
+    Variant("sink prefix of 4, 4 link tokens", sinks=4, link=4),
+)
+
+
+def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant) -> ReusingPrompt:
+    """A context with modules between these edges, and new tokens behind it. The last of the context is new, too."""
+    again: dict[int, int] = {len(ids) - 1: ids[-1]}
+    uses = []
+    spans = [(0, len(ids))] if variant.joint else list(pairwise(edges))
+    for start, end in spans:
+        sinks = min(variant.sinks, start)
+        segment = Segment(
+            name=f"{start} to {end}",
+            ids=tuple(ids[start:end]),
+            positions=tuple(range(start, end)),
+            context_ids=tuple(ids[:sinks]),
+            context_positions=tuple(range(sinks)),
+        )
+        first = min(variant.link, end - start) if start else 0
+        again.update((position, ids[position]) for position in range(start, start + first))
+        kept = [index for index in range(first, end - start) if start + index not in again]
+        if kept:
+            uses.append(SegmentUse(segment=segment, parts=(range(kept[0], kept[-1] + 1),)))
+    tokens = sorted(again.items()) + list(enumerate(new, len(ids)))
+    return ReusingPrompt(
+        uses=tuple(uses),
+        new_ids=tuple(token for _, token in tokens),
+        new_positions=tuple(position for position, _ in tokens),
+    )
+
+
+@torch.inference_mode()
+def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt, num_last: int) -> float:
+    """Nats per token of the prompt's last tokens."""
+    reuse = Reuse.of([prompt], store, model, ranks, num_new=1)
+    reuse.encode_missing()
+    count = len(prompt.new_ids)
+    cache = KVCache(
+        model.kv_shapes, batch=1, spans=[(0, count)] * model.num_layers, num_slots=model.num_layers, device=model.device
+    )
+    attention = ReusedAttention(cache, start=0, pads=[0]).reuse(reuse.fetch())
+    ids_1C = torch.tensor([prompt.new_ids], device=model.device)
+    logits_CV: Tensor = model.forward(ids_1C, attention, start=0, pads=[0], all_logits=True)[0]
+    return torch.nn.functional.cross_entropy(logits_CV[-num_last - 1 : -1], ids_1C[0, -num_last:]).item()
+
+
+def edges_of(num_tokens: int, modules: int) -> list[int]:
+    return [round(number * num_tokens / modules) for number in range(modules + 1)]
+
+
+Measure = Callable[[int, Variant, SegmentStore], float]
+"""(sample, variant, segments that are encoded already) -> a value."""
+
+
+def text_loss(model: Model, ranks: Ranks, ids: list[int], modules: int, samples: int, kind: str) -> Measure:
+    """Losses of the passage again, or of the text that follows."""
+    apart = (len(ids) - CONTEXT - FOLLOWING) // max(1, samples - 1)
+
+    def measure(sample: int, variant: Variant, store: SegmentStore) -> float:
+        window = ids[sample * apart : sample * apart + CONTEXT + FOLLOWING]
+        context, following = window[:CONTEXT], window[CONTEXT:]
+        new = context[:PASSAGE] if kind == "copy" else following
+        prompt = cut(context, edges_of(CONTEXT, modules), new, variant)
+        # The first token follows the context's end, which tells nothing of it.
+        return loss(model, ranks, store, prompt, len(new) - 1)
+
+    return measure
+
+
+def documents(model: Model, text: list[int], count: int, sample: int) -> tuple[list[int], list[int], list[int], str]:
+    """Context, edges of its documents, a question, and the answer."""
+    draw = random.Random(f"{count} {sample}")
+    encode = lambda told: model.tokenizer(told, add_special_tokens=False).input_ids  # noqa: E731
+    people = draw.sample(PEOPLE, count)
+    keys = {person: str(draw.randrange(10000, 100000)) for person in people}
+    ids: list[int] = []
+    edges = [0]
+    for person in people:
+        start = draw.randrange(len(text) - 200)
+        told = f"\n\nThe number of {person} is {keys[person]}."
+        ids += [*encode(f"\n\nA letter of {person}.\n"), *text[start : start + 120], *encode(told)]
+        edges.append(len(ids))
+    asked = draw.choice(people)
+    return (
+        ids,
+        edges,
+        encode(f"\n\nQuestion: What is the number of {asked}?\nAnswer: The number of {asked} is"),
+        keys[asked],
+    )
+
+
+def key_hit(model: Model, ranks: Ranks, text: list[int], count: int) -> Measure:
+    """1 if the number is told."""
+
+    def measure(sample: int, variant: Variant, store: SegmentStore) -> float:
+        ids, edges, question, answer = documents(model, text, count, sample)
+        prompt = cut(ids, edges, question, variant)
+        engine = Engine(model, ranks, store=store)
+        [generation] = engine.generate([prompt], GenerationOptions(max_new_tokens=6)).generations
+        return float(number_in(generation.text) == answer)
+
+    return measure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default=str(ROOT / "examples" / "frankenstein_letters.txt"))
+    parser.add_argument("--samples", type=int, default=8, help="of perplexity and copy-NLL")
+    parser.add_argument("--questions", type=int, default=16, help="for each number of documents")
+    parser.add_argument("--results", default=str(RESULTS))
+    options = parser.parse_args()
+    with Ranks.start(RanksOptions(threads=1)) as ranks:
+        model = Model.load(ModelOptions(), ranks.device)
+        ids = model.tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
+        tasks: dict[str, tuple[int, Measure]] = {}
+        for modules in (3, 6):
+            for kind in ("perplexity", "copy"):
+                measure = text_loss(model, ranks, ids, modules, options.samples, kind)
+                tasks[f"{kind}, {modules} modules"] = options.samples, measure
+        for count in (4, 8):
+            tasks[f"numbers told, {count} documents"] = options.questions, key_hit(model, ranks, ids, count)
+        shared = {
+            "date": now(),
+            "commit": machine.commit(),
+            "code": machine.code(),
+            "hardware": machine.hardware(),
+            "model": model.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        results: list[lines.Line] = []
+        for task, (samples, measure) in tasks.items():
+            values: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS}
+            for sample in tqdm(range(samples), desc=task):
+                store = SegmentStore(model)
+                for variant in VARIANTS:
+                    values[variant.name].append(measure(sample, variant, store))
+            found = [shared | {"task": task, "variant": name, "values": each} for name, each in values.items()]
+            lines.append(options.results, found)
+            results += found
+        print(table(results))
+
+
+def table(results: Sequence[lines.Line]) -> str:
+    """Markdown: a row per variant."""
+    tasks = list(dict.fromkeys(line["task"] for line in results))
+    rows = ["| | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
+    for variant in dict.fromkeys(line["variant"] for line in results):
+        cells = []
+        for task in tasks:
+            [values] = [line["values"] for line in results if (line["task"], line["variant"]) == (task, variant)]
+            value = mean(values)
+            if task.startswith("perplexity"):
+                cells.append(f"{torch.tensor(value).exp().item():.1f}")
+            elif task.startswith("copy"):
+                cells.append(f"{value:.2f}")
+            else:
+                cells.append(f"{value:.0%}")
+        rows.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

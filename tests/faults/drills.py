@@ -1,0 +1,111 @@
+"""What is drilled: every drill follows from a seed and a number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LAYERS = 6
+TIMEOUT_S = 3.0
+
+MOMENTS = ("load", "prefill", "send", "decode")
+PREFILLS = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
+FILES = ("report", "timeline", "fault report", "table", "cache")
+
+KINDS = {
+    "kill -9 of a rank": 34,
+    "stop of a rank": 20,
+    "delay of a rank": 14,
+    "error in a rank": 20,
+    "no memory in a rank": 16,
+    "NaN in weights": 10,
+    "link cut": 16,
+    "link at 500 bit/s": 10,
+    "full disk": 14,
+    "read-only folder": 12,
+    "Ctrl-C": 12,
+    "SIGTERM to the launcher": 12,
+    "kill -9 of the launcher": 10,
+}
+"""Weights of the kinds: how many of 200 drills."""
+
+NETWORK_KINDS = ("link cut", "link at 500 bit/s")
+DISK_KINDS = ("full disk", "read-only folder")
+LAUNCHER_KINDS = ("Ctrl-C", "SIGTERM to the launcher", "kill -9 of the launcher")
+RANK_KINDS = {
+    "kill -9 of a rank": "kill",
+    "stop of a rank": "stop",
+    "delay of a rank": "stop",
+    "error in a rank": "raise",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """One fault.
+
+    Attributes:
+        kind: one of `KINDS`.
+        size: ranks of the job.
+        prefill: one of `PREFILLS`.
+        rank: where it happens, or at whose moment the network or the launcher is attacked.
+        moment, layer: when.
+        seconds: of a delay.
+        file: which file is on a disk that is full or read-only.
+    """
+
+    kind: str
+    size: int = 2
+    prefill: str = "kv_runahead"
+    rank: int = 0
+    moment: str = "prefill"
+    layer: int = 0
+    seconds: float = 0.0
+    file: str = ""
+
+    @property
+    def is_answered(self) -> bool:
+        """Is the right answer expected?"""
+        return self.kind == "delay of a rank"
+
+    @property
+    def fault(self) -> dict[str, Any] | None:
+        """What tests/faults/faulty_infer.py is to do."""
+        if self.kind == "full disk" and self.file == "fault report":
+            return {"rank": self.rank, "moment": self.moment, "layer": self.layer, "do": "raise"}
+        if self.kind in DISK_KINDS or self.kind == "NaN in weights":
+            return None
+        do = RANK_KINDS.get(self.kind, "no_memory" if self.kind == "no memory in a rank" else "tell")
+        return {"rank": self.rank, "moment": self.moment, "layer": self.layer, "do": do}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def drill(seed: int, number: int) -> Drill:
+    """The drill of that number. Moments are such that the rank reaches them."""
+    chosen = random.Random(f"{seed} {number}")
+    kind = chosen.choices(list(KINDS), list(KINDS.values()))[0]
+    size = 2 if kind in NETWORK_KINDS else chosen.choice([2, 2, 3])
+    prefill = chosen.choice(PREFILLS)
+    rank, moment = chosen.randrange(size), chosen.choice(MOMENTS)
+    layer = chosen.randrange(LAYERS)
+    if prefill.startswith("kv_runahead") and moment == "send":
+        rank = chosen.randrange(size - 1)  # the last one sends nothing
+    if prefill.startswith("kv_runahead") and rank < size - 1:
+        layer = min(layer, LAYERS - 2) if moment == "prefill" else layer
+    if kind in NETWORK_KINDS:
+        # While the ranks need each other: before it each one loads alone, behind it the last one decodes alone.
+        moment = chosen.choice(["prefill", "send"])
+    file = chosen.choice(FILES) if kind in DISK_KINDS else ""
+    return Drill(
+        kind=kind,
+        size=1 if file == "table" else size,
+        prefill=prefill,
+        rank=rank,
+        moment=moment,
+        layer=layer,
+        seconds=chosen.uniform(0.2, 0.6) * TIMEOUT_S if kind == "delay of a rank" else 0.0,
+        file=file,
+    )

@@ -1,0 +1,92 @@
+"""A few of the drills of tests/faults/drill.py, and whether a drill would notice what it is to find."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.faults import models
+from tests.faults.drilling import Drilling, said_wrong
+from tests.faults.drills import KINDS, NETWORK_KINDS, Drill, drill
+from tests.faults.table import BEGIN, END, with_table
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.obtain(tmp_path_factory.mktemp("drills") / "model")
+
+
+@pytest.fixture
+def drilling(model: Path, tmp_path: Path) -> Drilling:
+    return Drilling(model, tmp_path, allowed_s=60.0)  # a test is not to fail where the machine is busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        Drill(kind="kill -9 of a rank", rank=1, moment="prefill", layer=2, prefill="kv_runahead direct"),
+        Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
+        Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
+        Drill(kind="full disk", file="report"),
+    ],
+    ids=lambda chosen: chosen.kind,
+)
+def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) -> None:
+    outcome = drilling.run(chosen, "drill")
+    if outcome.skipped is not None:
+        pytest.skip(outcome.skipped)
+    assert not outcome.problems, outcome.lines
+
+
+def test_drills_follow_from_seed_and_number() -> None:
+    assert [drill(3, number) for number in range(50)] == [drill(3, number) for number in range(50)]
+    assert [drill(3, number) for number in range(50)] != [drill(4, number) for number in range(50)]
+
+
+def test_every_kind_is_drilled() -> None:
+    counts = Counter(drill(1, number).kind for number in range(200))
+    assert counts.keys() == KINDS.keys()
+    assert sum(counts[kind] for kind in NETWORK_KINDS) > 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "problem"),
+    [
+        ("kill -9 of a rank", [], "no rank said anything"),
+        ("kill -9 of a rank", ["[rank 0/2] out of luck"], "no line names rank 1"),
+        ("stop of a rank", ["[rank 0/2] rank 1 is silent"], "no line says what was waited for"),
+        ("error in a rank", ["[rank 0/2] rank 1 failed: sorry"], "no line says a fault was injected"),
+        ("link cut", ["[rank 0/2] waited 3 s for the K,V of layer 1 from rank 1"], "a rank does not say"),
+        ("Ctrl-C", ["interrupted", "interrupted"], "a rank said more than one line"),
+    ],
+)
+def test_what_is_not_said_is_noticed(kind: str, lines: list[str], problem: str) -> None:
+    assert any(problem in each for each in said_wrong(Drill(kind=kind, rank=1), lines))
+
+
+def test_the_table_counts_outcomes_and_lists_what_was_wrong() -> None:
+    def line(number: int, kind: str, *problems: str, gone_s: float = 1.0) -> dict[str, Any]:
+        outcome = {"as_expected": not problems, "problems": list(problems), "skipped": None, "gone_s": gone_s}
+        return {"number": number, "drill": {"kind": kind}} | outcome
+
+    lines = [line(0, "Ctrl-C"), line(1, "Ctrl-C", gone_s=3.0), line(2, "link cut", "a process is left")]
+    page = with_table(f"before\n{BEGIN}\nold\n{END}\nbehind", lines)
+    assert page.startswith(f"before\n{BEGIN}\n| fault ")
+    assert page.endswith(f"- drill 2 (link cut): a process is left\n{END}\nbehind")
+    assert "| Ctrl-C | 2 | 2 | 2.0, 3.0 |" in page
+    assert "| link cut | 1 | 0 | 1.0, 1.0 |" in page
+    assert "| all | 3 | 2 | 1.0, 3.0 |" in page
+    assert with_table("no marks", lines) == "no marks"
+
+
+def test_a_spoilt_model_has_nan_in_one_tensor(model: Path, tmp_path: Path) -> None:
+    for number, choice in enumerate((0.0, 0.5, 0.99)):
+        name = models.spoil(model, tmp_path / str(number), choice)
+        tensors = load_file(tmp_path / str(number) / "model.safetensors")
+        assert [key for key, values in tensors.items() if np.isnan(values).any()] == [name]

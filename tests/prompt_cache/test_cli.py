@@ -1,0 +1,189 @@
+"""policy=prompt_cache and the program that encodes ahead, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.infer import main as infer
+from policies.prompt_cache.encode import main as encode
+from tests.prompt_cache.serving import chatting
+from tests.ranks.test_infer import Exited, torchrun
+
+SCHEMA = """<schema name="ice">
+  <system>Be short.</system>
+  <user>
+    <module name="letters">the letters of <param name="who" len="9"/> to his sister</module>
+    <module name="ship">, a ship in the ice</module>
+    <param name="question" len="20"/>
+  </user>
+</schema>"""
+PROMPT = '<prompt schema="ice" question=" hello world"><letters who="the captain"/><ship/></prompt>'
+CHAT = (
+    "{% for m in messages %}<|end|>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|end|>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    statuses: list[int] = []
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        raise Exited
+
+    monkeypatch.setattr(os, "_exit", leave)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RUNAHEAD_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    return statuses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = chatting(CHAT)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "ice.xml").write_text(SCHEMA, encoding="utf-8")
+    (tmp_path / "ask.xml").write_text(PROMPT, encoding="utf-8")
+    return tmp_path
+
+
+def options(model: str, folder: Path, *more: str) -> list[str]:
+    return [
+        "model=hf",
+        f"model.path={model}",
+        "ranks.threads=1",
+        "generation.max_new_tokens=5",
+        "generation.ignore_eos=true",
+        "policy=prompt_cache",
+        f"policy.schema={folder / 'ice.xml'}",
+        *more,
+    ]
+
+
+def report(path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Path, capfd) -> None:
+    store, run = files / "store", files / "run.json"
+    assert encode(["model=hf", f"model.path={model}", f"schema={files / 'ice.xml'}", f"out={store}"]) == 0
+    assert "3 of 3 encoded" in capfd.readouterr().out
+    asked = [f"policy.store={store}", f"prompt.file={files / 'ask.xml'}", f"report={run}"]
+    assert infer(options(model, files, *asked)) == 0
+    out, err = capfd.readouterr()
+    told = report(run)
+    assert out == f"{told['text']}\n" and "tokens reused" in err
+    reuse = told["ranks"][0]["reuse"]  # type: ignore[index]
+    assert reuse["encoded_tokens"] == 0 and list(reuse["found_bytes"]) == ["disk"]
+    assert reuse["cached_tokens"] + reuse["computed_tokens"] == told["prompt_tokens"]
+    assert told["policy"] == {"name": "prompt_cache", "schema": str(files / "ice.xml"), "store": str(store)}
+
+
+def test_two_ranks_share_the_encoding_and_the_new_text(model: str, files: Path) -> None:
+    store = files / "store"
+    alone, both = files / "alone.json", files / "both.json"
+    ask = f"prompt.file={files / 'ask.xml'}"
+    assert infer(options(model, files, ask, f"report={alone}")) == 0
+    done = torchrun(*options(model, files, ask, f"policy.store={store}", f"report={both}"))
+    assert done.returncode == 0, done.stderr
+    one, two = report(alone), report(both)
+    assert one["new_token_ids"] == two["new_token_ids"] and one["prompt_tokens"] == two["prompt_tokens"]
+    encoded = [rank["reuse"]["encoded_tokens"] for rank in two["ranks"]]  # type: ignore[attr-defined]
+    assert min(encoded) > 0 and sum(encoded) == one["ranks"][0]["reuse"]["encoded_tokens"]  # type: ignore[index]
+    computed = [rank["reuse"]["computed_tokens"] for rank in two["ranks"]]  # type: ignore[attr-defined]
+    assert sum(computed) == one["ranks"][0]["reuse"]["computed_tokens"]  # type: ignore[index]
+
+
+def test_prompts_in_a_file_of_lines_run_together(model: str, files: Path, capfd) -> None:
+    path = files / "asks.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (PROMPT, PROMPT.replace("<ship/>", ""))))
+    assert infer(options(model, files, f"prompt.file={path}", "prompt.batch=2")) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1] and lines[0]["prompt_tokens"] > lines[1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("program", ["infer", "encode"])
+def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, program: str) -> None:
+    if program == "infer":
+        assert infer(["--layout", *options(model, files, f"prompt.file={files / 'ask.xml'}")]) == 0
+    else:
+        assert encode(["--layout", "model=hf", f"model.path={model}", f"schema={files / 'ice.xml'}"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("schema ice: ") and "letters" in out and ("reused" in out) == (program == "infer")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["policy.schema=null"], "policy=prompt_cache needs policy.schema=<xml file>"),
+        (["policy.schema=none.xml"], "policy.schema=none.xml does not exist"),
+        (["policy.budget=3"], "policy: prompt_cache has no option budget; it has schema, store"),
+        (["policy.positions=reencoded"], "does not go with policy=prompt_cache"),
+        (["policy.host_bytes=lots"], "policy.host_bytes=lots is no size in bytes"),
+        (["policy.link_tokens=-1"], "policy.link_tokens=-1 must not be negative"),
+        (["policy.sinks=400"], "policy.sinks=400 needs a schema that begins with as many tokens"),
+        (["prefill=zigzag"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
+        (["prefill.chunk_tokens=4"], "need prefill=kv_runahead or prefill=single without prefill.chunk_tokens"),
+        (["prompt.chat=true"], "prompt.chat does not go with policy=prompt_cache"),
+        (["prompt.skip_invalid=true"], "prompt.skip_invalid does not go with policy=prompt_cache"),
+        (["prompt.question=why"], "prompt.question does not go with policy=prompt_cache"),
+        (["prompt.file=null", "prompt.text=hello"], "prompt.text is no prompt in PML"),
+        (["prompt.file=null"], "needs a prompt in PML"),
+        (
+            ["prompt.file=null", 'prompt.text=<prompt schema="ice"><shi/></prompt>'],
+            "prompt.text:1: <shi>: schema ice has",
+        ),
+        (["generation.max_new_tokens=500"], "exceeds the model's 512 positions; use generation.max_new_tokens="),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    model: str, files: Path, capfd, exits: list[int], more: list[str], message: str
+) -> None:
+    try:
+        status = infer(options(model, files, f"prompt.file={files / 'ask.xml'}", *more))
+    except Exited:
+        [status] = exits
+    err = capfd.readouterr().err
+    assert status != 0 and message in err and len(err.splitlines()) == 1, err
+
+
+def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd, exits: list[int]) -> None:
+    base = ["model=hf", f"model.path={model}"]
+    assert encode(base) == 2
+    assert "schema=<xml file> is missing" in capfd.readouterr().err
+    for more, message in (
+        ([], "out=<folder> is missing"),
+        ([f"out={files / 'ice.xml'}"], "is no folder that can be written to"),
+        ([f"out={files / 'store'}", "disk_bytes=1KiB"], "more than disk_bytes=1,024"),
+    ):
+        with pytest.raises(Exited):
+            encode([*base, f"schema={files / 'ice.xml'}", *more])
+        err = capfd.readouterr().err
+        assert message in err and len(err.splitlines()) == 1, err
+    assert exits == [1, 1, 1]

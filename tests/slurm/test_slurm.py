@@ -1,0 +1,206 @@
+"""The batch scripts of launch/slurm on two nodes: right answers, and what is left when a job does not go its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from launch.infer import main
+from tests.slurm.cluster import Cluster, Job, wait_until
+from tests.unit.tokenizers_for_tests import byte_level
+
+pytestmark = pytest.mark.slurm
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "launch" / "slurm"
+SMALL = ("--cpus-per-task=1", "--mem=100")  # the nodes are made up, and jobs run beside each other
+LONG = "generation.max_new_tokens=100000"  # takes minutes, so a job is in the middle of it after a few seconds
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a tiny random model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=len(byte_level()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=200_000,
+    )
+    config.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return ["model=random", f"model.config={folder}", "ranks.device=cpu", "ranks.threads=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(cluster: Cluster, model: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that waits for its prompt, beside all other tests, until SLURM signals that its time limit is near."""
+    folder = tmp_path_factory.mktemp("limited")
+    os.mkfifo(folder / "prompt")
+    limit = ("--time=1", "--signal=B:USR1@5")
+    yield cluster.submit(*SMALL, *limit, SCRIPTS / "infer.sbatch", *model, "prompt.file=prompt", folder=folder)
+
+
+def written(folder: Path) -> set[str]:
+    """Files below a folder, but for the reports of ranks that had to end."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return {name for name in names if not name.endswith(".fault.json")}
+
+
+def runs_torchrun(process: int) -> bool:
+    return b"torch.distributed.run" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def submit_long(cluster: Cluster, model: list[str], folder: Path) -> Job:
+    """Returns once the answer of a long run streams."""
+    options = (*model, "prompt.random_tokens=64", "generation.ignore_eos=true", LONG, "report=run.json")
+    job = cluster.submit(*SMALL, SCRIPTS / "infer.sbatch", *options, folder=folder)
+    part = folder / f"runahead-infer-{job.number}" / "answers.part"
+    wait_until(lambda: job.ended or (part.exists() and part.stat().st_size > 0), "the answer")
+    assert not job.ended, job.log
+    return job
+
+
+def test_two_nodes_answer_as_one_process(
+    cluster: Cluster, model: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "story.txt").write_text("the letters of the captain to his sister, from the ice. " * 4)
+    options = [*model, "prompt.question=why, [then]?", "generation.max_new_tokens=12"]
+    job = cluster.submit(
+        *SMALL, SCRIPTS / "infer.sbatch", *options, "prompt.file=story.txt", "report=run.json", folder=tmp_path
+    )
+    main([*options, f"prompt.file={tmp_path / 'story.txt'}", f"report={tmp_path / 'one.json'}"])
+    assert job.wait() == ("COMPLETED", 0), job.log
+    name = f"runahead-infer-{job.number}"
+    assert (tmp_path / name / "answers").read_text() == capfd.readouterr().out
+    assert written(tmp_path / name) == {"answers", "start-0/rank-0.err", "start-0/rank-1.err"}
+    assert f"runahead: the answers are in {name}/answers" in job.log
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "run"))
+    assert two["new_token_ids"] == one["new_token_ids"]
+    assert two["world_size"] == 2
+    assert two["partition"]["boundaries"][1] < one["prompt_tokens"]
+
+
+def test_every_gpu_gets_a_rank_and_the_program_its_arguments(
+    cluster: Cluster, model: list[str], tmp_path: Path
+) -> None:
+    more = ("prompt.text=one  two", "partition=ratios", "partition.ratios=[0.4,0.3,0.2,0.1]", "--cfg", "job")
+    one_task_has_one = ("--gpus-per-node=2", "--ntasks-per-node=2", "--gpus-per-task=1")
+    job = cluster.submit(*SMALL, *one_task_has_one, SCRIPTS / "infer.sbatch", *model, *more, folder=tmp_path)
+    assert job.wait() == ("COMPLETED", 0), job.log
+    folder = tmp_path / f"runahead-infer-{job.number}"
+    options = (folder / "answers").read_text()
+    assert "text: one  two\n" in options
+    assert "ratios:\n  - 0.4\n  - 0.3\n  - 0.2\n  - 0.1\n" in options
+    assert written(folder) == {"answers", *(f"start-0/rank-{rank}.err" for rank in range(4))}
+
+
+def test_tasks_of_srun_are_ranks_without_torchrun(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    command = (cluster.environment["PYTHON"], "-m", "launch.infer", *model, "prompt.random_tokens=64")
+    tasks = ("--nodes=2", "--ntasks=2", "--gpus-per-task=1", "--mem=100")
+    done = cluster.run("srun", *tasks, *command, "report=run.json", folder=tmp_path, MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert report["world_size"] == 2
+    assert [rank["chunk_tokens"] for rank in report["ranks"]] == [32, 32]
+
+
+def test_a_wrong_option_is_told_in_the_log(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    job = cluster.submit(*SMALL, "--nodes=1", SCRIPTS / "infer.sbatch", *model, "prompt.txt=a", folder=tmp_path)
+    state, status = job.wait()
+    assert (state, status) == ("FAILED", 1)
+    name = f"runahead-infer-{job.number}"
+    assert job.log.splitlines()[-2:] == [
+        f"runahead: ended with status {status}; what each rank said is in {name}/start-0",
+        "unknown option prompt.txt; did you mean prompt.text?",
+    ]
+    assert written(tmp_path / name) == {"start-0/rank-0.err"}
+
+
+def test_a_killed_node_ends_the_job_with_the_line_of_the_other(
+    cluster: Cluster, model: list[str], tmp_path: Path
+) -> None:
+    job = submit_long(cluster, model, tmp_path)
+    [launcher] = filter(runs_torchrun, job.processes("n2"))
+    os.kill(launcher, signal.SIGKILL)  # which its rank must not outlive
+    state, status = job.wait()
+    assert state == "FAILED"
+    assert status != 0
+    said = job.log.partition("runahead: ended with status")[2].splitlines()[1:]
+    assert len(said) == 1 and said[0].startswith("[rank 0/2] "), job.log
+    assert "rank 1" in said[0]
+    assert job.processes() == []
+    assert written(tmp_path) == {
+        f"runahead-infer-{job.number}.log",
+        *(f"runahead-infer-{job.number}/start-0/rank-{rank}.err" for rank in range(2)),
+    }
+
+
+def test_scancel_leaves_nothing_behind(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    job = submit_long(cluster, model, tmp_path)
+    assert len(job.processes("n2")) == 2  # torchrun and a rank
+    cluster.ask("scancel", str(job.number))
+    assert job.wait()[0] == "CANCELLED"
+    assert job.processes() == []
+    assert written(tmp_path) == {
+        f"runahead-infer-{job.number}.log",
+        *(f"runahead-infer-{job.number}/start-0/rank-{rank}.err" for rank in range(2)),
+    }
+
+
+def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    # So many repeats that it is interrupted long before its first entry.
+    options = ("table=mine.json", "search.lengths=[96,192]", "search.ranks=[2]", "search.repeats=40")
+    script = (SCRIPTS / "search.sbatch", *model, *options, "search.probe_layers=1", "search.min_stride=8")
+    job = cluster.submit(*SMALL, *script, folder=tmp_path)
+    points = tmp_path / "mine.json.points.jsonl"
+    wait_until(lambda: job.ended or points.exists(), "the first point")
+    # What --signal=B:USR1@... makes SLURM do.
+    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+    wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
+    assert not job.ended, job.log
+    job.start_again()
+    before = points.read_text().splitlines()
+    assert not (tmp_path / "mine.json").exists(), "it came too far before it was interrupted"
+    assert job.wait() == ("COMPLETED", 0), job.log
+    assert "the job is queued again and goes on from what is kept" in job.log
+    after = points.read_text().splitlines()
+    assert after[: len(before)] == before
+    measured = [tuple(json.loads(line)["boundaries"]) for line in after]
+    assert len(set(measured)) == len(measured) > len(before) > 0
+    table = json.loads((tmp_path / "mine.json").read_text())
+    assert [entry["length"] for entry in table["entries"]] == [96, 192]
+    logs = {f"start-{start}/rank-{rank}.err" for start in range(2) for rank in range(2)}
+    assert written(tmp_path / f"runahead-search-{job.number}") == logs
+    assert not [name for name in written(tmp_path) if name.endswith(".part")]
+
+
+def test_a_benchmark_has_its_rounds_once(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    few = ("bench.variants=[single]", "bench.lengths=[64]", "bench.pairs=2", "bench.warmup=0", "bench.probe_repeats=1")
+    where = ("--nodes=1", "--exclusive=user")  # beside the job that waits
+    script = (SCRIPTS / "bench.sbatch", *model, *few, "bench.results=mine.jsonl")
+    job = cluster.submit(*SMALL, *where, *script, folder=tmp_path)
+    assert job.wait() == ("COMPLETED", 0), job.log
+    [line] = [json.loads(line) for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
+    assert (line["variant"], len(line["runs"])) == ("single", 2)
+
+
+def test_near_the_time_limit_a_run_ends_without_answers(limited: Job) -> None:
+    assert limited.wait()[0] == "FAILED"
+    assert limited.log.splitlines()[-1] == (
+        "runahead: the time limit came near, so there are no answers; give the job more --time"
+    )
+    assert limited.processes() == []
+    name = f"runahead-infer-{limited.number}"
+    assert written(limited.folder) == {
+        "prompt",
+        f"{name}.log",
+        *(f"{name}/start-0/rank-{rank}.err" for rank in range(2)),
+    }
