@@ -227,9 +227,10 @@ def most_needed(need_BKn: Tensor, num_chosen: int, slots: Slots) -> Tensor | Non
     for row, pad in enumerate(slots.pads):
         if slots.num_slots - pad < num_chosen:  # equal needs would leave to chance which padding is taken
             need_BKn[row, :, :pad] = torch.arange(pad, device=need_BKn.device, dtype=need_BKn.dtype) - 1e30
-    if need_BKn.device.type == "cpu":  # numpy selects five times as fast as torch does on a CPU
+    if need_BKn.device.type == "cpu":
+        # numpy selects five times as fast as torch does on a CPU, and rows in order are gathered faster.
         first = slots.num_slots - num_chosen
-        return torch.from_numpy(np.argpartition(need_BKn.numpy(), first, axis=-1)[..., first:])
+        return torch.from_numpy(np.sort(np.argpartition(need_BKn.numpy(), first, axis=-1)[..., first:], axis=-1))
     return need_BKn.topk(num_chosen, dim=-1, sorted=False).indices
 
 

@@ -166,7 +166,7 @@ class QueryPrediction:
 
     def _by_module(self, layer: int, given: LayerInput) -> Tensor:
         stop = _Stop()
-        keywords = dict(given.keywords)
+        keywords = {name: value for name, value in given.keywords.items() if name != "hidden_states"}
         if "past_key_values" in keywords:
             keywords["past_key_values"] = SeamCache(stop, given.start)
         if "runahead" in keywords:
@@ -216,13 +216,12 @@ def _shown_to_attention(layer: int) -> Any:
         attention: Any = keywords.get("runahead") or getattr(keywords.get("past_key_values"), "attention", None)
         if hasattr(attention, "see_input"):
             x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
-            others = {name: value for name, value in keywords.items() if name != "hidden_states"}
             attention.see_input(
                 layer,
                 LayerInput(
                     x_BCD=x_BCD,
                     rest=rest,
-                    keywords=others,
+                    keywords=keywords,
                     start=attention.start_of_input,
                     pads=attention.pads_of_input,
                 ),

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,21 +62,23 @@ class Fetched:
     """What attention sees of a layer, on the device.
 
     Attributes:
-        slab_TBKX: the chosen slots and, behind them, room for the new token.
+        bring: gives the chosen slots and, behind them, room for the new token.
+        num_bytes: of those.
+        under_way: are they being copied already? Where nothing has to travel they are gathered when they are needed:
+            until then a layer's weights would have driven them out of the processor's cache.
         pads: of the chosen slots, those on the left of each row that are padding.
         slots_BKm: which they are; None is all, in order.
-        wait: lets what is computed from now on wait for the copy.
     """
 
-    slab_TBKX: Tensor
+    bring: Callable[[], Tensor]
+    num_bytes: int
+    under_way: bool
     pads: list[int]
     slots_BKm: Tensor | None
-    wait: Callable[[], None] = lambda: None
 
     def slab(self, key_dim: int) -> KVSlab:
         """Once the copy is there."""
-        self.wait()
-        return KVSlab(slab_TBKX=self.slab_TBKX, key_dim=key_dim, first=0)
+        return KVSlab(slab_TBKX=self.bring(), key_dim=key_dim, first=0)
 
 
 class Retrieval:
@@ -209,17 +212,15 @@ class Retrieval:
         else:
             q_BNH = self._prediction.queries(layer, given)[:, :, -1]
         self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
-        waiting = sum(fetched.slab_TBKX.nbytes for fetched in self._fetched.values() if fetched is not None)
-        self.peak_fetched_bytes = max(self.peak_fetched_bytes, waiting)
 
     def fetched(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         """What attention of a new token is to see of a layer; None is everything."""
         if not self._chooses(layer):
             return None
-        if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layer
-            found = self._fetch(layer, q_BNH, start, pads)
-            self.peak_fetched_bytes = max(self.peak_fetched_bytes, 0 if found is None else found.slab_TBKX.nbytes)
-            return found
+        if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layers
+            self._fetched[layer] = self._fetch(layer, q_BNH, start, pads)
+        held = [each.num_bytes for at, each in self._fetched.items() if each and (at == layer or each.under_way)]
+        self.peak_fetched_bytes = max(self.peak_fetched_bytes, sum(held))
         return self._fetched.pop(layer)
 
     def store_token(self, layer: int, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
@@ -306,7 +307,7 @@ class Retrieval:
     def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         found, kept = self.layers[layer], self.cache.layers[layer]
         assert found is not None
-        slots = self._slots(layer, kept, self._next_B(start, pads) if found.out_of_order else None)
+        slots = self._slots(layer, kept, self._next_positions(start, pads) if found.out_of_order else None)
         slots_BKm = self.policy.choose(found.index, q_BNH, slots)
         found.steps += 1
         found.resident += kept.num_slots
@@ -314,9 +315,7 @@ class Retrieval:
         if slots_BKm is None:
             if not isinstance(kept, HostLayer):
                 return None
-            slab_TBKX, mark = kept.fetch(None)
-            wait = partial(kept.copies.hold_compute, mark)
-            return Fetched(slab_TBKX=slab_TBKX, pads=list(kept.pads), slots_BKm=None, wait=wait)
+            return self._under_way(kept, *kept.fetch(None), list(kept.pads), None)
         if self.max_slots is not None:
             use_BKn = kept.carried_BKn()
             assert use_BKn is not None
@@ -333,16 +332,27 @@ class Retrieval:
             self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
         rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
         if isinstance(kept, HostLayer):
-            slab_TBKX, mark = kept.fetch(rows_mBK)
-            wait = partial(kept.copies.hold_compute, mark)
-            return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm, wait=wait)
+            return self._under_way(kept, *kept.fetch(rows_mBK), pads, slots_BKm)
         width = kept.slab_TBKX.shape[3]
-        slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
-        out = slab_TBKX[:num_chosen].view(-1, width)
-        torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
-        return Fetched(slab_TBKX=slab_TBKX, pads=pads, slots_BKm=slots_BKm)
 
-    def _next_B(self, start: int, pads: Sequence[int]) -> Tensor:
+        def gather() -> Tensor:
+            slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
+            out = slab_TBKX[:num_chosen].view(-1, width)
+            torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
+            return slab_TBKX
+
+        num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(batch)
+        return Fetched(bring=gather, num_bytes=num_bytes, under_way=False, pads=pads, slots_BKm=slots_BKm)
+
+    @staticmethod
+    def _under_way(kept: HostLayer, slab_TBKX: Tensor, mark: Any, pads: list[int], slots_BKm: Tensor | None) -> Fetched:
+        def bring() -> Tensor:
+            kept.copies.hold_compute(mark)
+            return slab_TBKX
+
+        return Fetched(bring=bring, num_bytes=slab_TBKX.nbytes, under_way=True, pads=pads, slots_BKm=slots_BKm)
+
+    def _next_positions(self, start: int, pads: Sequence[int]) -> Tensor:
         """Position of the token `start` of the padded batch in each row, without a copy from the host every time."""
         if self._pads is None or self._pads[0] != list(pads):
             self._pads = list(pads), torch.tensor(pads, device=self.cache.device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from policies import ExactTopK, InfiniGen, Offload, Quest
+from benchmarks import lines, offloading
+from policies import ExactTopK, Full, InfiniGen, Offload, Quest
 from policies.base import Policy
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
@@ -64,14 +66,17 @@ def test_a_gpu_says_what_the_cpu_says(name: str, lengths: tuple[int, ...]) -> No
         said.append([row.new_ids for row in (*decoded.rows, *decoded_more.rows)])
         if device.type == "cuda":
             assert conversation.cache is not None
-            assert all(isinstance(layer, HostLayer) for layer in conversation.cache.layers)
-            assert all(layer.slab_TBKX.is_pinned() for layer in conversation.cache.layers)
+            assert conversation.cache.retrieval is not None
+            in_pool = conversation.cache.retrieval.in_pool
+            assert [isinstance(layer, HostLayer) for layer in conversation.cache.layers] == in_pool
+            assert [layer.slab_TBKX.is_pinned() for layer in conversation.cache.layers] == in_pool
     assert said[0] == said[1]
 
 
-def test_a_fixed_number_needs_no_look_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing, fetching and storing never wait for the device."""
-    conversation = Conversation(model(CUDA), RankPolicies.everywhere([POLICIES["infinigen"]]))
+@pytest.mark.parametrize("name", ["infinigen", "infinigen, full pool"])
+def test_a_fixed_number_needs_no_look_by_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing, fetching and storing never wait for the device, nor does writing over a token of a full pool."""
+    conversation = Conversation(model(CUDA), RankPolicies.everywhere([POLICIES[name]]))
     conversation.feed(torch.randint(211, (1, 600)))
     conversation.follow(torch.tensor([[1, 2, 3]]))  # tables and buffers are made
     called, originals = [], {name: getattr(Retrieval, name) for name in ("look_ahead", "fetched", "store_token")}
@@ -88,3 +93,65 @@ def test_a_fixed_number_needs_no_look_by_the_host(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Retrieval, name, strictly)
     conversation.follow(torch.tensor([[4]]))
     assert originals.keys() == set(called)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["infinigen, all", "offload"])
+def test_half_precision_where_all_is_fetched_is_the_full_cache(name: str, dtype: torch.dtype) -> None:
+    ids_1C, decoded = torch.randint(211, (1, 700), generator=torch.Generator().manual_seed(2)), []
+    for policy in (POLICIES[name], Full()):
+        conversation = Conversation(model(CUDA, dtype), RankPolicies.everywhere([policy]))
+        conversation.feed(ids_1C)
+        decoded.append(conversation.follow(torch.tensor([[5, 7, 11]])))
+    # Half precision keeps 8 bits of a number at least; where another kernel runs the last one may differ.
+    torch.testing.assert_close(*decoded, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["infinigen", "infinigen, alpha", "infinigen, full pool", "quest", "exact_topk"])
+def test_half_precision_retrieves(name: str, dtype: torch.dtype) -> None:
+    conversation = Conversation(model(CUDA, dtype), RankPolicies.everywhere([POLICIES[name]]))
+    conversation.feed(torch.randint(211, (2, 700)), pads=[0, 300])
+    assert conversation.follow(torch.tensor([[5, 7, 11]])).isfinite().all()
+
+
+def test_what_is_fetched_does_not_pile_up_on_the_device() -> None:
+    """The host queues a whole step before the device has done much of it; only two layers are there at a time."""
+    conversation = Conversation(model(CUDA), RankPolicies.everywhere([Offload()]))
+    conversation.feed(torch.randint(211, (1, 3000)))
+    conversation.follow(torch.tensor([[1, 2]]))
+    layer_bytes = 3000 * conversation.model.kv_shapes[0].bytes_per_token()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    conversation.follow(torch.tensor([[3, 4, 5]]))
+    assert torch.cuda.max_memory_allocated() - before < 3.5 * layer_bytes  # float32 attention repeats grouped heads
+
+
+def test_a_fork_and_a_second_turn_leave_the_pool_as_it_is() -> None:
+    ids_1C = torch.randint(211, (1, 700), generator=torch.Generator().manual_seed(2))
+    turns, alone = (Conversation(model(CUDA), RankPolicies.everywhere([POLICIES["infinigen"]])) for _ in range(2))
+    for each in (turns, alone):
+        each.feed(ids_1C)
+    other = turns.fork()
+    other.follow(torch.tensor([[17, 19]]))
+    other.feed(torch.tensor([[1, 2]]))
+    for each in (turns, alone):
+        each.feed(ids_1C[:, :9])
+    assert torch.equal(turns.follow(torch.tensor([[5, 7]])), alone.follow(torch.tensor([[5, 7]])))
+
+
+def test_exactly_the_pool_is_page_locked() -> None:
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    host = host_empty((1000, 77), torch.bfloat16, CUDA)
+    assert host.is_pinned() and host.nbytes == 154000
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before  # torch would round it up
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    given = ["--shape", "tiny", "--contexts", "512", "--batch", "1", "--rounds", "1", "--tokens", "2"]
+    given += ["--results", str(tmp_path / "lines.jsonl"), "--picture", str(tmp_path / "picture.png")]
+    offloading.main([*given, "--trace", str(tmp_path / "trace.json")])
+    found = lines.read(tmp_path / "lines.jsonl")
+    assert {line["variant"] for line in found} == set(offloading.VARIANTS)
+    assert (tmp_path / "trace.json").stat().st_size > 0

@@ -309,7 +309,7 @@ def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     index_bytes = 2 * 8 * shape.num_kv_heads * columns * (min(room, 46) + 2 * shape.key_dim)
     kept = turns.retrieval
     assert sum(layer.index.num_bytes for layer in kept.layers if layer) == pytest.approx(index_bytes, rel=0.15)
-    assert kept.peak_fetched_bytes == 2 * 11 * shape.bytes_per_token()  # of this layer and the next
+    assert kept.peak_fetched_bytes == 11 * shape.bytes_per_token()  # of one layer: on a CPU nothing is under way
     in_pool = sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
     assert cache.host_bytes == in_pool >= 2 * slots * shape.bytes_per_token()
     positions = sum(layer.positions_TBK.nbytes for layer in cache.layers)

@@ -1,0 +1,541 @@
+"""Decoding with K,V in host memory, on a GPU: time per token against what memory and the host's link allow.
+
+    python benchmarks/offloading.py --shape llama2-7b --contexts 2048 8192 32768 --batch 1 4 20
+    python benchmarks/offloading.py --shape llama2-13b --layers 10 --variants full infinigen offload --trace trace.json
+    python benchmarks/offloading.py --draw-only
+
+Weights and K,V are random, of a real model's shapes: a decoding step takes as long whatever they say, and no prompt has
+to be computed first. What they say decides how many tokens are within alpha: with random K,V more than max_fetch
+allows, so what is measured as "infinigen" fetches as much as it may.
+
+First of all the rates of the device's memory and of the host's link are measured. A step reads every byte that it needs
+at least once: weights, indices and what attention sees in the device's memory, what is fetched over the link. The bound
+is the longer of the two times. Variants take turns, a few tokens each, round after round, on the same K,V in host
+memory (transformers' cache has its own). Appends a JSON line per variant to benchmarks/results/offloading.jsonl and
+draws docs/offloading.png from these lines.
+"""
+
+# Legend: B batch, N query heads, K kv heads, n stored tokens, C new tokens, V vocabulary.
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import psutil
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import lines, machine  # noqa: E402
+from benchmarks.lines import Line  # noqa: E402
+from benchmarks.retrieval_decode import weight_bytes  # noqa: E402
+from partitioner.fingerprint import device_name, now  # noqa: E402
+from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
+from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
+from policies.retriever import Retriever  # noqa: E402
+from runahead import Model  # noqa: E402
+from runahead.attention import AttentionTerms  # noqa: E402
+from runahead.attention_seam import ATTENTION_NAME  # noqa: E402
+from runahead.causal_attention import CausalAttention  # noqa: E402
+from runahead.copy_stream import CopyStream, copies_for  # noqa: E402
+from runahead.host_layer import HostLayer  # noqa: E402
+from runahead.host_memory import host_empty  # noqa: E402
+from runahead.kept_cache import KeptLayer  # noqa: E402
+from runahead.kv_cache import KVCache  # noqa: E402
+from runahead.model import set_attention  # noqa: E402
+from runahead.rank_policies import RankPolicies  # noqa: E402
+from runahead.retrieving_attention import RetrievingAttention  # noqa: E402
+from runahead.whole_file import write_whole  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"
+PICTURE = ROOT / "docs" / "offloading.png"
+SHAPES: dict[str, dict[str, int]] = {
+    "llama2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "llama2-13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FULL, TRANSFORMERS = "full", "transformers offloaded"
+POLICIES: dict[str, Callable[[argparse.Namespace], Retriever]] = {
+    "infinigen": lambda options: InfiniGen(min_tokens=0, alpha=options.alpha, max_fetch=options.fetch),
+    "infinigen, fixed": lambda options: InfiniGen(min_tokens=0, fetch=options.fetch),
+    "infinigen, fixed, 3 layers whole": lambda options: InfiniGen(min_tokens=0, fetch=options.fetch, first_layer=3),
+    "quest": lambda options: Quest(min_tokens=0, fetch=options.fetch),
+    "exact top-k": lambda options: ExactTopK(min_tokens=0, fetch=options.fetch),
+    "offload": lambda options: Offload(),
+}
+VARIANTS = (FULL, *POLICIES, TRANSFORMERS)
+TRACED = "infinigen, fixed"
+LOOKS = {
+    FULL: (INK, "o"),
+    "infinigen": (ACCENT, "D"),
+    "infinigen, fixed": ("#e69f00", "D"),
+    "infinigen, fixed, 3 layers whole": ("#cc79a7", "D"),
+    "quest": ("#009e73", "^"),
+    "exact top-k": ("#0072b2", "v"),
+    "offload": (MUTED, "h"),
+    TRANSFORMERS: ("#56b4e9", "s"),
+}
+OBSERVED = 256
+"""Random queries from which indices are made."""
+TOLD_APART = ("device", "shape", "layers", "dtype", "batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """That one step has to move at least once: in the device's memory, and from the host to it."""
+
+    device: int
+    link: int = 0
+
+    def seconds(self, rates: dict[str, float | None]) -> float:
+        """At the measured rates, both at the same time."""
+        memory, link = rates["memory_gbs"], rates["link_gbs"]
+        assert memory is not None
+        return max(self.device / memory, 0.0 if link is None else self.link / link) / 1e9
+
+
+class Variant(Protocol):
+    """A way to keep K,V and to decode one token per row from them."""
+
+    def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
+        """A layer's K,V: on the device, and on the host where that is another memory."""
+        ...
+
+    def step(self, ids_B1: Tensor) -> Tensor:
+        """Logits (B, V)."""
+        ...
+
+    def moved(self) -> Bytes: ...
+
+    def kept(self) -> tuple[int, int]:
+        """Bytes for K,V on the device and on the host."""
+        ...
+
+    def fetched_share(self) -> float | None:
+        """Of the stored tokens, a mean over all layers; None where nothing is fetched."""
+        ...
+
+
+class FullCache:
+    """All K,V in the device's memory, as the engine decodes without a policy."""
+
+    def __init__(self, model: Model, *, context: int, batch: int, room: int) -> None:
+        self.model, self.num_tokens, self.pads = model, context, [0] * batch
+        self.cache = KVCache(
+            model.kv_shapes,
+            batch=batch,
+            spans=[(0, context + room)] * model.num_layers,
+            num_slots=model.num_layers,
+            device=model.device,
+        )
+
+    def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
+        self.cache.layer(layer).tokens(0, self.num_tokens).copy_(base.slab().slab_TBKX)
+
+    def step(self, ids_B1: Tensor) -> Tensor:
+        start = self.num_tokens
+        self.num_tokens += 1
+        return self.model.forward(
+            ids_B1, CausalAttention(self.cache, start=start, pads=self.pads), start=start, pads=self.pads
+        )
+
+    def moved(self) -> Bytes:
+        return Bytes(device=weight_bytes(self.model) + self.num_tokens * kv_bytes(self.model, len(self.pads)))
+
+    def kept(self) -> tuple[int, int]:
+        return self.cache.num_bytes, 0
+
+    def fetched_share(self) -> None:
+        return None
+
+
+class Retrieved:
+    """A policy that retrieves."""
+
+    def __init__(self, model: Model, policy: Retriever, *, context: int, batch: int, room: int) -> None:
+        self.model, self.policy, self.num_tokens, self.pads, self._room = model, policy, context, [0] * batch, room
+        self.cache = RankPolicies.everywhere([policy]).cache(model, batch=batch)
+        assert self.cache.retrieval is not None
+        self.retrieval = self.cache.retrieval
+
+    def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
+        self.cache.layers[layer] = replace(base)
+        last = torch.arange(self.num_tokens - q_BNwH.shape[2], self.num_tokens, device=self.model.device)
+        self.retrieval.store_prompt(
+            layer,
+            self.cache.layers[layer],
+            q_BNwH,
+            last.expand(len(self.pads), -1),
+            AttentionTerms(scaling=base.shape.key_dim**-0.5),
+            room=self._room,
+            was_cut=False,
+        )
+        if host is not None and self.retrieval.in_pool[layer]:
+            self.cache.layers[layer] = replace(host, positions_TBK=base.positions_TBK.clone())
+
+    def step(self, ids_B1: Tensor) -> Tensor:
+        start = self.num_tokens
+        self.num_tokens += 1
+        return self.model.forward(
+            ids_B1, RetrievingAttention(self.cache, start=start, pads=self.pads), start=start, pads=self.pads
+        )
+
+    def moved(self) -> Bytes:
+        device, link = weight_bytes(self.model), 0
+        shares = self.retrieval.report().fetched_share
+        heads, dim = self.model.config.num_attention_heads, self.model.config.hidden_size
+        for shape, kept, found, share in zip(
+            self.model.kv_shapes, self.cache.layers, self.retrieval.layers, shares, strict=True
+        ):
+            stored = kept.num_slots * shape.bytes_per_token(len(self.pads))
+            seen = int(stored * (1.0 if share is None else share))
+            fetched = seen if isinstance(kept, HostLayer) else 0
+            device += seen
+            if found is not None:
+                device += found.index.num_bytes
+                if self.policy.looks_ahead and self.policy.asks:
+                    device += dim * heads * shape.key_dim * shape.dtype.itemsize
+                if isinstance(self.policy, ExactTopK):
+                    keys = stored * shape.key_dim // (shape.key_dim + shape.value_dim)
+                    fetched += keys if isinstance(kept, HostLayer) else 0
+                    device += 0 if isinstance(kept, HostLayer) else keys
+            link += fetched
+        return Bytes(device=device, link=link)
+
+    def kept(self) -> tuple[int, int]:
+        return self.cache.num_bytes, self.cache.host_bytes
+
+    def fetched_share(self) -> float:
+        shares = self.retrieval.report().fetched_share
+        return sum(1.0 if share is None else share for share in shares) / len(shares)
+
+
+class TransformersOffloaded:
+    """transformers' own cache on the host, as a user gets it: all K,V come in every step, and go back.
+
+    Raises:
+        ValueError: it cannot run on this device.
+    """
+
+    def __init__(self, model: Model, *, batch: int) -> None:
+        if model.device.type != "cuda":
+            raise ValueError("it copies on CUDA streams, which a CPU does not have")
+        self.model, self.batch = model, batch
+        self.cache = DynamicCache(config=model.config, offloading=True)
+
+    def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
+        k_BKnH, v_BKnV = base.slab().read(base.first, base.end)
+        self.cache.update(k_BKnH.contiguous(), v_BKnV.contiguous(), layer)
+
+    @torch.inference_mode()
+    def step(self, ids_B1: Tensor) -> Tensor:
+        set_attention(self.model.module, "sdpa")
+        try:
+            found = self.model.module(input_ids=ids_B1, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        finally:
+            set_attention(self.model.module, ATTENTION_NAME)
+        logits: Tensor = found.logits
+        return logits[:, -1]
+
+    def moved(self) -> Bytes:
+        stored = self.cache.get_seq_length() * kv_bytes(self.model, self.batch)
+        return Bytes(device=weight_bytes(self.model) + stored, link=stored)
+
+    def kept(self) -> tuple[int, int]:
+        stored = self.cache.get_seq_length() * kv_bytes(self.model, self.batch)
+        return 2 * stored // self.model.num_layers, stored  # a layer and the next one
+
+    def fetched_share(self) -> float:
+        return 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama2-7b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT")
+    parser.add_argument("--alpha", type=float, default=InfiniGen().alpha)
+    parser.add_argument("--fetch", type=float, default=0.1, help="share of the tokens, at most or always")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=8, help="of one turn")
+    parser.add_argument("--device", help="by default a GPU if there is one")
+    parser.add_argument("--trace", type=Path, help=f"a torch profiler trace of {TRACED}, or of the first variant")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
+    options = parser.parse_args(argv)
+    try:
+        if not options.draw_only:
+            measure(options)
+        found = lines.read(options.results, option="--results")
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if not found:
+        raise SystemExit(f"{options.results.name} has no lines yet, so there is nothing to draw")
+    write_whole(options.picture, picture(found))
+    print(table(found))
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> None:
+    """Raises: ValueError: an option out of range, or none of the variants has room."""
+    if min(options.rounds, options.tokens, *options.contexts, *options.batch) < 1 or min(options.contexts) < OBSERVED:
+        raise ValueError(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
+    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    model = random_model(options, device)
+    rates = measured_rates(device)
+    about = {
+        "device": device_name(device),
+        "shape": options.shape,
+        "layers": model.num_layers,
+        "dtype": options.dtype,
+        "kv": "random",
+        "alpha": options.alpha,
+        "fetch": options.fetch,
+        "hardware": machine.hardware(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "commit": machine.commit(),
+        "code": machine.code(),
+        "date": now(),
+        **rates,
+    }
+    link = "" if rates["link_gbs"] is None else f", host to device {rates['link_gbs']:.1f} GB/s"
+    print(f"{about['device']}: memory {rates['memory_gbs']:.0f} GB/s{link}")
+    traced = options.trace
+    for batch in options.batch:
+        for context in options.contexts:
+            run = Turns(model, options, context=context, batch=batch)
+            measured = run.measure(about, rates)
+            lines.append(options.results, measured)
+            print(table(measured))
+            if traced is not None and run.variants:
+                trace(run, traced)
+                traced = None
+
+
+def random_model(options: argparse.Namespace, device: torch.device) -> Model:
+    """A Llama of the asked shape. Raises: ValueError: no such number of layers."""
+    shape = dict(SHAPES[options.shape])
+    if options.layers is not None:
+        if not 1 <= options.layers <= shape["num_hidden_layers"]:
+            raise ValueError(f"--layers {options.layers} must be 1 to {shape['num_hidden_layers']} for {options.shape}")
+        shape["num_hidden_layers"] = options.layers
+    config = LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=max(32768, 2 * max(options.contexts)))
+    torch.manual_seed(0)
+    with torch.device(device), torch.inference_mode(False):
+        module = LlamaForCausalLM._from_config(config, dtype=DTYPES[options.dtype])
+    return Model(module.eval().to(device), name=options.shape)
+
+
+class Turns:
+    """Variants that decode in turn, behind the same random K,V."""
+
+    def __init__(self, model: Model, options: argparse.Namespace, *, context: int, batch: int) -> None:
+        self.model, self.options, self.context, self.batch = model, options, context, batch
+        self.room = options.tokens * (options.rounds + 2)
+        self.variants: dict[str, Variant] = {}
+        stored = (context + self.room) * kv_bytes(model, batch)
+        needed = stored * sum(name != FULL for name in ({*options.variants} & {FULL, TRANSFORMERS}))
+        needed += stored if {*options.variants} & POLICIES.keys() else 0
+        if needed > 0.9 * psutil.virtual_memory().available:
+            self._skip("all", f"{needed:,} bytes of K,V do not fit into host memory")
+            return
+        self._make([*options.variants])
+
+    def _make(self, names: list[str]) -> None:
+        """Those that have room; all K,V on the device may leave none for the others."""
+        for name in names:
+            try:
+                self.variants[name] = self._made(name)
+            except (ValueError, torch.OutOfMemoryError) as error:
+                self._skip(name, str(error).splitlines()[0])
+        try:
+            self._fill()
+            return
+        except (ValueError, torch.OutOfMemoryError) as error:
+            left_out = FULL if FULL in self.variants else "all"
+            self._skip(left_out, str(error).splitlines()[0])
+        self.variants.clear()
+        if left_out == FULL:
+            self._make([name for name in names if name != FULL])
+
+    def _made(self, name: str) -> Variant:
+        if name == TRANSFORMERS:
+            return TransformersOffloaded(self.model, batch=self.batch)
+        if name == FULL:
+            return FullCache(self.model, context=self.context, batch=self.batch, room=self.room)
+        policy = POLICIES[name](self.options)
+        return Retrieved(self.model, policy, context=self.context, batch=self.batch, room=self.room)
+
+    def _skip(self, name: str, why: str) -> None:
+        print(f"{self.context:,} tokens x {self.batch}: {name} left out: {why}", file=sys.stderr)
+
+    def _fill(self) -> None:
+        """All layers with normally distributed keys, values and queries."""
+        model, copies, device = self.model, copies_for(self.model.device), self.model.device
+        heads, observed = model.config.num_attention_heads, min(OBSERVED, self.context)
+        for layer, shape in enumerate(model.kv_shapes):
+            base = KeptLayer.empty(shape, batch=self.batch, room=self.context + self.room, device=device)
+            base.slab_TBKX.normal_()
+            base.positions_TBK.copy_(torch.arange(len(base.positions_TBK), device=device)[:, None, None])
+            base.num_slots = self.context
+            host = None if copies is None else self._on_host(base, copies)
+            q_BNwH = torch.randn(self.batch, heads, observed, shape.key_dim, dtype=shape.dtype, device=device)
+            for variant in self.variants.values():
+                variant.take(layer, base, host, q_BNwH)
+
+    def _on_host(self, base: KeptLayer, copies: CopyStream) -> HostLayer:
+        return HostLayer.of(replace(base), copies, room=self.room)
+
+    def turn(self, variant: Variant) -> float:
+        """Seconds per token."""
+        ids_B1 = torch.full((self.batch, 1), 7, device=self.model.device)
+        synchronize(self.model.device)
+        began_s = time.perf_counter()
+        for _ in range(self.options.tokens):
+            ids_B1 = variant.step(ids_B1).argmax(dim=-1, keepdim=True)
+            ids_B1.tolist()  # as where tokens are told
+        return (time.perf_counter() - began_s) / self.options.tokens
+
+    def measure(self, about: dict[str, Any], rates: dict[str, float | None]) -> list[Line]:
+        seconds: dict[str, list[float]] = {name: [] for name in self.variants}
+        peaks: dict[str, int] = {}
+        cuda = self.model.device.type == "cuda"
+        for number in range(self.options.rounds + 1):
+            for name, variant in self.variants.items():
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats(self.model.device)
+                    before = torch.cuda.memory_allocated(self.model.device)
+                taken_s = self.turn(variant)
+                if number:  # the first turn warms up
+                    seconds[name].append(taken_s)
+                if cuda:
+                    peaks[name] = torch.cuda.max_memory_allocated(self.model.device) - before
+        measured: list[Line] = []
+        for name, variant in self.variants.items():
+            moved, (device_bytes, host_bytes) = variant.moved(), variant.kept()
+            measured.append(
+                about
+                | {"variant": name, "context": self.context, "batch": self.batch, "tpot_s": seconds[name]}
+                | {"device_bytes": moved.device, "link_bytes": moved.link, "bound_s": moved.seconds(rates)}
+                | {"kv_device_bytes": device_bytes, "kv_host_bytes": host_bytes, "step_peak_bytes": peaks.get(name)}
+                | {"fetched_share": variant.fetched_share()}
+            )
+        return measured
+
+
+def kv_bytes(model: Model, batch: int) -> int:
+    """Of one token in every row, in all layers."""
+    return sum(shape.bytes_per_token(batch) for shape in model.kv_shapes)
+
+
+def measured_rates(device: torch.device) -> dict[str, float | None]:
+    """GB/s of the device's memory, reading and writing, and from page-locked host memory to it; None on a CPU."""
+    size = 2**30 if device.type == "cuda" else 2**26
+    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    memory = 2 * size / best_s(lambda: b.copy_(a), device) / 1e9
+    if device.type != "cuda":
+        return {"memory_gbs": memory, "link_gbs": None}
+    host = host_empty((size,), torch.uint8, device, before_free=lambda: synchronize(device))
+    return {"memory_gbs": memory, "link_gbs": size / best_s(lambda: a.copy_(host, non_blocking=True), device) / 1e9}
+
+
+def best_s(copy: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    taken = []
+    for _ in range(times + 1):
+        synchronize(device)
+        began_s = time.perf_counter()
+        copy()
+        synchronize(device)
+        taken.append(time.perf_counter() - began_s)
+    return min(taken[1:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def trace(run: Turns, path: Path) -> None:
+    """Two tokens as a trace for Perfetto or chrome://tracing: copies have a stream of their own there."""
+    name = TRACED if TRACED in run.variants else next(iter(run.variants))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if run.model.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    ids_B1 = torch.full((run.batch, 1), 7, device=run.model.device)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(2):
+            run.variants[name].step(ids_B1).argmax(dim=-1).tolist()
+    profile.export_chrome_trace(str(path))
+    print(f"{path.name}: two tokens of {name}, {run.context:,} tokens x {run.batch}")
+
+
+def table(found: Sequence[Line]) -> str:
+    """Of what was measured last for every shape, context, batch and variant."""
+    rows = [
+        f"{'tokens':>7} {'batch':>5}  {'variant':<33} {'ms a token':>10} {'bound':>8} {'of it':>6} {'fetched':>8}"
+        f" {'GPU K,V':>9} {'host K,V':>9}"
+    ]
+    for (*_, batch, context, name), line in latest(found).items():
+        measured_s, share = median(line["tpot_s"]), line["fetched_share"]
+        rows.append(
+            f"{context:>7,} {batch:>5}  {name:<33} {1e3 * measured_s:>10.2f} {1e3 * line['bound_s']:>8.2f}"
+            f" {line['bound_s'] / measured_s:>6.0%} {'-' if share is None else f'{share:.1%}':>8}"
+            f" {line['kv_device_bytes'] / 2**20:>5,.0f} MiB {line['kv_host_bytes'] / 2**20:>5,.0f} MiB"
+        )
+    return "\n".join(rows)
+
+
+def latest(found: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
+    """By what tells them apart, context and variant."""
+    return {(*(line[name] for name in TOLD_APART), line["context"], line["variant"]): line for line in found}
+
+
+def picture(found: Sequence[Line]) -> bytes:
+    """A panel per batch, of the shape and the device that were measured last."""
+    last = found[-1]
+    shown = [
+        line
+        for line in latest(found).values()
+        if all(line[name] == last[name] for name in TOLD_APART if name != "batch")
+    ]
+    batches = sorted({line["batch"] for line in shown})
+    figure = new_figure(5.2 * len(batches), 4.4)
+    for axes, batch in zip(panels(figure, len(batches), 1, len(batches)), batches, strict=True):
+        contexts = sorted({line["context"] for line in shown if line["batch"] == batch})
+        for name, (colour, marker) in LOOKS.items():
+            of_it = [line for line in shown if line["batch"] == batch and line["variant"] == name]
+            if of_it:
+                of_it.sort(key=lambda line: int(line["context"]))
+                x = [line["context"] for line in of_it]
+                axes.plot(x, [1e3 * median(line["tpot_s"]) for line in of_it], color=colour, marker=marker, label=name)
+                axes.plot(x, [1e3 * line["bound_s"] for line in of_it], color=colour, linestyle=":")
+        dress(axes, title=f"batch {batch}", x="tokens in the cache", y="ms a token; dotted: bound")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(contexts, [tokens(context) for context in contexts])
+    figure.axes[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    about = f"{last['shape']}, {last['layers']} layers, {last['dtype']}, random weights and K,V, {last['device']}"
+    set_title(figure, "Decoding with K,V in host memory", about)
+    return png(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""K,V in memory of the host: what the GPU's path stores, fetches and waits for, with a CPU in the place of the GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies import Full
+from runahead import copy_stream, host_memory
+from runahead.copy_stream import MOVED_AT_ONCE, CopyStream
+from runahead.host_layer import HostLayer
+from runahead.host_memory import host_empty
+from tests.families import prompt, throughout
+from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
+from tests.ranks.tasks import tiny_model
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class LateCopies(CopyStream):
+    """Copies whose tensors are NaN until somebody waits for them, and which know who waited."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.fetched = device, list[list[tuple[Tensor, Tensor]]]()
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self.waited: list[int] = []
+
+    @contextmanager
+    def copying(self, *read: Tensor) -> Iterator[None]:
+        yield
+
+    def hide(self, slab: Tensor) -> None:
+        self._new.append((slab, slab.clone()))
+        slab.fill_(torch.nan)
+
+    def mark(self) -> Any:
+        self.fetched.append(self._new)
+        self._new = []
+        return len(self.fetched) - 1
+
+    def hold_compute(self, mark: Any = None) -> None:
+        if mark is not None:
+            self.waited.append(mark)
+            for slab, content in self.fetched[mark]:
+                slab.copy_(content)
+
+    def pace(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
+    """Of every retrieval from now on, the first in front."""
+    made: list[LateCopies] = []
+
+    def copies_for(device: torch.device) -> LateCopies:
+        made.append(LateCopies(device))
+        return made[-1]
+
+    fetch = HostLayer.fetch
+
+    def late(self: HostLayer, rows_X: Tensor | None) -> Any:
+        slab_TBKX, _ = fetch(self, rows_X)
+        assert isinstance(self.copies, LateCopies)
+        self.copies.fetched.pop()
+        self.copies.hide(slab_TBKX[:-1])
+        return slab_TBKX, self.copies.mark()
+
+    monkeypatch.setattr("runahead.retrieval.copies_for", copies_for)
+    monkeypatch.setattr(HostLayer, "fetch", late)
+    return made
+
+
+def plain(name: str, options: dict[str, Any], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """The same without a pool of the host."""
+    with monkeypatch.context() as patch:
+        patch.setattr("runahead.retrieval.copies_for", lambda device: None)
+        turns = Turns(tiny_model("llama"), [policy(name, options)], lengths)
+        turns.prefill()
+    return turns
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+@pytest.mark.parametrize("some", [True, False], ids=["some", "all"])
+def test_it_is_what_is_read_in_place_bit_by_bit(
+    name: str, lengths: tuple[int, ...], some: bool, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through growth and another turn; where all is chosen too, which is one copy without indices."""
+    options = (SOME if some else ALL)[name]
+    ours = Turns(tiny_model("llama"), [policy(name, options)], lengths)
+    ours.prefill()
+    theirs = plain(name, options, lengths, monkeypatch)
+    more = torch.tensor([prompt(9, seed=5)])
+    for tokens in (GENERATED * 3, GENERATED):
+        assert torch.equal(ours.decode(tokens), theirs.decode(tokens))
+        with throughout(torch.float64):
+            assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+    assert copies[0].waited == list(range(len(copies[0].fetched)))  # each before it was read, in order
+    assert len(copies[0].waited) == 16 * sum(ours.retrieval.in_pool)
+
+
+def test_layers_that_are_always_read_whole_stay_on_the_device(copies: list[LateCopies]) -> None:
+    turns = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
+    turns.prefill()
+    turns.decode(GENERATED)
+    cache = turns.conversation.cache
+    assert cache is not None
+    assert [isinstance(layer, HostLayer) for layer in cache.layers] == [False, True, True]
+    assert cache.host_bytes == sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
+
+
+def test_windows_stay_on_the_device_too(copies: list[LateCopies]) -> None:
+    model = tiny_model("gemma2")
+    turns = Turns(model, [policy("exact_topk", SOME["exact_topk"])])
+    turns.prefill()
+    cache = turns.conversation.cache
+    assert cache is not None
+    whole = [rule is None or rule.sees_everything for rule in model.rules]
+    assert [isinstance(layer, HostLayer) for layer in cache.layers] == whole
+    assert any(whole) and not all(whole)
+
+
+def test_what_the_host_has_of_a_prompt_stays_where_it_is(copies: list[LateCopies]) -> None:
+    """Of another turn only the new tokens are copied, as long as there is room."""
+    turns = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
+    turns.prefill()
+    cache = turns.conversation.cache
+    assert cache is not None
+    before = cache.layers[1].slab_TBKX
+    before[:NUM_TOKENS].fill_(7.0)  # nobody copies over it
+    with throughout(torch.float64):
+        turns.conversation.feed(torch.tensor([[5]]))
+    after = cache.layers[1].slab_TBKX
+    assert after.data_ptr() == before.data_ptr() and (after[:NUM_TOKENS] == 7.0).all()
+
+
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), (NUM_TOKENS, 33)], ids=["alone", "padded"])
+def test_a_full_pool_of_the_host(
+    victim: str, lengths: tuple[int, ...], copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are written over others in place, and no memory is taken beyond the limit."""
+    limit = 43
+    per_slot = 2 * tiny_model("llama").kv_shapes[0].bytes_per_token(len(lengths))
+    options = {"fetch": 8, "first_layer": 1, "pool": {"bytes": limit * per_slot, "victim": victim}}
+    ours = Turns(tiny_model("llama"), [policy("infinigen", options)], lengths)
+    ours.prefill()
+    theirs = plain("infinigen", options, lengths, monkeypatch)
+    assert torch.equal(ours.decode(GENERATED * 3), theirs.decode(GENERATED * 3))
+    for turns in (ours, theirs):
+        cache = turns.conversation.cache
+        assert cache is not None
+        assert turns.retrieval.report().evicted == [0, 9, 9]
+        assert cache.host_bytes == limit * per_slot
+
+
+@pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
+def test_a_fork_leaves_it_as_it_is(pool: dict[str, int], copies: list[LateCopies]) -> None:
+    turns, alone = (
+        Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"] | {"pool": pool})]) for _ in range(2)
+    )
+    turns.prefill(), alone.prefill()
+    other = turns.conversation.fork()
+    with throughout(torch.float64):
+        other.follow(torch.tensor([[17, 19, 23, 29]]))
+        other.feed(torch.tensor([[1, 2]]))
+    assert torch.equal(turns.decode(GENERATED), alone.decode(GENERATED))
+    with throughout(torch.float64):
+        more = torch.tensor([prompt(3, seed=5)])
+        assert torch.equal(turns.conversation.feed(more), alone.conversation.feed(more))
+
+
+def test_chunks_of_a_prompt_go_to_the_host_in_turn(copies: list[LateCopies]) -> None:
+    turns, full = (Turns(tiny_model("llama"), [each]) for each in (policy("offload", {}), Full()))
+    assert torch.equal(turns.prefill([17, 1, 12, 10]), full.prefill([17, 1, 12, 10]))
+    assert torch.equal(turns.decode(GENERATED), full.decode(GENERATED))
+
+
+class Recorder:
+    """In the place of CUDA's streams and events."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Recorder) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Recorder) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record(self, stream: Recorder) -> None:
+        self.name = f"mark {sum(entry.startswith('mark') for entry in self.log) + 1}"
+        self.log.append(f"{self.name} of {stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+
+    @contextmanager
+    def stream(stream: Recorder) -> Iterator[None]:
+        log.append(f"into {stream.name}")
+        yield
+        log.append("back")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Recorder("copies", log))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Recorder("mark", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorder("compute", log))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    return log
+
+
+def test_copies_are_behind_what_was_computed_and_compute_waits_for_a_mark_alone(log: list[str]) -> None:
+    copies = CopyStream(GPU)
+
+    class Read:
+        def record_stream(self, stream: Recorder) -> None:
+            log.append(f"read in {stream.name}")
+
+    with copies.copying(Read()):  # type: ignore[arg-type]
+        log.append("copy")
+    copies.hold_compute(copies.mark())
+    queued = ["copies waits for compute", "into copies", "copy", "back", "read in copies"]
+    assert log == [*queued, "mark 1 of copies", "compute waits for mark 1"]
+
+
+def test_few_layers_are_on_their_way_at_once(log: list[str]) -> None:
+    copies = CopyStream(GPU)
+    for _ in range(MOVED_AT_ONCE):
+        copies.pace()
+    assert not any(entry.startswith("host waits") for entry in log)
+    copies.pace()
+    assert [entry for entry in log if entry.startswith("host waits")] == ["host waits for mark 1"]
+
+
+class Registered:
+    """In the place of the CUDA runtime, which locks pages."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.log = status, list[tuple[str, int]]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.log.append(("lock", num_bytes))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.log.append(("unlock", 0))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Registered:
+    runtime = Registered()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return runtime
+
+
+def test_exactly_what_is_asked_for_is_page_locked_until_nobody_has_it(runtime: Registered) -> None:
+    def freed() -> None:
+        runtime.log.append(("freed", 0))
+
+    host = host_empty((300, 7), torch.bfloat16, GPU, before_free=freed)
+    assert runtime.log == [("lock", 300 * 7 * 2)]
+    host.copy_(torch.arange(2100).view(300, 7))
+    part = host[4:]
+    del host
+    gc.collect()
+    assert len(runtime.log) == 1 and part[0, 0] == 28
+    del part
+    gc.collect()
+    assert runtime.log[1:] == [("freed", 0), ("unlock", 0)]
+
+
+def test_memory_that_cannot_be_locked_is_refused_in_one_line(runtime: Registered) -> None:
+    runtime.status = 2
+    with pytest.raises(ValueError, match=r"^14 bytes of K,V do not fit into page-locked host memory; .*ulimit -l\)$"):
+        host_empty((7,), torch.float16, GPU)
+    gc.collect()
+    assert runtime.log == [("lock", 14)]
+
+
+def test_nothing_is_page_locked_for_a_cpu(runtime: Registered) -> None:
+    host = host_empty((3, 2), torch.float32, CPU)
+    assert host_memory.on_device(host, CPU) is host and not runtime.log
+    assert host_empty((0, 2), torch.float32, GPU).shape == (0, 2) and not runtime.log
+    assert copy_stream.copies_for(CPU) is None
