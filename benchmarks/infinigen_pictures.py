@@ -102,7 +102,7 @@ def similarity_png(group: Sequence[Line]) -> bytes:
         by_layer = [mean(values) for values in zip(*(line["similarity"][what] for line in group), strict=True)]
         axes.plot(range(1, len(by_layer) + 1), by_layer, color=colour, marker="o", markersize=3, label=what)
     dress(axes, x="layer", y="cosine with the layer before")
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center right")
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="lower right", ncols=2)
     set_title(figure, "How alike consecutive layers are", f"{group[0]['model']}, {subject(group)}")
     return png(figure)
 

@@ -402,7 +402,7 @@ class Turns:
                 variant.take(layer, base, host, q_BNwH)
 
     def _on_host(self, base: KeptLayer, copies: CopyStream) -> HostLayer:
-        return HostLayer.of(replace(base), copies, room=self.room)
+        return HostLayer.of(replace(base), copies, room=self.room, spare=self.room)
 
     def turn(self, variant: Variant) -> float:
         """Seconds per token."""

@@ -222,7 +222,6 @@ class Conversation:
             phase=Phase.prefill,
             prompt_tokens=end,
             num_layers=self.model.num_layers,
-            room=0 if self.cache.retrieval is None else end // 8,  # nothing goes, so more will come
             cuts_back=cut_back,
             retrieval=self.cache.retrieval,
         )

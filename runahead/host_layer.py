@@ -32,16 +32,18 @@ class HostLayer(KeptLayer):
     _mapped_TBKX: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int) -> HostLayer:
-        """The same slots, copied to the host in the background, with room for so many more.
+    def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> HostLayer:
+        """The same slots, copied to the host in the background.
 
-        What a layer has on the host already stays there, if there is enough room behind it.
+        Args:
+            room: for more slots that there has to be: what a layer has on the host already stays there if there is.
+            spare: room of new memory.
         """
         known, n = layer.host if isinstance(layer, BroughtLayer) else None, layer.num_slots
         if known is not None and known.slab_TBKX.shape[0] >= n + room:
             host_TBKX, start = known.slab_TBKX, known.num_slots
         else:
-            host_TBKX, start = _empty(layer, n + room, copies), 0
+            host_TBKX, start = _empty(layer, n + spare, copies), 0
         with copies.copying(layer.slab_TBKX):
             host_TBKX[start:n].copy_(layer.slab_TBKX[start:n], non_blocking=True)
         copies.pace()

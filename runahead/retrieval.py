@@ -191,13 +191,16 @@ class Retrieval:
     def settle(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to the host, if the device is another one.
 
-        It must not share memory with what is used again.
+        It must not share memory with what is used again. Where no room is asked for nobody knows what comes, and new
+        memory has an eighth more, as it has where it grows.
         """
         kept = self.cache.layers[layer]
         if self._copies is not None and self.in_pool[layer] and not isinstance(kept, HostLayer):
+            spare = room or kept.num_slots // 8
             if self.max_slots is not None:
-                room = max(0, min(room, self.max_slots - kept.num_slots))
-            self.cache.layers[layer] = HostLayer.of(kept, self._copies, room=room)
+                most = max(0, self.max_slots - kept.num_slots)
+                room, spare = min(room, most), min(spare, most)
+            self.cache.layers[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and fetch for a layer, by the input of the layer before it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -101,12 +100,11 @@ def test_it_is_what_is_read_in_place_bit_by_bit(
     ours.prefill()
     theirs = plain(name, options, lengths, monkeypatch)
     more = torch.tensor([prompt(9, seed=5)])
-    for tokens in (GENERATED * 3, GENERATED):
+    for tokens in (GENERATED * 2, GENERATED):
         assert torch.equal(ours.decode(tokens), theirs.decode(tokens))
         with throughout(torch.float64):
             assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
-    assert copies[0].waited == list(range(len(copies[0].fetched)))  # each before it was read, in order
-    assert len(copies[0].waited) == 16 * sum(ours.retrieval.in_pool)
+    assert sorted(copies[0].waited) == list(range(12 * sum(ours.retrieval.in_pool)))  # for each copy once
 
 
 def test_layers_that_are_always_read_whole_stay_on_the_device(copies: list[LateCopies]) -> None:
@@ -137,7 +135,8 @@ def test_what_the_host_has_of_a_prompt_stays_where_it_is(copies: list[LateCopies
     cache = turns.conversation.cache
     assert cache is not None
     before = cache.layers[1].slab_TBKX
-    before[:NUM_TOKENS].fill_(7.0)  # nobody copies over it
+    with torch.inference_mode():
+        before[:NUM_TOKENS].fill_(7.0)  # nobody copies over it
     with throughout(torch.float64):
         turns.conversation.feed(torch.tensor([[5]]))
     after = cache.layers[1].slab_TBKX
@@ -162,6 +161,10 @@ def test_a_full_pool_of_the_host(
         assert cache is not None
         assert turns.retrieval.report().evicted == [0, 9, 9]
         assert cache.host_bytes == limit * per_slot
+    more = torch.tensor([prompt(3, seed=5)])  # behind which the pool is cut back anew
+    with throughout(torch.float64):
+        assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+    assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
 
 
 @pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
@@ -278,10 +281,8 @@ def test_exactly_what_is_asked_for_is_page_locked_until_nobody_has_it(runtime: R
     host.copy_(torch.arange(2100).view(300, 7))
     part = host[4:]
     del host
-    gc.collect()
     assert len(runtime.log) == 1 and part[0, 0] == 28
     del part
-    gc.collect()
     assert runtime.log[1:] == [("freed", 0), ("unlock", 0)]
 
 
@@ -289,7 +290,6 @@ def test_memory_that_cannot_be_locked_is_refused_in_one_line(runtime: Registered
     runtime.status = 2
     with pytest.raises(ValueError, match=r"^14 bytes of K,V do not fit into page-locked host memory; .*ulimit -l\)$"):
         host_empty((7,), torch.float16, GPU)
-    gc.collect()
     assert runtime.log == [("lock", 14)]
 
 
