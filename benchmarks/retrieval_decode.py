@@ -173,7 +173,7 @@ def table(latest: dict[int, dict[str, Line]]) -> str:
         full = by_policy[FULL]
         for name, line in by_policy.items():
             bound, reached = full["bytes"] / line["bytes"], "-"
-            if name != FULL and abs(bound - 1) > 0.02:
+            if name != FULL and bound > 1.1:
                 reached = f"{(gain(full, line) - 1) / (bound - 1):.0%}"
             share = f"{line['fetched_share']:.1%}" if "fetched_share" in line else "100%"
             rows.append(

@@ -90,6 +90,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false
                                policy.first_ahead=<n>
                                policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
+         quest|exact_topk      policy.fetch=<tokens, or a share>   policy.page=16   policy.pool....: as infinigen
+         offload               policy.pool....: as infinigen
          sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
          per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false

@@ -30,6 +30,8 @@ from runahead.model import Model
 from runahead.query_prediction import FoldedProjection, LayerInput
 from runahead.retrieval_report import RetrievalReport
 
+REMEMBERED_EVERY = 4
+"""Of the queries that an index was made of, every how many-th is kept to make it anew."""
 SIMULATED_STEPS = 32
 """Last tokens of a prompt whose queries count as steps, where a limited pool has to know how its slots are used."""
 
@@ -40,6 +42,10 @@ class LayerRetrieval:
 
     Attributes:
         folded: predicts queries in the index's basis, where that can be.
+        observed_BNoH: some of the queries that the index was made of, as they stand where it is good for; None where
+            it is not made of queries.
+        scaling: of this layer's scores.
+        age: tokens that came since.
         steps: for which something was chosen.
         fetched, resident: slots, summed over steps.
         evicted: slots of each row and KV head whose token was given up.
@@ -49,6 +55,9 @@ class LayerRetrieval:
 
     index: Index
     folded: FoldedProjection | None = None
+    observed_BNoH: Tensor | None = None
+    scaling: float = 1.0
+    age: int = 0
     steps: int = 0
     fetched: int = 0
     resident: int = 0
@@ -123,10 +132,11 @@ class Retrieval:
 
     @property
     def num_bytes(self) -> int:
-        """Of the indices, folded projections among them, and the most that was fetched at a time."""
+        """Of the indices, with folded projections and what they are made anew of, and the most fetched at a time."""
         layers = [layer for layer in self.layers if layer is not None]
         folded = sum(layer.folded.num_bytes for layer in layers if layer.folded is not None)
-        return sum(layer.index.num_bytes for layer in layers) + folded + self.peak_fetched_bytes
+        observed = sum(layer.observed_BNoH.nbytes for layer in layers if layer.observed_BNoH is not None)
+        return sum(layer.index.num_bytes for layer in layers) + folded + observed + self.peak_fetched_bytes
 
     def fork(self, cache: KeptCache) -> Retrieval:
         """One that goes on from here on its own, over another cache with the same slots."""
@@ -159,27 +169,62 @@ class Retrieval:
             return
         found = self.layers[layer]
         k_BKnH, _ = kept.slab().read(kept.first, kept.end)
-        if found is not None and not was_cut:
+        if found is not None and not was_cut and q_BNCH.shape[2] < self.policy.observed:
             found.index.append(k_BKnH[:, :, found.index.num_slots :])
+            found.age += q_BNCH.shape[2]
         else:
-            view = PromptView(
-                layer=layer,
-                num_layers=len(self.layers),
-                q_BNwH=self._observed(layer, q_BNCH, positions_BC),
-                k_BKnH=k_BKnH,
-                scaling=terms.scaling,
-                pads=list(kept.pads),
-                next_B=positions_BC[:, -1] + 1,
-                turn=None if self._rotaries is None else self._rotaries[layer].turned,
-                room=room,
-                stored=partial(self._keys, layer),
-            )
-            index = self.policy.index(view)
-            if found is None:
-                found = self.layers[layer] = LayerRetrieval(index=index)
-            found.index, found.folded = index, self._folded(layer, index)
+            q_BNwH = self._observed(layer, q_BNCH, positions_BC)
+            self._make_index(layer, kept, k_BKnH, q_BNwH, positions_BC[:, -1] + 1, terms.scaling, room=room)
         if self.max_slots is not None:
             self._limit_prompt(layer, kept, q_BNCH, positions_BC)
+
+    def _make_index(
+        self,
+        layer: int,
+        kept: KeptLayer,
+        k_BKnH: Tensor,
+        q_BNwH: Tensor,
+        next_B: Tensor,
+        scaling: float,
+        *,
+        room: int,
+    ) -> None:
+        """An index of these keys for queries like these, which stand behind them."""
+        view = PromptView(
+            layer=layer,
+            num_layers=len(self.layers),
+            q_BNwH=q_BNwH,
+            k_BKnH=k_BKnH,
+            scaling=scaling,
+            pads=list(kept.pads),
+            next_B=next_B,
+            turn=None if self._rotaries is None else self._rotaries[layer].turned,
+            room=room,
+            stored=partial(self._keys, layer),
+        )
+        index, found = self.policy.index(view), self.layers[layer]
+        if found is None:
+            found = self.layers[layer] = LayerRetrieval(index=index)
+        found.index, found.folded, found.scaling, found.age = index, self._folded(layer, index), scaling, 0
+        if self.policy.observed and self._rotaries is not None:
+            some_BNoH = q_BNwH[:, :, ::REMEMBERED_EVERY] if q_BNwH.shape[2] == self.policy.observed else q_BNwH
+            found.observed_BNoH = some_BNoH.clone()
+
+    def _renew_if_old(self, layer: int, start: int, pads: Sequence[int]) -> None:
+        """Make an index anew for the positions that decoding has come to: rotations have taken queries elsewhere.
+
+        Layers take turns, so that no step makes all of them.
+        """
+        found, kept = self.layers[layer], self.cache.layers[layer]
+        assert found is not None
+        if found.observed_BNoH is None or found.age < DECODED_SOON + layer:
+            return
+        assert self._rotaries is not None
+        by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
+        q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
+        k_BKnH = self._keys(layer)
+        next_B = self._next_positions(start, pads)
+        self._make_index(layer, kept, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
 
     def bring(self, layer: int) -> KeptLayer:
         """A layer on the device, for several new tokens."""
@@ -206,6 +251,7 @@ class Retrieval:
         """Choose and fetch for a layer, by the input of the layer before it."""
         if self._prediction is None or layer < self.policy.first_ahead or not self._chooses(layer):
             return
+        self._renew_if_old(layer, given.start, given.pads)
         found = self.layers[layer]
         assert found is not None
         if not self.policy.asks:
@@ -221,6 +267,7 @@ class Retrieval:
         if not self._chooses(layer):
             return None
         if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layers
+            self._renew_if_old(layer, start, pads)
             self._fetched[layer] = self._fetch(layer, q_BNH, start, pads)
         held = [each.num_bytes for at, each in self._fetched.items() if each and (at == layer or each.under_way)]
         self.peak_fetched_bytes = max(self.peak_fetched_bytes, sum(held))
@@ -229,6 +276,8 @@ class Retrieval:
     def store_token(self, layer: int, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
         """A new token, behind its attention; in a full pool in the place of another."""
         found, kept = self.layers[layer], self.cache.layers[layer]
+        if found is not None:
+            found.age += 1
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
             if self.max_slots is not None and found is not None and kept.num_slots == kept.slab_TBKX.shape[0]:
                 kept.copy_out(room=min(1 + kept.num_slots // 8, self.max_slots - kept.num_slots))

@@ -41,7 +41,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     try:
         _write(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        error.filename = os.fspath(path)  # which the system does not know where a disk is full
+        if error.errno is not None:
+            error.filename = os.fspath(path)  # which the system does not know where a disk is full
         raise
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from policies import POLICIES, Full, InfiniGen, PyramidInfer, SnapKV
 from policies.base import Policy
+from runahead import retrieval
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model import Model
@@ -185,7 +186,7 @@ def test_exact_top_k_is_attention_to_the_keys_with_the_highest_scores() -> None:
     assert cache is not None
     q_BNH = torch.randn(1, 4, model.kv_shapes[layer].key_dim, dtype=torch.float64, generator=torch.manual_seed(3))
     fetched = retrieval.fetched(layer, q_BNH, NUM_TOKENS, [0])
-    assert fetched is not None
+    assert fetched is not None and fetched.slots_BKm is not None
     k_BKnH, _ = cache.layers[layer].slab().read(0, NUM_TOKENS)
     scores = torch.einsum("kgh,knh->kgn", q_BNH[0].unflatten(0, (2, 2)), k_BKnH[0]) * q_BNH.shape[-1] ** -0.5
     need = (scores - scores.amax(-1, keepdim=True)).amax(1)
@@ -267,6 +268,40 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
     with throughout(model.dtype):
         model.forward(torch.tensor([[4]]), Compared(), start=9, pads=[0])
     assert seen == list(range(model.num_layers))
+
+
+def test_an_index_is_made_anew_where_decoding_has_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotations take queries elsewhere. With all columns any basis finds the same, made anew or not."""
+    monkeypatch.setattr(retrieval, "DECODED_SOON", 4)
+    ours, exact = (
+        Turns(tiny_model("llama"), [each])
+        for each in (
+            InfiniGen(min_tokens=0, ratio=1.0, fetch=12, first_layer=0, ahead=False, sinks=2, recent=3),
+            policy("exact_topk", {"fetch": 12}),
+        )
+    )
+    ours.prefill(), exact.prefill()
+    before = [layer.index for layer in ours.retrieval.layers if layer is not None]
+    torch.testing.assert_close(ours.decode(GENERATED), exact.decode(GENERATED), atol=1e-9, rtol=0)
+    assert [layer.age for layer in ours.retrieval.layers if layer is not None] == [4, 4, 4]
+    torch.testing.assert_close(ours.decode(GENERATED), exact.decode(GENERATED), atol=1e-9, rtol=0)
+    layers = [layer for layer in ours.retrieval.layers if layer is not None]
+    assert [layer.age for layer in layers] == [4, 3, 2]  # made anew behind 4, 5 and 6 tokens
+    assert all(layer.index is not old for layer, old in zip(layers, before, strict=True))
+    assert all(layer.index.num_slots == NUM_TOKENS + 8 for layer in layers)
+
+
+def test_queries_that_made_an_index_are_turned_as_far_as_decoding_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "DECODED_SOON", 4)
+    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, first_ahead=1, fetch=12, observed=8)])
+    turns.prefill()
+    found, rotary = turns.retrieval.layers[0], turns.model.rotaries[0]
+    assert found is not None and found.observed_BNoH is not None
+    before_BNoH = found.observed_BNoH
+    assert before_BNoH.shape[2] == 2
+    turns.decode([*GENERATED, 17])
+    by_Bo = torch.full((1, 2), 4)
+    torch.testing.assert_close(found.observed_BNoH, rotary.turned(before_BNoH, by_Bo), atol=1e-9, rtol=0)
 
 
 def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
