@@ -223,6 +223,8 @@ class Retrieval:
         by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
         q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
         k_BKnH = self._keys(layer)
+        if isinstance(kept, HostLayer):
+            k_BKnH = k_BKnH.contiguous()  # over the link once, though an index looks at them more than once
         next_B = self._next_positions(start, pads)
         self._make_index(layer, kept, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
 

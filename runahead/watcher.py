@@ -150,15 +150,22 @@ class Watcher:
         if self._thread.is_alive():
             self._thread.join(timeout=2 * PERIOD_S)
 
+    def _looked_at(self, elapsed_s: float) -> str | None:
+        """Why there is no point in going on, if the main thread does not know yet.
+
+        Nothing of the wait outlives this call: what it tells of, and the K,V with it, would not be freed.
+        """
+        wait = self._wait
+        if wait is not None and wait.verdict is None:
+            wait.look(self._heartbeat, elapsed_s)
+        return self._reason(wait) if self._engaged and not self.is_told else None
+
     def _run(self) -> None:
         last, in_vain_s = time.monotonic(), 0.0
         while not self._closed.wait(PERIOD_S):
             now = time.monotonic()
             elapsed_s, last = min(now - last, LONGEST_STEP_S), now
-            wait = self._wait
-            if wait is not None and wait.verdict is None:
-                wait.look(self._heartbeat, elapsed_s)
-            reason = self._reason(wait) if self._engaged and not self.is_told else None
+            reason = self._looked_at(elapsed_s)
             in_vain_s = 0.0 if reason is None else in_vain_s + elapsed_s
             if reason is not None and in_vain_s > GRACE_S and self.when_stuck is not None:
                 self.when_stuck(PeerFailure(reason))

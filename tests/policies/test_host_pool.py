@@ -167,6 +167,16 @@ def test_a_full_pool_of_the_host(
     assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
 
 
+def test_an_index_is_made_anew_of_keys_on_the_host(copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runahead.retrieval.DECODED_SOON", 4)
+    ours = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
+    ours.prefill()
+    theirs = plain("infinigen", SOME["infinigen"], (NUM_TOKENS,), monkeypatch)
+    assert torch.equal(ours.decode(GENERATED * 2), theirs.decode(GENERATED * 2))
+    found = ours.retrieval.layers[1]
+    assert found is not None and 0 < found.age < 2 * len(GENERATED)
+
+
 @pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
 def test_a_fork_leaves_it_as_it_is(pool: dict[str, int], copies: list[LateCopies]) -> None:
     turns, alone = (
