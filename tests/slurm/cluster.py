@@ -189,6 +189,7 @@ class Job:
         names = f"slurmstepd: [{self.number}."
         running = [f"{entry}/cmdline" for entry in map("/proc/{}".format, self._cluster.processes())]
         wait_until(lambda: not any(text_of(path).startswith(names) for path in running), "the end of the first start")
+        time.sleep(5)  # what it said last may still be on its way
         self._cluster.ask("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
     @property
