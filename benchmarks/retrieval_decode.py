@@ -37,6 +37,7 @@ from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
 from policies.base import Policy  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402
+from runahead.devices import keep_freed_memory  # noqa: E402
 from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_decode.jsonl"
@@ -80,6 +81,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the runtime does
     model = Model.load(ModelOptions(), torch.device("cpu"))
     text = model.tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
     about = {"model": model.name, "commit": machine.commit(), "code": machine.code(), "date": now()}

@@ -24,6 +24,7 @@ from policies.retriever import (
     Retriever,
     Slots,
     most_needed,
+    num_needed,
     positions_ahead,
     relative_need,
 )
@@ -185,8 +186,8 @@ class InfiniGen(Retriever):
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         if self.fetch is not None:
             return most_needed(need_BKn, self.num_chosen(slots), slots)
-        above_B = (need_BKn >= -self.alpha).sum(dim=(1, 2))  # with alpha=inf padding too, which changes nothing
-        wanted = -(-int(above_B.max()) // need_BKn.shape[1])
+        # With alpha=inf padding counts too, which changes nothing.
+        wanted = -(-num_needed(need_BKn, -self.alpha) // need_BKn.shape[1])
         wanted = min(wanted, int(self.max_fetch * slots.num_slots))
         return most_needed(need_BKn, self.num_chosen(slots, wanted), slots)
 

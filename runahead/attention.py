@@ -122,7 +122,7 @@ def blockwise_attention(
 def attend_at(
     q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to keys that are at any positions, ascending, in O(block) memory.
+    """Attention of queries to keys that are at any positions, in any order, in O(block) memory.
 
     Args:
         queries_C, keys_S: positions; a query sees keys up to its own.

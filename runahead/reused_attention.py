@@ -3,7 +3,8 @@
 A prompt's tokens need not be contiguous, and new ones lie between reused ones. What counts is the position: a token
 sees every token of its prompt with a lower one. So of a piece of reused K,V, which lies by ascending position, a new
 token sees a leading part, and new tokens in a row see the same part. They attend to it in one call, those of several
-prompts of a batch together, and the parts merge exactly.
+prompts of a batch together, and the parts merge exactly. A long text has all pieces that it sees put together first:
+copying them once costs less than to merge what it sees in each.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens of this forward, S all new tokens, T tokens of a piece,
@@ -26,8 +27,8 @@ from runahead.kv_cache import KVCache, KVSlab
 Index = slice | Tensor
 """Which of the F queries."""
 
-STACKED_QUERIES = 64
-"""Up to so many queries wait for all of their parts; the parts of a long text would take too much memory."""
+FEW_QUERIES = 64
+"""Up to so many queries attend to every piece where it lies, and merge all parts at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class ReusedAttention(CausalAttention):
 
     reused: ReusedKV
     _layer = 0
-    _views: dict[int, list[tuple[Piece, int, Index]]]
+    _views: dict[int, list[_View]]
 
     def reuse(self, reused: ReusedKV) -> ReusedAttention:
         """Attend to these too."""
@@ -116,14 +117,11 @@ class ReusedAttention(CausalAttention):
                 own_S = self.reused.positions_BC(torch.arange(own_start, self.start + num_new))[row.first]
             part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, own_S)
             merged.add(row.index(num_new, batch), *part)
-        for piece, num_seen, index in self._seen(positions_BC):
-            kv_TKX = piece.layers_TKX[self._layer][:num_seen]
-            k_1KTH, v_1KTV = (
-                x.permute(1, 0, 2)[None] for x in (kv_TKX[..., : slab.key_dim], kv_TKX[..., slab.key_dim :])
-            )
+        for view in self._seen(positions_BC):
+            kv_1KTX, index = view.kv_TKX(self._layer).permute(1, 0, 2)[None], view.queries
+            k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
             positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
-            q_1NQH = merged.queries(index)
-            merged.add(index, *_partial(q_1NQH, k_1KTH, v_1KTV, terms, positions_Q, piece.positions_T[:num_seen]))
+            merged.add(index, *_partial(merged.queries(index), k_1KTH, v_1KTV, terms, positions_Q, view.positions_T))
         await_prefix()
         for row, queries, positions_C in prefixes:
             k, v = slab.read(row.pad, self.start)
@@ -143,17 +141,25 @@ class ReusedAttention(CausalAttention):
         ]
         return [row for row in each if row.offset < num_new]
 
-    def _seen(self, positions_BC: Tensor) -> list[tuple[Piece, int, Index]]:
-        """For every piece: how many of its tokens are seen, by which queries. The same in all layers."""
+    def _seen(self, positions_BC: Tensor) -> list[_View]:
+        """What is seen of all pieces, and by which queries. The same in all layers."""
         num_new = positions_BC.shape[1]
         if num_new not in self._views:
-            views = []
+            views: list[_View] = []
+            together: dict[tuple[range, ...], _View] = {}
             for piece in self.reused.pieces:
-                views += [(piece, seen, index) for seen, index in self._queries_by_view(piece, positions_BC)]
+                for num_seen, ranges in self._queries_by_num_seen(piece, positions_BC).items():
+                    if tuple(ranges) in together:
+                        together[tuple(ranges)].parts.append((piece, num_seen))
+                        continue
+                    views.append(_View(parts=[(piece, num_seen)], queries=_index(ranges, self.cache.device)))
+                    if sum(len(run) for run in ranges) > FEW_QUERIES:
+                        together[tuple(ranges)] = views[-1]
             self._views[num_new] = views
         return self._views[num_new]
 
-    def _queries_by_view(self, piece: Piece, positions_BC: Tensor) -> list[tuple[int, Index]]:
+    def _queries_by_num_seen(self, piece: Piece, positions_BC: Tensor) -> dict[int, list[range]]:
+        """Queries, of all rows' in a row, that see something of a piece, by how many of its tokens they see."""
         num_new = positions_BC.shape[1]
         queries: dict[int, list[range]] = {}
         for row in piece.rows:
@@ -167,7 +173,7 @@ class ReusedAttention(CausalAttention):
                 if num_seen:
                     queries.setdefault(num_seen, []).append(range(at, at + count))
                 at += count
-        return [(num_seen, _index(ranges, self.cache.device)) for num_seen, ranges in queries.items()]
+        return queries
 
 
 def reused_attention_over(
@@ -176,6 +182,23 @@ def reused_attention_over(
     """The attention of single new tokens, by their index in the padded batch."""
     assert isinstance(cache, KVCache), type(cache)
     return lambda start: ReusedAttention(cache, start=start, pads=pads).reuse(reused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """What some queries see of pieces: the first tokens of each."""
+
+    parts: list[tuple[Piece, int]]
+    queries: Index
+
+    @property
+    def positions_T(self) -> Tensor:  # noqa: N802
+        return torch.cat([piece.positions_T[:num_seen] for piece, num_seen in self.parts])
+
+    def kv_TKX(self, layer: int) -> Tensor:  # noqa: N802
+        """Where it lies if it is one piece, else a copy."""
+        seen = [piece.layers_TKX[layer][:num_seen] for piece, num_seen in self.parts]
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +266,13 @@ class _Merged:
     def add(self, index: Index, out_BNQV: Tensor, lse_BNQ: Tensor) -> None:
         """One more part of some of the queries."""
         same = (index.start, index.stop) if isinstance(index, slice) else id(index)
+        out_QNV, lse_QN = out_BNQV.transpose(1, 2).flatten(0, 1), lse_BNQ.transpose(1, 2).flatten(0, 1)
+        if len(out_QNV) > FEW_QUERIES:  # all parts of a long text would take too much memory
+            self._merge_one(index, out_QNV, lse_QN)
+            return
         _, outs, lses = self._waiting.setdefault(same, (index, [], []))
-        outs.append(out_BNQV.transpose(1, 2).flatten(0, 1))
-        lses.append(lse_BNQ.transpose(1, 2).flatten(0, 1))
-        if len(outs[0]) > STACKED_QUERIES:
-            self._merge(*self._waiting.pop(same))
+        outs.append(out_QNV)
+        lses.append(lse_QN)
 
     def out_BNCV(self, sinks_N: Tensor | None) -> Tensor:  # noqa: N802
         for parts in self._waiting.values():
@@ -257,6 +282,15 @@ class _Merged:
             out_FNV = out_FNV * torch.sigmoid(self._lse_FN - sinks_N.to(self._lse_FN.dtype))[..., None]
         batch, _, num_new, _ = self._q.shape
         return out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
+
+    def _merge_one(self, index: Index, out_QNV: Tensor, lse_QN: Tensor) -> None:
+        """As `runahead.attention.merge`."""
+        before_QN, before_QNV = self._lse_FN[index], self._out_FNV[index]
+        weight_QN = torch.sigmoid(lse_QN - before_QN).nan_to_num_(0.0)  # nan: neither part saw a key
+        out_QNV = before_QNV.lerp_(out_QNV.to(before_QNV.dtype), weight_QN[..., None])
+        self._lse_FN[index] = torch.logaddexp(before_QN, lse_QN)
+        if isinstance(index, Tensor):  # else it was merged in place
+            self._out_FNV[index] = out_QNV
 
     def _merge(self, index: Index, outs_QNV: list[Tensor], lses_QN: list[Tensor]) -> None:
         out_PQNV = torch.stack([self._out_FNV[index], *(out.to(self._out_FNV.dtype) for out in outs_QNV)])

@@ -19,7 +19,8 @@ LAST_CHANCE_S = 2.0
 ANNOUNCED_S = 0.75
 """A connection may end before the heartbeat brings the news why."""
 
-MERCY_S = 1.5
+MERCY_S = 2.5
+"""A rank of the same machine that was only cut off finds out by itself, later where a little still gets through."""
 
 
 class Waiting:

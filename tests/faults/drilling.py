@@ -198,6 +198,9 @@ NAMED = {
 }
 """What some line is to say."""
 
+WAITED = r"waited \d+ s for .*(the K,V of layer \d+ .*rank \d|the next token of rank \d|the end of the generation)"
+"""What both ranks say when the link between them is gone."""
+
 
 def said_wrong(drill: Drill, lines: list[str]) -> list[str]:
     """What the ranks ought to have said and did not."""
@@ -216,7 +219,7 @@ def said_wrong(drill: Drill, lines: list[str]) -> list[str]:
         if not any(re.search("wait|SIGTERM", line) for line in others):
             problems.append("no line says what was waited for")
     elif drill.kind in NETWORK_KINDS:
-        if len(lines) < 2 or not all(re.search(r"wait\w+ .*from rank \d|to rank \d|all ranks", line) for line in lines):
+        if len(lines) < 2 or not all(re.search(WAITED, line) for line in lines):
             problems.append("a rank does not say what it waited for")
     elif not any(re.search(NAMED[drill.kind], line) for line in lines):
         problems.append(f"no line says {NAMED[drill.kind]}")

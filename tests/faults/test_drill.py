@@ -55,6 +55,14 @@ def test_every_kind_is_drilled() -> None:
     assert sum(counts[kind] for kind in NETWORK_KINDS) > 10
 
 
+LINK_CUT = "[rank 0/2] waited 3 s for the K,V of layer 1 to leave for rank 1 (8,192 bytes, send posted)"
+
+
+def test_a_wait_for_what_leaves_is_understood() -> None:
+    other = LINK_CUT.replace("[rank 0", "[rank 1").replace("to leave for rank 1", "from rank 0")
+    assert said_wrong(Drill(kind="link cut", rank=1), [LINK_CUT, other]) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "lines", "problem"),
     [
@@ -63,6 +71,7 @@ def test_every_kind_is_drilled() -> None:
         ("stop of a rank", ["[rank 0/2] rank 1 is silent"], "no line says what was waited for"),
         ("error in a rank", ["[rank 0/2] rank 1 failed: sorry"], "no line says a fault was injected"),
         ("link cut", ["[rank 0/2] waited 3 s for the K,V of layer 1 from rank 1"], "a rank does not say"),
+        ("link cut", [LINK_CUT, "[rank 1/2] rank 0 has been silent for 3 s"], "a rank does not say"),
         ("Ctrl-C", ["interrupted", "interrupted"], "a rank said more than one line"),
     ],
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import Engine, GenerationOptions
+from runahead import Engine, GenerationOptions, reused_attention
 from runahead.config import PrefillName, PrefillOptions
 from runahead.reuse import Reuse
 from runahead.segment_store import SegmentStore
@@ -59,6 +61,51 @@ def test_reuse_equals_one_forward_under_a_mask(family: str) -> None:
         for step, logits_BV in enumerate(served.logits):
             expected = written_out_logits(model, asked, (5, 7)[:step])
             assert largest_difference(logits_BV[0], expected) < EXACT
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "mistral", "gpt_oss"])
+def test_a_long_text_sees_all_pieces_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draw = tiny_model(family), random.Random(5)
+    segments = random_segments(draw)
+    prompts = [random_prompt(draw, segments) for _ in range(4)]
+    few = serve(model, prompts, following=(5, 7))
+    monkeypatch.setattr(reused_attention, "FEW_QUERIES", 0)
+    many = serve(model, prompts, following=(5, 7))
+    assert few is not None and many is not None
+    for ours, theirs in zip(many.logits, few.logits, strict=True):
+        assert largest_difference(ours, theirs) < EXACT
+    alone = serve(model, prompts[:1])
+    assert alone is not None
+    assert largest_difference(alone.logits[0][0], written_out_logits(model, prompts[0])) < EXACT
+
+
+def test_pieces_are_put_together_for_a_long_text_alone() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def counting(q_BNQH: Tensor, k_BKTH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        calls.append((q_BNQH.shape[2], k_BKTH.shape[2]))
+        return partial_attention(q_BNQH, k_BKTH, *rest)
+
+    partial_attention = reused_attention._partial
+    model = tiny_model("llama")
+    uses = [
+        SegmentUse(
+            segment=Segment(name=f"{start}", ids=tuple(prompt(10)), positions=tuple(range(start, start + 10))),
+            parts=(range(10),),
+        )
+        for start in (0, 10, 20)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reused_attention, "_partial", counting)
+        for num_new, seen in ((reused_attention.FEW_QUERIES, [10, 10, 10]), (reused_attention.FEW_QUERIES + 1, [30])):
+            new = range(30, 30 + num_new)
+            asked = ReusingPrompt(uses=tuple(uses), new_ids=tuple(prompt(num_new)), new_positions=tuple(new))
+            store = SegmentStore(model)
+            serve(model, [asked], store=store)  # encodes
+            calls.clear()
+            serve(model, [asked], store=store)
+            num_layers = len(model.kv_shapes)
+            assert calls == [(num_new, num_new), *((num_new, each) for each in seen)] * num_layers
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
