@@ -58,6 +58,7 @@ class Heartbeat:
         """The failure is an end without a word: it may be that of a job that went well."""
         self.asking_since: float | None = None
         """Since when (`time.monotonic`) the store owes an answer."""
+        self.times_asked = 0
         self._closed = threading.Event()
         self._beats.set(str(rank), "0 0")
         self._announcer = Worker("announcements")  # made now: a rank that runs out of memory gets no new thread
@@ -139,6 +140,7 @@ class Heartbeat:
         while not self._closed.wait(PERIOD_S):
             ended = self.find_ended()
             try:
+                self.times_asked += 1
                 self.asking_since = time.monotonic()
                 self._publish()
                 self._look()

@@ -19,8 +19,7 @@ LAST_CHANCE_S = 2.0
 ANNOUNCED_S = 0.75
 """A connection may end before the heartbeat brings the news why."""
 
-MERCY_S = 2.5
-"""A rank of the same machine that was only cut off finds out by itself, later where a little still gets through."""
+MERCY_S = 1.5
 
 
 class Waiting:

@@ -45,17 +45,26 @@ class Wait:
         self._silence_s: dict[int, float] = {}
         self._beats: list[int] = []
         self._standstill_s, self._work = 0.0, list[int]()
+        self._times_asked, self._asked_s = 0, 0.0
 
     def describe(self) -> str:
         """What is waited for, with what is known of it."""
         return self.what if self._detail is None else f"{self.what} ({self._detail()})"
 
     def look(self, heartbeat: Heartbeat, elapsed_s: float) -> None:
-        """Take note of who moved; sets the verdict if nobody did for too long."""
+        """Take note of who moved; sets the verdict if nobody did for too long.
+
+        An answer of the store is as old as its question: over a link that hardly carries anything, what arrives now is
+        no sign that anybody is there now.
+        """
         beats, work = list(heartbeat.seen), list(heartbeat.seen_work)
+        if heartbeat.times_asked != self._times_asked:
+            self._times_asked, self._asked_s = heartbeat.times_asked, 0.0
+        elif heartbeat.asking_since is not None:
+            self._asked_s += elapsed_s
         for rank, (before, beat) in enumerate(zip(self._beats or beats, beats, strict=True)):
-            self._silence_s[rank] = self._silence_s.get(rank, 0.0) + elapsed_s if beat == before else 0.0
-        self._standstill_s = self._standstill_s + elapsed_s if work == self._work else 0.0
+            self._silence_s[rank] = self._silence_s.get(rank, 0.0) + elapsed_s if beat == before else self._asked_s
+        self._standstill_s = self._standstill_s + elapsed_s if work == self._work else self._asked_s
         self._beats, self._work = beats, work
         self.silent = self._silent_for(self._timeout_s, self.peers)
         if self.peers and self._standstill_s > self._timeout_s + STANDSTILL_S:

@@ -22,6 +22,8 @@ from tests.faults.drills import NETWORK_KINDS, Drill
 HERE = Path(__file__).resolve().parent
 MARK = "RUNAHEAD_DRILL"
 LINK_GBPS = 1.0
+OWN_PROCESSES = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+"""Makes hosts of two network namespaces: a rank of one cannot see or end those of the other."""
 START_S = 120.0
 """Seconds within which a job comes to its moment, or to its end without one. Generous: machines are busy."""
 
@@ -86,6 +88,7 @@ class Job:
             return [*program, "--standalone", f"--nproc-per-node={self._drill.size}"]
         return [
             *self.network.inside(host),
+            *OWN_PROCESSES,
             *program,
             f"--nnodes={hosts}",
             f"--nproc-per-node={self._drill.size // hosts}",

@@ -17,7 +17,7 @@ class Counters(SimpleNamespace):
     """What a heartbeat has seen of three ranks; this is rank 2."""
 
     def __init__(self) -> None:
-        super().__init__(seen=[0, 0, 0], seen_work=[0, 0, 0], asking_since=None)
+        super().__init__(seen=[0, 0, 0], seen_work=[0, 0, 0], asking_since=None, times_asked=0)
 
 
 def watch(seconds: float, alive: set[int], working: set[int], peers: list[int]) -> Wait:
@@ -85,3 +85,29 @@ def test_store_that_owes_an_answer_is_spoken_of(monkeypatch: pytest.MonkeyPatch,
         wait.look(counters, STEP_S)
     assert wait.verdict is not None
     assert ("the network may be cut" in wait.verdict) is is_told
+
+
+def moments_until_verdict(answer_s: float) -> float | None:
+    """Seconds until rank 2 gives up rank 1, all of whose beats come in answers of a store that take so long."""
+    wait, counters = Wait("a token", 2, [1], None, TIMEOUT_S), Counters()
+    given: Any = counters
+    for step in range(round(10 * TIMEOUT_S / STEP_S)):
+        if step % round(answer_s / STEP_S) == 0:  # one has come, and the next question is under way
+            counters.seen[1] += 1
+            counters.seen_work = [step] * 3
+            wait.look(given, STEP_S)
+            counters.times_asked += 1
+            counters.asking_since = 0.0
+        else:
+            wait.look(given, STEP_S)
+        if wait.verdict is not None:
+            assert "rank 1 has been silent" in wait.verdict
+            return step * STEP_S
+    return None
+
+
+def test_an_answer_is_as_old_as_its_question() -> None:
+    assert moments_until_verdict(TIMEOUT_S / 4) is None
+    found_s = moments_until_verdict(TIMEOUT_S * 0.8)
+    assert found_s is not None
+    assert found_s < 1.5 * TIMEOUT_S
