@@ -19,8 +19,10 @@ from partitioner.planning import best_num_ranks, practical_bound
 from partitioner.simulation import simulate
 from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition
+from runahead.failures import first_line
 from runahead.model import Model
 from runahead.ranks import Ranks
+from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole
 
 SHORTEST_PROBE = 64
@@ -68,9 +70,11 @@ class Compute:
         """Raises: ValueError: not what `to_json` gave."""
         try:
             fields = json.loads(text)
-            cost, kv_bytes, purpose = fields["cost"], int(fields["kv_bytes"]), str(fields["purpose"])
-        except (KeyError, TypeError, ValueError) as error:
+            cost, kv_bytes, purpose = str(fields["cost"]), int(fields["kv_bytes"]), str(fields["purpose"])
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError("it is no measured compute") from error
+        if not 1 <= kv_bytes < 2**63:
+            raise ValueError("it has no bytes of K,V per token")
         return cls(cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose)
 
     def cluster(
@@ -103,9 +107,10 @@ def read_compute(path: str) -> Compute | None:
     if not Path(path).exists():
         return None
     try:
-        return Compute.from_json(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"bench.compute={path} cannot be read: {error}; name another file") from error
+        return Compute.from_json(read_user_file(path).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise ValueError(f"bench.compute={path} cannot be read: {reason}; name another file") from error
 
 
 def measure_compute(

@@ -8,11 +8,43 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.lines import Line
+from benchmarks import lines
+from benchmarks.lines import Line, fits, is_above_0, is_count, is_number, is_text, or_none
 from benchmarks.variants import VARIANTS
 
 PLACE = ("model", "dtype", "ranks", "threads", "backend", "device", "hardware", "layers_in_flight", "commit")
 """Fields of a line that must agree for figures to stand side by side."""
+
+_SECONDS = dict.fromkeys(("single_s", "free_s", "star_causal_s", "star_dense_s"), is_above_0)
+FIELDS: dict[str, Any] = {
+    "variant": lambda name: isinstance(name, str) and name in VARIANTS,
+    "length": lambda length: is_count(length) and length > 0,
+    "key": is_text,
+    "job": is_text,
+    "runs": [{"round": is_count, "ttft_s": is_above_0}],
+    "network": {
+        "kind": is_text,
+        "gbps": or_none(is_above_0),
+        "compute_share": or_none(is_above_0),
+        "noise": lambda noise: isinstance(noise, bool),
+    },
+    "model": {"name": is_text},
+    "dtype": is_text,
+    "device": is_text,
+    "commit": or_none(is_text),
+    "ranks": is_count,
+    "threads": or_none(is_count),
+    "backend": is_text,
+    "layers_in_flight": is_count,
+    "hardware": {"cpu": is_text, "cores": is_number, "ram_gib": is_number, "gpus": lambda gpus: isinstance(gpus, list)},
+    "versions": {},
+    **dict.fromkeys(("sent_bytes", "formula_bytes", "wire_bytes"), or_none(is_number)),
+    "memory": {"kv_peak_bytes": [is_number], "peak_bytes": [is_number]},
+    "bounds": _SECONDS | {"free_boundaries": [is_count]},
+    "flops": lambda flops: flops is None or fits(flops, {"matmul": is_number, "attention": is_number}),
+    "peak_flops": is_above_0,
+}
+"""What the tables and pictures need of a line, as in `benchmarks.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +153,15 @@ class Comparison:
         return f"{model['name']}, {place['dtype']}, {ranks}, {where}, commit {place['commit']}"
 
 
-def comparisons(lines: Iterable[Line]) -> list[Comparison]:
+def read(path: str) -> list[Line]:
+    """All lines of a file. Raises: ValueError: one is no measurement of a benchmark."""
+    return lines.read(path, fields=FIELDS)
+
+
+def comparisons(found_lines: Iterable[Line]) -> list[Comparison]:
     """Lines that belong together, in the order of their last line."""
     found: dict[str, Comparison] = {}
-    for line in lines:
+    for line in found_lines:
         place = {name: line[name] for name in PLACE}
         at = json.dumps(place, sort_keys=True)
         comparison = found.pop(at, None) or Comparison(place=place)

@@ -4,39 +4,95 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole
 
 Line = dict[str, Any]
 
 
-def read(path: str | os.PathLike[str], *, option: str = "bench.results", kind: str = "variant") -> list[Line]:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    option: str = "bench.results",
+    kind: str = "variant",
+    fields: Mapping[str, Any] | None = None,
+) -> list[Line]:
     """All lines of a file; none if it is not there.
 
     Args:
         option: the command line's name for the file.
         kind: a field that every line has.
+        fields: that every line has besides, as in `fits`.
 
-    Raises: ValueError: a line that is no JSON object; it names the file and the line.
+    Raises: ValueError: a line that is no JSON object with these fields; it names the file and the line.
     """
-    if not Path(path).exists():
-        return []
+    name = f"{option}={os.fspath(path)}"
+    try:
+        content = read_user_file(path).decode("utf-8") if Path(path).exists() else ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name} cannot be read: {reason}; name another file") from error
     lines = []
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not text:
+    for number, text in enumerate(content.split("\n"), start=1):
+        if not text.strip():
             continue
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict) or kind not in line:
-            raise ValueError(f"{option}={os.fspath(path)}: line {number} is no measurement; remove it")
+            raise ValueError(f"{name}: line {number} is no measurement; remove it")
+        wrong = next(
+            (each for each, form in (fields or {}).items() if each not in line or not fits(line[each], form)), None
+        )
+        if wrong is not None:
+            raise ValueError(f"{name}: line {number} is a damaged measurement, see its {wrong}; remove it")
         lines.append(line)
     return lines
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Has a value this form?
+
+    Args:
+        form: a test of the value, [form] for a list of such values that is not empty, or {name: form} for an object
+            that has these fields at least.
+    """
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(name in value and fits(value[name], form[name]) for name in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and bool(value) and all(fits(each, form[0]) for each in value)
+    return bool(form(value))
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_count(value: Any) -> bool:
+    """A whole number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def is_number(value: Any) -> bool:
+    """A finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def is_above_0(value: Any) -> bool:
+    """A finite number above 0."""
+    return is_number(value) and value > 0
+
+
+def or_none(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """That, or null."""
+    return lambda value: value is None or form(value)
 
 
 def append(path: str | os.PathLike[str], lines: Sequence[Line]) -> None:

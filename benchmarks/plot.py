@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import lines
-from benchmarks.comparison import Comparison, comparisons
+from benchmarks.comparison import Comparison, comparisons, read
 from benchmarks.pictures import PICTURES
 from benchmarks.tables import document
 from runahead.whole_file import write_whole
@@ -27,7 +26,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="only lines of this model, by its name")
     options = parser.parse_args(args)
     try:
-        compared = _chosen(options.results, options.commit, options.model)
+        compared = chosen(options.results, options.commit, options.model)
         if options.table:
             print(document(compared), end="")
             return 0
@@ -57,11 +56,9 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
     return written
 
 
-def _chosen(path: str, commit: str | None, model: str | None) -> list[Comparison]:
-    """Raises: ValueError: no such lines."""
-    found = [
-        line for line in lines.read(path) if commit in (None, line["commit"]) and model in (None, line["model"]["name"])
-    ]
+def chosen(path: str, commit: str | None, model: str | None) -> list[Comparison]:
+    """The lines of a commit and a model, or of any. Raises: ValueError: no such lines."""
+    found = [line for line in read(path) if commit in (None, line["commit"]) and model in (None, line["model"]["name"])]
     if not found:
         wanted = "".join(f" of {name} {value}" for name, value in (("commit", commit), ("model", model)) if value)
         raise ValueError(f"{path} has no lines{wanted}; measure some with launch/bench.py")

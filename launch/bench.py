@@ -137,7 +137,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 
 def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     """On rank 0, before the model is loaded: what can be wrong and is cheap to find out."""
-    from benchmarks import lines
+    from benchmarks import comparison
     from benchmarks.bounds import read_compute
     from benchmarks.measurement import prefill_options
     from runahead import loading
@@ -146,7 +146,7 @@ def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     from runahead.whole_file import ensure_writable
 
     ensure_writable(run.bench.results, option="bench.results")
-    lines.read(run.bench.results)
+    comparison.read(run.bench.results)
     if run.bench.compute is not None:
         ensure_writable(run.bench.compute, option="bench.compute")
         read_compute(run.bench.compute)
@@ -264,11 +264,11 @@ def _keep(
 
 def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
     """Rounds to run by length. All variants of a length run together, since ratios are taken round by round."""
-    from benchmarks import lines
+    from benchmarks import comparison, lines
 
     if not run.bench.resume:
         return dict.fromkeys(run.bench.lengths, run.bench.pairs)
-    known = lines.read(run.bench.results)
+    known = comparison.read(run.bench.results)
     left = {}
     for length in run.bench.lengths:
         done = min(lines.rounds_done(known, record.key(name, length)) for name in run.bench.variants)

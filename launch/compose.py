@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -130,6 +131,12 @@ class Program(Generic[T]):
     options: type[T]
     help: str
 
+    @property
+    def groups(self) -> list[str]:
+        """Folders of conf/ that this program's options are chosen from."""
+        defaults = yaml.safe_load((CONF / f"{self.name}.yaml").read_text(encoding="utf-8"))["defaults"]
+        return [name for entry in defaults if isinstance(entry, dict) for name in entry]
+
     def read(self, args: Sequence[str]) -> CommandLine[T]:
         """Read the arguments after the program's name.
 
@@ -150,11 +157,14 @@ class Program(Generic[T]):
         Raises: ValueError, in one line.
         """
         for_hydra, verbatim = _split_verbatim(overrides, self.options)
-        for_hydra = [_checked_override(text, self.options) for text in for_hydra]
+        checked = [_checked_override(text, self.options, self.groups) for text in for_hydra]
+        for_hydra = [text for text in checked if text != "experiment=null"]  # which Hydra takes for no name at all
         try:
             with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):
                 composed = compose(self.name, for_hydra)
         except HydraException as error:
+            if found := re.search(r"Could not override '([\w.]+)'", str(error)):
+                raise ValueError(f"{found[1]} does not go with the other options; leave it out") from error
             raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
         return _with_verbatim(_typed(composed, self.options), verbatim)
 
@@ -232,7 +242,7 @@ def _stop_strings(value: str) -> list[str]:
     return parsed if is_list_of_strings else [value]
 
 
-def _checked_override(text: str, options: type) -> str:
+def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
     """The override as Hydra is to get it: an existing option or group, set to one value.
 
     Hydra's own messages have several lines and speak of configs and structs, so the mistakes are found before
@@ -243,9 +253,6 @@ def _checked_override(text: str, options: type) -> str:
         raise ValueError(f"cannot read {shown}; options are written name=value, see --help")
     name = text.partition("=")[0].lstrip("+")
     sections, leaves = _option_names(options)
-    groups = {
-        path.name for path in CONF.iterdir() if path.is_dir() and (path.name in sections or path.name == "experiment")
-    }
     if name not in leaves and name not in groups:
         if name in sections:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
@@ -261,6 +268,8 @@ def _checked_override(text: str, options: type) -> str:
         raise ValueError(
             f"cannot read {shown}: not a value that {name} can take; text in quotes is always read"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"cannot read {shown}: its brackets are nested too deep") from error
     if override.is_sweep_override():
         raise ValueError(f"{shown} has several values; give one, or a list in brackets")
     if name in groups:
@@ -268,6 +277,7 @@ def _checked_override(text: str, options: type) -> str:
         choice = override.value()
         if choice not in known and not (name == "experiment" and choice is None):
             raise ValueError(f"{shown} is not one of {', '.join(known)}")
+        return f"{name}={'null' if choice is None else choice}"
     return text
 
 
@@ -319,8 +329,11 @@ WORDS_FOR_TYPES = {
 
 def _in_our_words(error: OmegaConfBaseException, composed: DictConfig, options: type) -> str:
     name = (error.full_key or "").partition("[")[0]
-    section, _, option = name.rpartition(".")
-    kinds = get_type_hints(get_type_hints(options)[section] if section else options)
+    *sections, option = name.split(".")
+    kinds = get_type_hints(options)
+    for section in sections:
+        kind = kinds.get(section)
+        kinds = get_type_hints(kind) if is_dataclass(kind) else {}
     value = OmegaConf.to_container(composed, resolve=False)
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) and part in value else value
@@ -330,7 +343,8 @@ def _in_our_words(error: OmegaConfBaseException, composed: DictConfig, options: 
     if isinstance(kind, UnionType):
         [kind] = [part for part in kind.__args__ if part is not type(None)]
     expected = f"one of {', '.join(kind.__members__)}" if isinstance(kind, type) and issubclass(kind, Enum) else ""
-    return f"{name}={_shown('null' if value is None else str(value))} is not {expected or WORDS_FOR_TYPES[kind]}"
+    what = expected or WORDS_FOR_TYPES.get(kind, "a value that it can take")
+    return f"{name}={_shown('null' if value is None else str(value))} is not {what}"
 
 
 def _one_line(error: Exception) -> str:

@@ -66,7 +66,7 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         return found
     if name not in POLICIES:
         raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, PolicyName.sequence.name])}")
-    known = [field.name for field in fields(POLICIES[name])]  # type: ignore[arg-type]
+    known = [field.name for field in fields(POLICIES[name]) if field.init]  # type: ignore[arg-type]
     for setting in settings:
         if setting not in known:
             has = f"it has {', '.join(known)}" if known else "it has no options"

@@ -60,7 +60,7 @@ def read_prompt_cache(policy: PolicyOptions, tokenizer: Any | None, config: Any)
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
     assert policy.schema is not None
     name = f"policy.schema={policy.schema}"
-    read_text(policy.schema, name)  # what is wrong with the file itself, in the words of other files
+    read_text(policy.schema, name, pipes=False)  # what is wrong with the file itself, in the words of other files
     return PromptCache(
         Schema.from_xml(policy.schema),
         tokenizer,

@@ -7,10 +7,11 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from policies.prompt_cache.chat_template import render
 from runahead.config import Chat, PrefillOptions, PromptOptions
+from runahead.user_file import read_user_file
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt
@@ -159,10 +160,9 @@ def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
     else:
         messages = [{"role": "user", "content": text}]
         try:
-            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # whatever a model's own template raises
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"the model's chat template fails ({reason}); use prompt.chat=false") from error
+            rendered = render(tokenizer, messages, add_generation_prompt=True)
+        except ValueError as error:
+            raise ValueError(f"the model's chat template fails ({error}); use prompt.chat=false") from error
         ids = tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise ValueError(f"{name} has no tokens; give a text")
@@ -211,7 +211,7 @@ def _lines(text: str, name: str) -> list[tuple[str, str]]:
 def _text_of_line(line: str, question: str | None, name: str) -> str:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep
         raise ValueError(f"{name} is not JSON ({error}); give a string or an object with 'prompt'") from error
     if isinstance(entry, str):
         entry = {"prompt": entry}
@@ -230,11 +230,10 @@ def _text_of_line(line: str, question: str | None, name: str) -> str:
 
 def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompts:
     name = f"prompt.ids_file={path}"
+    text = read_text(path, name)
     try:
-        entries = json.loads(read_text(path, name))
-    except ValueError as error:
-        if str(error).startswith(name):
-            raise
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON ({error}); give a list of token ids") from error
     if not isinstance(entries, list):
         raise ValueError(f"{name} must be a list of token ids, or a list of such lists")
@@ -252,7 +251,9 @@ def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompt
                     f"{name} must be a list of token ids, and {json.dumps(token)[:40]} is not a whole number"
                 )
             if not 0 <= token < vocab_size:
-                raise ValueError(f"{name} has token id {token}, but the model's ids are 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"{name} has token id {str(token)[:40]}, but the model's ids are 0 to {vocab_size - 1}"
+                )
         return row
 
     rows = entries if is_list_of_lists else [entries]
@@ -260,12 +261,20 @@ def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompt
     return Prompts(ids=ids, one_text=not is_list_of_lists, skipped=skipped)
 
 
-def read_text(path: str, name: str) -> str:
-    """A whole file, or standard input for "-", as text. Raises: ValueError, which calls it `name`."""
+def read_text(path: str, name: str, *, pipes: bool = True) -> str:
+    """A whole file, or standard input for "-", as text.
+
+    Args:
+        name: what messages are to call it.
+        pipes: it may also be a pipe, which is waited for as standard input is.
+
+    Raises:
+        ValueError, in one line.
+    """
     if not path:
         raise ValueError(f"{name} is empty; name a file")
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else read_user_file(path, pipes=pipes)
     except FileNotFoundError as error:
         raise ValueError(f"{name} does not exist; check the path") from error
     except IsADirectoryError as error:

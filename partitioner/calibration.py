@@ -15,8 +15,10 @@ from partitioner.link import Link, Links
 from partitioner.measure import ping, probe_compute
 from partitioner.measured_cost import MeasuredCost
 from partitioner.options import Objective, SearchRun
+from runahead.failures import first_line
 from runahead.model import Model
 from runahead.ranks import Ranks
+from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole
 
 SHORTEST_PROBE = 64
@@ -75,6 +77,23 @@ def link_between(run: SearchRun, ranks: Ranks) -> Link | None:
     return ping(ranks)
 
 
+def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
+    """What an earlier run measured for this purpose, if it did.
+
+    Raises:
+        ValueError: the file is damaged; one line that names it.
+    """
+    if not path.exists():
+        return None
+    try:
+        saved_purpose, _, text = read_user_file(path).decode("utf-8").partition("\n")
+        return MeasuredCost.from_json(text) if saved_purpose == purpose else None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"measured compute {path} is damaged ({first_line(error)}); delete it, and it is measured anew"
+        ) from error
+
+
 def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, fingerprint: Fingerprint) -> ComputeCost:
     """One device's compute: measured here, or by an earlier run, kept beside the table. All ranks measure at once."""
     lengths = _doubling(SHORTEST_PROBE, max(*run.search.lengths, 2 * SHORTEST_PROBE))  # two points make a line
@@ -83,10 +102,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
     purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
 
     def earlier() -> MeasuredCost | None:
-        if run.search.force or not path.exists():
-            return None
-        saved_purpose, _, text = path.read_text(encoding="utf-8").partition("\n")
-        return MeasuredCost.from_json(text) if saved_purpose == purpose else None
+        return None if run.search.force else read_measured(path, purpose)
 
     measured = ranks.agree("the compute cost", earlier)
     if measured is None:

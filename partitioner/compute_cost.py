@@ -69,7 +69,7 @@ def parsed_fields(text: str, kind: type[Any]) -> dict[str, Any]:
     """The fields of a dataclass from JSON."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep
         raise ValueError(f"compute cost is not JSON: {error}") from error
     names = {each.name for each in fields(kind)}
     if not isinstance(values, dict) or set(values) != names:

@@ -49,6 +49,8 @@ class MeasuredCost:
                     f"compute cost: {name} has the chunks {sorted(points)} but first_s {sorted(self.first_s)}"
                 )
         check_seconds("prefix_s", list(self.prefix_s.values()))
+        _check_lengths("prefix_s", [c for c, _ in self.prefix_s])
+        _check_lengths("prefix_s", [P for _, P in self.prefix_s])
         self._chunks = sorted(self.first_s)
         self._prefix_chunks = sorted({c for c, _ in self.prefix_s})
         self._prefixes = sorted({P for _, P in self.prefix_s})

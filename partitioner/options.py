@@ -8,6 +8,9 @@ from enum import Enum
 
 from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions
 
+MAX_TOKENS, MAX_RANKS = 1 << 40, 1 << 16
+"""Above is no prompt, and no job."""
+
 
 class Objective(Enum):
     """Where the cost of a partition comes from."""
@@ -73,8 +76,11 @@ class SearchOptions:
             self.objective = Objective[self.objective]
         if isinstance(self.method, str):
             self.method = Method[self.method]
+        most = {"ranks": MAX_RANKS}
         for name in ("lengths", "ranks", "probe_chunks", "probe_prefixes"):
             values = getattr(self, name)
+            if any(value > most.get(name, MAX_TOKENS) for value in values or ()):
+                raise ValueError(f"search.{name}={values} must hold numbers of at most {most.get(name, MAX_TOKENS):,}")
             if values is not None and (not values or any(value < 1 for value in values)):
                 raise ValueError(f"search.{name}={values} must be a list of whole numbers of at least 1")
             if values is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from partitioner.evaluations import Cost
 from runahead.context import ContextPartition
+from runahead.user_file import read_user_file
 
 Key = tuple[int, ...]
 
@@ -16,7 +19,7 @@ class Points:
     """Costs by boundaries, appended to a file of JSON lines as they are measured.
 
     Lines of another `purpose` (another model, device, objective, ...) are left alone and not used; a last line that
-    was cut off is dropped.
+    was cut off, and any that is no point, is dropped.
 
     Args:
         path: the file; None keeps points in memory only.
@@ -26,6 +29,8 @@ class Points:
     def __init__(self, path: Path | None, purpose: dict[str, Any]) -> None:
         self._path, self._purpose = path, purpose
         self.known: dict[Key, float] = {}
+        self._is_cut = False
+        """Is the file's last line without an end?"""
 
     def read(self) -> dict[Key, float]:
         """Points of earlier runs.
@@ -34,20 +39,23 @@ class Points:
             OSError: the file cannot be read.
         """
         if self._path is not None and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
+            text = read_user_file(self._path).decode("utf-8", errors="replace")
+            self._is_cut = bool(text) and not text.endswith("\n")
+            for line in text.split("\n"):
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
                     point = json.loads(line)
                     if point["purpose"] == self._purpose:
-                        self.known[tuple(point["boundaries"])] = float(point["cost_s"])
-                except (ValueError, KeyError, TypeError):
-                    continue
+                        boundaries, cost_s = _checked(point["boundaries"], point["cost_s"])
+                        self.known[boundaries] = cost_s
         return self.known
 
     def add(self, boundaries: Key, cost_s: float) -> None:
         self.known[boundaries] = cost_s
         if self._path is not None:
+            line = json.dumps({"purpose": self._purpose, "boundaries": boundaries, "cost_s": cost_s}) + "\n"
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"purpose": self._purpose, "boundaries": boundaries, "cost_s": cost_s}) + "\n")
+                file.write("\n" + line if self._is_cut else line)
+            self._is_cut = False
 
     def remembering(self, cost: Cost) -> Cost:
         """The same cost, which measures nothing twice."""
@@ -58,3 +66,12 @@ class Points:
             return self.known[partition.boundaries]
 
         return remembered
+
+
+def _checked(boundaries: Any, cost_s: Any) -> tuple[Key, float]:
+    """A point, if it is one. Raises: ValueError, TypeError."""
+    if not all(type(each) is int for each in boundaries):
+        raise ValueError("boundaries that are no tokens")
+    if isinstance(cost_s, bool) or not 0 < cost_s < inf:
+        raise ValueError("a cost that is none")
+    return ContextPartition(boundaries=tuple(boundaries)).boundaries, float(cost_s)

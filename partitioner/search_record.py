@@ -20,6 +20,7 @@ from partitioner.link import Link, Links
 from partitioner.measured_cost import MeasuredCost
 from runahead.config import Transfer
 from runahead.context import ContextPartition
+from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole
 
 FORMAT = "runahead search record"
@@ -46,7 +47,7 @@ class SearchRecord:
         if not path.exists():
             return cls()
         try:
-            return _from_plain(json.loads(path.read_text(encoding="utf-8")))
+            return _from_plain(json.loads(read_user_file(path).decode("utf-8")))
         except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"search record {path} is damaged; delete it, and the next search writes it anew"

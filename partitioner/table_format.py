@@ -8,13 +8,13 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_type_hints
 
 from partitioner.fingerprint import Fingerprint, ModelShape
 from partitioner.link import Link
 from partitioner.table_entry import DATE, Entry, shown
+from runahead.user_file import read_user_file
 
 FORMAT = "runahead lookup table"
 VERSION = 1
@@ -60,7 +60,7 @@ def read_table(path: str | os.PathLike[str]) -> tuple[Fingerprint, list[Entry]]:
     """
     name = table_name(path)
     try:
-        data = Path(path).read_bytes()
+        data = read_user_file(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} cannot be read: {reason}; python -m partitioner.search writes tables") from error

@@ -10,6 +10,9 @@ UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
+MOST = 2**63 - 1
+"""What a size may be at most."""
+
 
 def num_bytes(value: object, option: str) -> int:
     """Whole bytes of 2GiB (1024^3 each), 2GB (1000^3 each), 2G (as GiB), or a number.
@@ -20,9 +23,11 @@ def num_bytes(value: object, option: str) -> int:
     Raises:
         ValueError: no such size, or none above 0.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    text = str(value) if not isinstance(value, int) or abs(value) <= MOST else "a number of that size"
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = UNITS.get(found[2].lower()) if found else None
-    size = int(float(found[1]) * unit) if found and unit else 0
-    if size < 1 or isinstance(value, bool):
-        raise ValueError(f"{option}={value} is no size in bytes above 0; write 2GiB, 500MB or a whole number")
-    return size
+    size = float(found[1]) * unit if found and unit else 0.0
+    if not 1 <= size <= MOST or isinstance(value, bool):
+        shown = " ".join(text.split())[:60]
+        raise ValueError(f"{option}={shown} is no size in bytes above 0; write 2GiB, 500MB or a whole number")
+    return int(size)

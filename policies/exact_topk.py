@@ -3,11 +3,10 @@
 Reads every key in every step, where it lies, so it shows how much there is to see, not how fast it can be found.
 """
 
-# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, C new tokens, H key dim.
+# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, H key dim.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,36 +14,18 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget
-from policies.retriever import Index, PromptView, Retriever, Slots, most_needed, relative_need
+from policies.retriever import Index, NoIndex, PromptView, Retriever, Slots, most_needed, relative_need
 
 
-class StoredKeys(Index):
-    """The keys of the pool."""
+class StoredKeys(NoIndex):
+    """The keys of the pool, where they lie."""
 
     def __init__(self, stored: Callable[[], Tensor], num_slots: int, scaling: float) -> None:
-        self._stored, self._num_slots, self._scaling = stored, num_slots, scaling
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    def append(self, k_BKCH: Tensor) -> None:
-        self._num_slots += k_BKCH.shape[2]
-
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        self._num_slots = slots_BKm.shape[2]
-
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
-        pass
+        super().__init__(num_slots)
+        self._stored, self._scaling = stored, scaling
 
     def fork(self, stored: Callable[[], Tensor]) -> StoredKeys:
-        other = copy.copy(self)
-        other._stored = stored
-        return other
+        return StoredKeys(stored, self.num_slots, self._scaling)
 
     def scores(self, q_BNH: Tensor) -> Tensor:
         """(B, K, G, n), scaled, in at least float32."""

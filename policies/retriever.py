@@ -114,6 +114,33 @@ class Index(ABC):
         """One that goes on from here on its own; `stored` as in a `PromptView`."""
 
 
+class NoIndex(Index):
+    """Of a policy that looks at the stored keys themselves, or at none."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def append(self, k_BKCH: Tensor) -> None:
+        self._num_slots += k_BKCH.shape[2]
+
+    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
+        self._num_slots = slots_BKm.shape[2]
+
+    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
+        pass
+
+    def fork(self, stored: Callable[[], Tensor]) -> Index:
+        return NoIndex(self.num_slots)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """The stored slots of a layer, of which some are to be chosen.

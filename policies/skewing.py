@@ -118,4 +118,5 @@ class Skew:
 
 def _is_sound(queries_KHH: Tensor) -> bool:
     square = queries_KHH.ndim == 3 and queries_KHH.shape[1] == queries_KHH.shape[2]
-    return square and queries_KHH.dtype == torch.float32 and bool(queries_KHH.isfinite().all())
+    sound = square and queries_KHH.dtype == torch.float32 and queries_KHH.numel() > 0
+    return sound and bool(queries_KHH.isfinite().all())

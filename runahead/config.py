@@ -103,6 +103,13 @@ class Positions(Enum):
 
 E = TypeVar("E", bound=Enum)
 
+# Far above what anybody needs, and below what other libraries take.
+MAX_SEED = 2**62
+MAX_LAYERS = 10_000
+MAX_THREADS = 4096
+MAX_TIMEOUT_S = 1_000_000
+MAX_RANDOM_TOKENS = 2**27
+
 
 def _choice(option: str, kind: type[E], value: object) -> E:
     """The member of `kind` that `value` names: a bare name, or the bool that YAML makes of `true`."""
@@ -134,9 +141,9 @@ class ModelOptions:
     def __post_init__(self) -> None:
         self.name = _choice("model", ModelName, self.name)
         self.dtype = _choice("model.dtype", DType, self.dtype)
-        _require(self.seed >= 0, "model.seed", self.seed, "must not be negative")
+        _require(0 <= self.seed <= MAX_SEED, "model.seed", self.seed, f"must be from 0 to {MAX_SEED}")
         if self.layers is not None:
-            _require(self.layers >= 1, "model.layers", self.layers, "must be at least 1")
+            _require(1 <= self.layers <= MAX_LAYERS, "model.layers", self.layers, f"must be from 1 to {MAX_LAYERS:,}")
             _require(self.name is ModelName.random, "model.layers", self.layers, "is for model=random only")
         if self.name is ModelName.hf and not self.path:
             raise ValueError("model=hf needs model.path=<local folder, hub id or .gguf file>")
@@ -169,6 +176,9 @@ class PromptOptions:
         _require(self.batch >= 1, "prompt.batch", self.batch, "must be at least 1")
         if self.random_tokens is not None:
             _require(self.random_tokens >= 1, "prompt.random_tokens", self.random_tokens, "must be at least 1")
+            total = self.random_tokens * self.batch
+            rule = f"times prompt.batch must be at most {MAX_RANDOM_TOKENS:,}"
+            _require(total <= MAX_RANDOM_TOKENS, "prompt.random_tokens", self.random_tokens, rule)
 
 
 @dataclass(kw_only=True)
@@ -188,10 +198,12 @@ class RanksOptions:
     def __post_init__(self) -> None:
         self.backend = _choice("ranks.backend", Backend, self.backend)
         self.device = _choice("ranks.device", Device, self.device)
-        finite_and_positive = 0 < self.timeout_s < math.inf
-        _require(finite_and_positive, "ranks.timeout_s", self.timeout_s, "must be a number of seconds above 0")
+        rule = f"must be a number of seconds above 0, and at most {MAX_TIMEOUT_S:,}"
+        _require(0 < self.timeout_s <= MAX_TIMEOUT_S, "ranks.timeout_s", self.timeout_s, rule)
         if self.threads is not None:
-            _require(self.threads >= 1, "ranks.threads", self.threads, "must be at least 1")
+            _require(
+                1 <= self.threads <= MAX_THREADS, "ranks.threads", self.threads, f"must be from 1 to {MAX_THREADS}"
+            )
         if self.backend is Backend.nccl and self.device is Device.cpu:
             raise ValueError("ranks.backend=nccl cannot move CPU tensors; use ranks.backend=gloo or ranks.device=cuda")
 
@@ -290,7 +302,7 @@ class GenerationOptions:
         _require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)
         _require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
         _require(self.top_k >= 0, "generation.top_k", self.top_k, "must not be negative; 0 is off")
-        _require(self.seed >= 0, "generation.seed", self.seed, "must not be negative")
+        _require(0 <= self.seed <= MAX_SEED, "generation.seed", self.seed, f"must be from 0 to {MAX_SEED}")
         penalty_is_right = 0 < self.repetition_penalty < math.inf
         _require(
             penalty_is_right,

@@ -1,8 +1,6 @@
-"""Retrieval while decoding: what a policy chooses of a layer's K,V is gathered from the pool, ahead of its attention.
+"""Retrieval while decoding: what a policy chooses of a layer's K,V, by an index that is made behind the prompt.
 
-On a GPU choosing runs on the compute stream and gathering on one of its own, by a kernel that reads the host's memory
-over the link; the layer's attention waits for that kernel alone. On a CPU the pool is memory like any other, and
-gathering is a copy of the rows that are chosen.
+On a GPU choosing runs on the compute stream, a layer ahead of the attention that needs what is chosen.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored slots, m chosen ones, w observed tokens,
@@ -11,10 +9,9 @@ gathering is a copy of the rows that are chosen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention import AttentionTerms
 from runahead.copy_stream import copies_for
+from runahead.fetched import Fetched, Gather, fetch_all
 from runahead.host_layer import HostLayer
 from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.kv_cache import KVSlab
@@ -66,30 +64,6 @@ class LayerRetrieval:
     out_of_order: bool = False
 
 
-@dataclass(kw_only=True)
-class Fetched:
-    """What attention sees of a layer, on the device.
-
-    Attributes:
-        bring: gives the chosen slots and, behind them, room for the new token.
-        num_bytes: of those.
-        under_way: are they being copied already? Where nothing has to travel they are gathered when they are needed:
-            until then a layer's weights would have driven them out of the processor's cache.
-        pads: of the chosen slots, those on the left of each row that are padding.
-        slots_BKm: which they are; None is all, in order.
-    """
-
-    bring: Callable[[], Tensor]
-    num_bytes: int
-    under_way: bool
-    pads: list[int]
-    slots_BKm: Tensor | None
-
-    def slab(self, key_dim: int) -> KVSlab:
-        """Once the copy is there."""
-        return KVSlab(slab_TBKX=self.bring(), key_dim=key_dim, first=0)
-
-
 class Retrieval:
     """Indices of a sequence batch, and what is on its way for the next layers.
 
@@ -109,7 +83,7 @@ class Retrieval:
         self._copies = copies_for(model.device)
         few = FEW_TOKENS if self._copies is None else 0
         self._min_tokens = few if policy.min_tokens is None else policy.min_tokens
-        self._places_BK: Tensor | None = None
+        self._gather = Gather()
         self._pads: tuple[list[int], Tensor] | None = None
         self.in_pool = [
             layer >= policy.first_layer and (rule is None or rule.sees_everything)
@@ -367,44 +341,12 @@ class Retrieval:
         found.resident += kept.num_slots
         found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
         if slots_BKm is None:
-            if not isinstance(kept, HostLayer):
-                return None
-            return self._under_way(kept, *kept.fetch(None), list(kept.pads), None)
+            return fetch_all(kept) if isinstance(kept, HostLayer) else None
         if self.max_slots is not None:
             use_BKn = kept.carried_BKn()
             assert use_BKn is not None
             note_choice(self.policy.pool.victim, use_BKn, slots_BKm, found.steps + SIMULATED_STEPS)
         return self._gather(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
-
-    def _gather(self, kept: KeptLayer, slots_BKm: Tensor, pads: list[int]) -> Fetched:
-        """Copy slots, of which so many are padding, to the device, with room for one more behind them."""
-        num_chosen = slots_BKm.shape[2]
-        if any(pads):  # it comes first; the order of tokens does not matter
-            slots_BKm = slots_BKm.sort(dim=-1).values
-        batch, heads = len(kept.pads), kept.shape.num_kv_heads
-        if self._places_BK is None or self._places_BK.shape != (batch, heads):
-            self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
-        rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
-        if isinstance(kept, HostLayer):
-            return self._under_way(kept, *kept.fetch(rows_mBK), pads, slots_BKm)
-        width = kept.slab_TBKX.shape[3]
-
-        def gather() -> Tensor:
-            slab_TBKX = kept.slab_TBKX.new_empty(num_chosen + 1, batch, heads, width)
-            out = slab_TBKX[:num_chosen].view(-1, width)
-            torch.index_select(kept.slab_TBKX.view(-1, width), 0, rows_mBK, out=out)
-            return slab_TBKX
-
-        num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(batch)
-        return Fetched(bring=gather, num_bytes=num_bytes, under_way=False, pads=pads, slots_BKm=slots_BKm)
-
-    @staticmethod
-    def _under_way(kept: HostLayer, slab_TBKX: Tensor, mark: Any, pads: list[int], slots_BKm: Tensor | None) -> Fetched:
-        def bring() -> Tensor:
-            kept.copies.hold_compute(mark)
-            return slab_TBKX
-
-        return Fetched(bring=bring, num_bytes=slab_TBKX.nbytes, under_way=True, pads=pads, slots_BKm=slots_BKm)
 
     def _next_positions(self, start: int, pads: Sequence[int]) -> Tensor:
         """Position of the token `start` of the padded batch in each row, without a copy from the host every time."""

@@ -1,10 +1,15 @@
-"""Writing a file whole or not at all: a file beside it is filled first, then takes its name."""
+"""Writing a file whole or not at all: another file is filled first, then takes its name.
+
+That file has no name of its own where the system knows such files (Linux, on its usual file systems), and lies beside
+the target elsewhere.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 from pathlib import Path
+from typing import BinaryIO
 
 
 def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> None:
@@ -15,7 +20,10 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
     name = f"{option}={os.fspath(path)}"
     if not os.fspath(path):
         raise ValueError(f"{option}= is empty; name a file")
-    target = Path(os.path.realpath(path))
+    try:
+        target = Path(os.path.realpath(path))
+    except ValueError as error:  # a NUL, or half a character
+        raise ValueError(f"{name} is no name that a file can have; name another file") from error
     try:
         if target.is_dir():
             raise ValueError(f"{name} is a folder; name a file in it")
@@ -53,21 +61,63 @@ def _write(path: str | os.PathLike[str], data: bytes) -> None:
     if target.exists() and not target.is_file():
         Path(path).write_bytes(data)
         return
+    if not _write_unnamed(target, data):
+        _write_beside(target, data)
+
+
+def _write_unnamed(target: Path, data: bytes) -> bool:
+    """Fill a file that has no name yet, so that a process that is killed meanwhile leaves nothing.
+
+    Returns: whether this system has such files.
+    """
+    try:
+        handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, 0o666)
+    except (AttributeError, OSError):  # what is wrong with the folder shows again beside the target
+        return False
+    part = _beside(target)
+    with os.fdopen(handle, "wb") as file:
+        _fill(file, data, target)
+        try:
+            # With a descriptor beside it Python has the link to the open file followed; an absolute path needs none.
+            os.link(f"/proc/self/fd/{handle}", part, src_dir_fd=handle)
+        except OSError:
+            return False
+    _take_place(part, target)
+    return True
+
+
+def _write_beside(target: Path, data: bytes) -> None:
     part, handle = _create_beside(target)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            part.chmod(target.stat().st_mode & 0o777)
+            _fill(file, data, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _take_place(part, target)
+
+
+def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+    if target.exists():
+        os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+
+
+def _take_place(part: Path, target: Path) -> None:
+    try:
         os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
+def _beside(target: Path) -> Path:
+    return target.parent / f".{secrets.token_hex(6)}.part"
+
+
 def _create_beside(target: Path) -> tuple[Path, int]:
     """A new file beside `target`, and its open descriptor; unlike tempfile's it has the usual permissions."""
-    part = target.parent / f".{secrets.token_hex(6)}.part"
+    part = _beside(target)
     return part, os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def read(path: Path) -> list[Line]:
     """All lines of a file. Raises: ValueError: one is no measurement of an evaluation."""
-    return lines.read(path, option="lines", kind="task")
+    return lines.read(path, option="lines", kind="task", fields=record.FIELDS)
 
 
 def draw(found: Sequence[Line], stem: Path) -> list[Path]:

@@ -11,15 +11,33 @@ from benchmarks import lines, machine
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Text
 from benchmarks.evaluation.options import EvaluateRun
-from benchmarks.evaluation.tasks import Task
+from benchmarks.evaluation.tasks import TASKS, Task
 from benchmarks.evaluation.tasks.base import Case, Outcome
-from benchmarks.lines import Line
+from benchmarks.lines import Line, is_above_0, is_number, is_text, or_none
 from partitioner.fingerprint import now
 from runahead.ranks import Ranks
 from runahead.report import library_versions
 
 MEASURED = ("runahead", "policies", "benchmarks/evaluation")
 """Folders whose code decides what is measured."""
+
+FIELDS: dict[str, Any] = {
+    "task": lambda task: isinstance(task, str) and task in TASKS,
+    "policy": is_text,
+    "budget": or_none(is_above_0),
+    "case": lambda case: isinstance(case, dict) and not any(isinstance(each, list | dict) for each in case.values()),
+    "score": is_number,
+    "weight": is_above_0,
+    "num_tokens": is_above_0,
+    "kept_tokens": [is_number],
+    "kv_bytes": is_number,
+    "full_kv_bytes": is_above_0,
+    "ttft_s": is_number,
+    "tpot_s": or_none(is_number),
+    "details": {},
+    **dict.fromkeys(("key", "comparison", "model", "dtype", "device"), is_text),
+}
+"""What the report and the pictures need of a line, as in `benchmarks.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from policies.prompt_cache.chat_template import render
+
 MARK = "\N{SNOWMAN}content\N{SNOWMAN}"
 BEFORE = ((), ("system",), ("user", "assistant"), ("user",), ("system", "user", "assistant"), ("system", "user"))
 """Roles of messages that may stand in front of another one; templates refuse some orders."""
@@ -80,6 +82,6 @@ class ModelText:
             return ""
         messages = [{"role": role, "content": MARK} for role in roles]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception:  # whatever a model's own template raises
+            return render(self._tokenizer, messages, **options)
+        except ValueError:
             return None

@@ -20,6 +20,8 @@ from xml.parsers import expat
 MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 32
 MAX_ELEMENTS = 100_000
+LONGEST_RULE = 600
+"""Characters of a message: names in it are a user's, and may be of any length."""
 
 WHITE = " \t\r\n"
 
@@ -29,7 +31,8 @@ class PMLError(ValueError):
 
     def __init__(self, source: str, line: int | None, element: str | None, rule: str) -> None:
         where = source if line is None else f"{source}:{line}"
-        super().__init__(f"{where}: {'' if element is None else f'<{element}>: '}{rule}")
+        rule = rule if len(rule) <= LONGEST_RULE else rule[: LONGEST_RULE - 3] + "..."
+        super().__init__(f"{where}: {'' if element is None else f'<{shown(element)}>: '}{rule}")
 
 
 @dataclass(kw_only=True)
@@ -76,7 +79,9 @@ def read_xml_file(path: str | Path) -> Element:
 
 
 def read_bytes(path: Path, source: str) -> bytes:
-    """A file of bounded size. Raises: PMLError, OSError."""
+    """A regular file of bounded size. Raises: PMLError, OSError."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+        raise PMLError(source, None, None, "is no regular file; name one")
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from runahead.loading.gguf_header import GGUFHeader, read_header
 from runahead.loading.quiet import one_line, quiet
+from runahead.user_file import read_user_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+MOST_SMALL_BYTES = 2**28
 
 # A folder with none of these has no tokenizer. tokenizer_config.json alone does not count: from it transformers
 # makes up a tokenizer of three tokens.
@@ -84,12 +86,17 @@ def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -
 
     Raises: ValueError, OSError.
     """
-    label, local = f"{option}={path}", Path(path).expanduser()
+    label = f"{option}={path}"
+    try:
+        local = Path(path).expanduser()
+    except RuntimeError as error:  # ~name of somebody who is not known here
+        raise ValueError(f"{label} cannot be found: {error}; write the whole path") from error
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{label} is a file but not a .gguf; name the model's folder, a .gguf file or a hub id")
         return Checkpoint(folder=local.parent, gguf=local.name, label=label, cure="download it again")
     if local.is_dir():
+        require_small_files(local, label)
         return Checkpoint(folder=local, label=label, cure="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
         file = _from_hub(label, progress, match[1], [match[2]]) / match[2]
@@ -104,6 +111,20 @@ def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -
     if weights:
         _from_hub(label, progress, path, weight_names(checkpoint))
     return checkpoint
+
+
+def require_small_files(folder: Path, label: str) -> None:
+    """Raise a ValueError for a config, a tokenizer or the like of a size that it never has: it would be read whole."""
+    try:
+        large = [each.name for each in folder.iterdir() if _is_small(each) and each.stat().st_size > MOST_SMALL_BYTES]
+    except OSError as error:
+        raise ValueError(f"{label} cannot be read: {error.strerror}; name a model's folder") from error
+    if large:
+        raise ValueError(f"{label}: {min(large)} is larger than {MOST_SMALL_BYTES // 2**20} MiB; restore or remove it")
+
+
+def _is_small(file: Path) -> bool:
+    return file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES)
 
 
 def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:
@@ -124,8 +145,20 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     # A broken one transformers would pass over, and with it the tokens that end an answer.
     if (checkpoint.folder / "generation_config.json").is_file():
-        _read_json(checkpoint.folder / "generation_config.json", checkpoint.label)
+        _require_end_tokens(
+            _read_json(checkpoint.folder / "generation_config.json", checkpoint.label), checkpoint.label
+        )
     return read_config_file(checkpoint.folder / "config.json", checkpoint.label)
+
+
+def _require_end_tokens(config: dict[str, Any], label: str) -> None:
+    """Raise a ValueError for tokens that no answer would ever end with."""
+    ids = config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(
+            f"{label}: eos_token_id {ascii(ids)[:60]} must be a token id or a list of them; restore the file"
+        )
 
 
 def read_config_file(path: Path, label: str) -> dict[str, Any]:
@@ -139,13 +172,14 @@ def read_config_file(path: Path, label: str) -> dict[str, Any]:
     # Repositories with their own code may name a class instead.
     if "model_type" not in config and "auto_map" not in config:
         raise ValueError(f'{label}: {path.name} has no "model_type"; transformers needs it to know the architecture')
+    _require_end_tokens(config, label)
     return config
 
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        content = json.loads(read_user_file(path).decode("utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"{label}: {path.name} cannot be read as JSON ({one_line(error)}); restore the file"
         ) from error
@@ -164,12 +198,29 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
     if name is None:
         has_index = (checkpoint.folder / INDEX).is_file() and not (checkpoint.folder / WEIGHTS).is_file()
         name = INDEX if has_index else WEIGHTS
-    if not str(name).endswith(".index.json"):
-        return [str(name)]
+    _require_names([name], "config.json", checkpoint)
+    if not name.endswith(".index.json"):
+        return [name]
     shards = _read_json(checkpoint.folder / name, checkpoint.label).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f'{checkpoint.label}: {name} has no "weight_map"; {checkpoint.cure}')
+    _require_names(list(shards.values()), name, checkpoint)
     return sorted(set(shards.values()))
+
+
+def _require_names(names: list[Any], where: str, checkpoint: Checkpoint) -> None:
+    """Raise a ValueError unless these are names of files in the checkpoint's folder that hold no code."""
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+            raise ValueError(
+                f"{checkpoint.label}: {where} names {ascii(name)[:60]} as a file of weights, which is no name of a "
+                f"file in the folder; {checkpoint.cure}"
+            )
+        if not name.endswith((".safetensors", ".index.json")):
+            raise ValueError(
+                f"{checkpoint.label}: {where} names {name} as a file of weights, and weights are read from "
+                ".safetensors alone; convert them, or take a checkpoint that has them"
+            )
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:

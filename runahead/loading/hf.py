@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runahead.config import DType, ModelOptions
+from runahead.config import MAX_LAYERS, DType, ModelOptions
 from runahead.loading import checkpoint as checkpoints
 from runahead.loading.base import LoadedWeights
 from runahead.loading.checkpoint import Checkpoint, StoredTensor
@@ -32,6 +32,9 @@ LONG_LOAD_BYTES = 2**28
 """Loads that copy less than this are over before a progress bar could be read."""
 
 PAGE_BYTES = 4096
+
+MAX_VOCABULARY = 2**31
+"""Tokens. Above is no tokenizer but a damaged config, which a model would be built for all the same."""
 
 
 def load(
@@ -133,9 +136,15 @@ def read_transformers_config(place: dict[str, Any], options: ModelOptions, *, la
     """
     try:
         with quiet():
-            return AutoConfig.from_pretrained(**place, trust_remote_code=options.trust_remote_code)
+            config = AutoConfig.from_pretrained(**place, trust_remote_code=options.trust_remote_code)
+            text = config.get_text_config(decoder=True)
     except Exception as error:
         raise ValueError(_config_trouble(error, label, options)) from error
+    for name, most in (("num_hidden_layers", MAX_LAYERS), ("vocab_size", MAX_VOCABULARY)):
+        size = getattr(text, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= most):
+            raise ValueError(f"{label}: its config has {name} {ascii(size)[:60]}, which must be from 1 to {most:,}")
+    return config
 
 
 def checkpoint_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any | None:
@@ -147,7 +156,9 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any |
         return None
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(**checkpoint.place, trust_remote_code=options.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(**checkpoint.place, trust_remote_code=options.trust_remote_code)
+            tokenizer("a", verbose=False)  # some settings are looked at only now
+            return tokenizer
     except Exception as error:
         raise ValueError(
             f"{checkpoint.label}: its tokenizer cannot be loaded ({one_line(error)}); {checkpoint.cure}"

@@ -76,7 +76,12 @@ def load_tokenizer(options: ModelOptions, *, progress: bool) -> Any | None:
 
 def _config_file(options: ModelOptions) -> Path:
     assert options.config is not None, options
-    path = Path(options.config).expanduser()
+    try:
+        path = Path(options.config).expanduser()
+    except RuntimeError as error:  # ~name of somebody who is not known here
+        raise ValueError(f"model.config={options.config} cannot be found: {error}; write the whole path") from error
+    if path.is_dir():
+        checkpoints.require_small_files(path, f"model.config={options.config}")
     if not path.exists():
         raise ValueError(f"model.config={options.config} does not exist; name a model's folder or a config.json")
     return path / "config.json" if path.is_dir() else path

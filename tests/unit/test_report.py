@@ -2,8 +2,13 @@
 
 import json
 import os
+import random
 import stat
+import subprocess
+import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,8 @@ from runahead import whole_file
 from runahead.config import PartitionOptions, RunOptions
 from runahead.report import Generation, GenerationBatch, RankReport, report_json
 from runahead.whole_file import ensure_writable, write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_report(rank: int, chunk_tokens: int) -> RankReport:
@@ -128,7 +135,10 @@ def test_a_new_file_has_the_usual_permissions(tmp_path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
-def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every_file_has_a_name", [False, True])
+def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monkeypatch, every_file_has_a_name):
+    if every_file_has_a_name:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     path = tmp_path / "run.json"
     path.write_text("old")
 
@@ -139,6 +149,40 @@ def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monk
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "new")
     assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+WRITES_ALL_THE_TIME = """
+import sys
+from runahead.whole_file import write_whole
+write_whole(sys.argv[1], "0" * 1_000_000)
+print("first", flush=True)
+while True:
+    for digit in "123456789":
+        write_whole(sys.argv[1], digit * 1_000_000)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="files without a name are Linux's")
+def test_a_writer_that_is_killed_leaves_a_whole_file_and_no_other(tmp_path):
+    path, draw = tmp_path / "run.json", random.Random(1)
+    for _ in range(10):
+        command = [sys.executable, "-c", WRITES_ALL_THE_TIME, str(path)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == b"first\n"
+            time.sleep(draw.uniform(0, 0.02))
+            writer.kill()
+        assert os.listdir(tmp_path) == ["run.json"]
+        text = path.read_text()
+        assert len(text) == 1_000_000 and len(set(text)) == 1
+
+
+def test_where_every_file_has_a_name_one_beside_it_is_filled(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    path = tmp_path / "run.json"
+    for text in ("old", "new"):
+        write_whole(path, text)
+        assert path.read_text() == text
     assert os.listdir(tmp_path) == ["run.json"]
 
 
