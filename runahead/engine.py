@@ -158,6 +158,9 @@ class Engine:
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
+        if reused is not None:
+            reused = reused.joined()
+            del job  # which holds what was joined
         decoded = self._decode(prompts, options, prefilled, batch, reused, stream, first_index)
         stream.relay()
         if prefilled.cache is not None:

@@ -1,7 +1,7 @@
 """Brings together what a batch of prompts reuses: segments from the store, encoded where they are not there yet.
 
-Several ranks that share a folder encode a share each. Segments are attended to where they lie, once for all prompts of
-a batch that use them: nothing is copied side by side, which would take longer than the calls that it saves.
+Several ranks that share a folder encode a share each. In the prefill segments are attended to where they lie, once for
+all prompts of a batch that use them; for decoding they are put together.
 """
 
 from __future__ import annotations

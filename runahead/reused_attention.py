@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -60,6 +61,16 @@ class ReusedKV:
     positions_BS: Tensor
     ends: list[int]
 
+    def joined(self) -> ReusedKV:
+        """The same for decoding: pieces that the same rows see are one, since each takes a call per layer and token.
+
+        Layers are copied when they are first asked for, and let go of what they were copied from.
+        """
+        groups: dict[tuple[int, ...], list[Piece]] = {}
+        for piece in self.pieces:
+            groups.setdefault(piece.rows, []).append(piece)
+        return replace(self, pieces=[_joined(group) for group in groups.values()])
+
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         """Positions of these tokens of the padded batch, those that are generated among them. On the host."""
         num_new = self.positions_BS.shape[1]
@@ -67,6 +78,41 @@ class ReusedKV:
         generated_BC = ends_B1 + (index_C - num_new)[None]
         given_BC = self.positions_BS[:, index_C.clamp_max(num_new - 1)]
         return torch.where(index_C[None] < num_new, given_BC, generated_BC)
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    positions_T, order_T = torch.cat([piece.positions_T for piece in pieces]).sort()
+    return replace(pieces[0], layers_TKX=_JoinedLayers(pieces, order_T), positions_T=positions_T)
+
+
+class _JoinedLayers(Sequence[Tensor]):
+    """Layers (T, K, H + V) of several pieces, each put together once."""
+
+    def __init__(self, pieces: list[Piece], order_T: Tensor) -> None:
+        self._parts: list[list[Tensor]] = [
+            list(parts) for parts in zip(*(each.layers_TKX for each in pieces), strict=True)
+        ]
+        self._order_T = None if bool((order_T[1:] > order_T[:-1]).all()) else order_T
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, layer: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[Tensor]: ...
+    def __getitem__(self, layer: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(layer, slice):
+            return [self[each] for each in range(len(self))[layer]]
+        parts = self._parts[layer]
+        if len(parts) > 1:
+            joined_TKX = torch.cat(parts)
+            if self._order_T is not None:
+                joined_TKX = joined_TKX[self._order_T.to(joined_TKX.device)]
+            parts[:] = [joined_TKX]
+        return parts[0]
 
 
 class ReusedAttention(CausalAttention):

@@ -141,7 +141,7 @@ def serve(
         if done.cache is None or done.logits_BV is None:
             return None
         logits = [done.logits_BV]
-        attention_at = reused_attention_over(done.cache, reused, pads=batch.pads)
+        attention_at = reused_attention_over(done.cache, reused.joined(), pads=batch.pads)
         for step, token in enumerate(following):
             start = batch.num_tokens + step
             ids_B1 = torch.full((len(prompts), 1), token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, reused_attention
 from runahead.config import PrefillName, PrefillOptions
 from runahead.reuse import Reuse
+from runahead.reused_attention import Piece, ReusedKV
 from runahead.segment_store import SegmentStore
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
@@ -106,6 +108,24 @@ def test_pieces_are_put_together_for_a_long_text_alone() -> None:
             serve(model, [asked], store=store)
             num_layers = len(model.kv_shapes)
             assert calls == [(num_new, num_new), *((num_new, each) for each in seen)] * num_layers
+
+
+def test_pieces_of_the_same_rows_are_one_for_decoding_and_let_go() -> None:
+    def piece(positions: range, *rows: int) -> Piece:
+        layers = [torch.tensor(positions).view(-1, 1, 1) + 100.0 * layer for layer in range(2)]
+        return Piece(layers_TKX=layers, positions_T=torch.tensor(positions), rows=rows)
+
+    pieces = [piece(range(4, 6), 0, 1), piece(range(6, 9), 1), piece(range(0, 4), 0, 1)]
+    freed = weakref.ref(pieces[0].layers_TKX[1])
+    reused = ReusedKV(pieces=pieces, positions_BS=torch.tensor([[9], [9]]), ends=[10, 10])
+    both, second = reused.joined().pieces
+    assert second is pieces[1]
+    assert both.rows == (0, 1) and both.positions_T.tolist() == list(range(6))
+    for layer in range(2):
+        assert both.layers_TKX[layer].flatten().tolist() == [100.0 * layer + position for position in range(6)]
+    assert both.layers_TKX[1] is both.layers_TKX[1]
+    del reused, pieces
+    assert freed() is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
