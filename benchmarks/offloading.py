@@ -205,7 +205,7 @@ class Retrieved:
             device += seen
             if found is not None:
                 device += found.index.num_bytes
-                if self.policy.looks_ahead and self.policy.asks:
+                if self.policy.looks_ahead_on(self.model.device) and self.policy.asks:
                     device += dim * heads * shape.key_dim * shape.dtype.itemsize
                 if isinstance(self.policy, ExactTopK):
                     keys = stored * shape.key_dim // (shape.key_dim + shape.value_dim)

@@ -45,7 +45,7 @@ PICTURE = ROOT / "docs" / "retrieval_decode.png"
 FULL = "full"
 POLICIES: dict[str, Callable[[], Policy]] = {
     "infinigen": InfiniGen,
-    "infinigen, own queries": lambda: InfiniGen(ahead=False),
+    "infinigen, predicted": lambda: InfiniGen(ahead=True),
     "quest, 10%": lambda: Quest(fetch=0.1),
     "exact top-k, 10%": lambda: ExactTopK(fetch=0.1),
     "offload": Offload,
@@ -53,7 +53,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 LOOKS = {
     FULL: (INK, "o"),
     "infinigen": (ACCENT, "D"),
-    "infinigen, own queries": ("#0072b2", "s"),
+    "infinigen, predicted": ("#0072b2", "s"),
     "quest, 10%": ("#009e73", "^"),
     "exact top-k, 10%": ("#e69f00", "v"),
     "offload": (MUTED, "h"),
@@ -141,7 +141,7 @@ def bytes_of(model: Model, conversation: Conversation) -> int:
             total += found.index.num_bytes
             if isinstance(retrieval.policy, ExactTopK):
                 total += kept.num_slots * shape.num_kv_heads * shape.key_dim * shape.dtype.itemsize
-            if retrieval.policy.looks_ahead and retrieval.policy.asks:
+            if retrieval.policy.looks_ahead_on(model.device) and retrieval.policy.asks:
                 heads = model.config.num_attention_heads
                 total += model.config.hidden_size * heads * shape.key_dim * shape.dtype.itemsize
     return total

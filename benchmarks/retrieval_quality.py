@@ -57,7 +57,7 @@ def infinigen(**options: Any) -> dict[str, Any]:
 
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
-    "default": [infinigen(), infinigen(ahead=False), infinigen(first_ahead=1), infinigen(max_fetch=0.06)],
+    "default": [infinigen(), infinigen(ahead=True), infinigen(ahead=True, first_ahead=1), infinigen(max_fetch=0.06)],
     "alpha": [infinigen(alpha=alpha) for alpha in ALPHAS],
     "ratio": [infinigen(ratio=ratio, skew=skew) for ratio in RATIOS for skew in ("auto", "none")],
     "pool": [infinigen(pool=victim, sinks=sinks) for sinks in (0, 4) for victim in ("none", "fifo", "lru", "counter")],

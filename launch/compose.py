@@ -88,7 +88,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
          infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=7
                                policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
                                policy.min_tokens=<n>
-                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false
+                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false|null
                                policy.first_ahead=<n>
                                policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
          quest|exact_topk      policy.fetch=<tokens, or a share>   policy.page=16   policy.pool....: as infinigen

@@ -119,13 +119,13 @@ class InfiniGen(Retriever):
             what comes next.
         observed: of the prompt's last tokens, those whose queries choose the columns.
         ahead: predict queries from the layer before, so that fetching overlaps with its compute; False takes the
-            layer's own.
+            layer's own. None predicts where K,V have to travel: in the host's own memory there is nothing to hide.
 
     Raises:
         ValueError: an option that is out of range.
     """
 
-    looks_ahead: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool | None] = None
 
     skew: str = "auto"
     ratio: float = 0.5
@@ -133,7 +133,7 @@ class InfiniGen(Retriever):
     max_fetch: float = 0.12
     first_ahead: int = 3  # type: ignore[misc]
     observed: int = 256  # type: ignore[misc]
-    ahead: bool = True
+    ahead: bool | None = None
     _skew: Skew | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -193,8 +193,8 @@ class Retriever(Policy, ABC):
     """
 
     retrieves: ClassVar[bool] = True
-    looks_ahead: ClassVar[bool] = False
-    """Is a query predicted from the layer before, or the layer's own?"""
+    looks_ahead: ClassVar[bool | None] = False
+    """Is a query predicted from the layer before, or the layer's own? None: predicted where K,V have to travel."""
     first_ahead: ClassVar[int] = 0
     """Layers before it choose by their own queries all the same."""
     asks: ClassVar[bool] = True
@@ -220,6 +220,10 @@ class Retriever(Policy, ABC):
 
     def require(self, model: ModelFacts) -> None:
         """Raise a ValueError for a model that it cannot work on."""
+
+    def looks_ahead_on(self, device: torch.device) -> bool:
+        """Are queries predicted where this device computes?"""
+        return device.type != "cpu" if self.looks_ahead is None else self.looks_ahead
 
     @abstractmethod
     def index(self, view: PromptView) -> Index:

@@ -115,7 +115,7 @@ class RankPolicies:
             )
         heads = [(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes]
         retriever.require(ModelFacts(name=model.name, fingerprint=model.fingerprint, heads=heads))
-        if retriever.looks_ahead:
+        if retriever.looks_ahead_on(model.device):
             _ = model.query_prediction
 
     def by_layer(self, partition: ContextPartition, num_layers: int) -> list[ContextPartition]:

@@ -77,7 +77,7 @@ class Retrieval:
     def __init__(self, policy: Retriever, model: Model, cache: KeptCache, *, batch: int) -> None:
         self.policy, self.cache = policy, cache
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
-        self._prediction = model.query_prediction if policy.looks_ahead else None
+        self._prediction = model.query_prediction if policy.looks_ahead_on(model.device) else None
         self._rotaries = model.known_rotaries
         self._fetched: dict[int, Fetched | None] = {}
         self._copies = copies_for(model.device)

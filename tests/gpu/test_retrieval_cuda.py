@@ -27,11 +27,11 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 POLICIES: dict[str, Policy] = {
-    "infinigen": InfiniGen(min_tokens=0, first_ahead=1, fetch=64, first_layer=1),
-    "infinigen, alpha": InfiniGen(min_tokens=0, first_ahead=1, alpha=2.0, max_fetch=0.5, first_layer=1),
-    "infinigen, all": InfiniGen(min_tokens=0, first_ahead=1, alpha=math.inf, max_fetch=1.0, first_layer=1),
+    "infinigen": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1),
+    "infinigen, alpha": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, alpha=2.0, max_fetch=0.5, first_layer=1),
+    "infinigen, all": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, alpha=math.inf, max_fetch=1.0, first_layer=1),
     "infinigen, full pool": InfiniGen(
-        min_tokens=0, first_ahead=1, fetch=64, first_layer=1, pool={"bytes": 400 * 5 * 2 * 2 * 64 * 4}
+        min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1, pool={"bytes": 400 * 5 * 2 * 2 * 64 * 4}
     ),
     "quest": Quest(min_tokens=0, fetch=64),
     "exact_topk": ExactTopK(min_tokens=0, fetch=64),

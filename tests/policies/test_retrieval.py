@@ -42,7 +42,7 @@ GENERATED = [5, 7, 11, 13]
 
 def policy(name: str, options: dict[str, Any]) -> Policy:
     if name == "infinigen":
-        options = {"first_ahead": 1} | options
+        options = {"ahead": True, "first_ahead": 1} | options
     return POLICIES[name](**({"sinks": 2, "recent": 3, "min_tokens": 0} | options))
 
 
@@ -205,7 +205,18 @@ def test_a_smaller_alpha_fetches_less() -> None:
     for alpha in (0.0, 0.5, 2.0, 8.0, math.inf):
         turns = Turns(
             tiny_model("llama"),
-            [InfiniGen(min_tokens=0, first_ahead=1, alpha=alpha, max_fetch=1.0, first_layer=1, sinks=1, recent=1)],
+            [
+                InfiniGen(
+                    min_tokens=0,
+                    ahead=True,
+                    first_ahead=1,
+                    alpha=alpha,
+                    max_fetch=1.0,
+                    first_layer=1,
+                    sinks=1,
+                    recent=1,
+                )
+            ],
         )
         turns.prefill()
         turns.decode(GENERATED)
@@ -217,7 +228,18 @@ def test_a_smaller_alpha_fetches_less() -> None:
 def test_no_more_than_the_cap_is_fetched(max_fetch: float) -> None:
     turns = Turns(
         tiny_model("llama"),
-        [InfiniGen(min_tokens=0, first_ahead=1, alpha=math.inf, max_fetch=max_fetch, first_layer=1, sinks=1, recent=1)],
+        [
+            InfiniGen(
+                min_tokens=0,
+                ahead=True,
+                first_ahead=1,
+                alpha=math.inf,
+                max_fetch=max_fetch,
+                first_layer=1,
+                sinks=1,
+                recent=1,
+            )
+        ],
     )
     turns.prefill()
     turns.decode(GENERATED)
@@ -233,7 +255,6 @@ def test_all_columns_find_what_the_exact_scores_find(skew: str) -> None:
         for each in (
             InfiniGen(
                 min_tokens=0,
-                first_ahead=1,
                 skew=skew,
                 ratio=1.0,
                 fetch=12,
@@ -293,7 +314,7 @@ def test_an_index_is_made_anew_where_decoding_has_come_to(monkeypatch: pytest.Mo
 
 def test_queries_that_made_an_index_are_turned_as_far_as_decoding_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval, "DECODED_SOON", 4)
-    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, first_ahead=1, fetch=12, observed=8)])
+    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, observed=8)])
     turns.prefill()
     found, rotary = turns.retrieval.layers[0], turns.model.rotaries[0]
     assert found is not None and found.observed_BNoH is not None
@@ -307,7 +328,7 @@ def test_queries_that_made_an_index_are_turned_as_far_as_decoding_went(monkeypat
 def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a fraction of the query weights predicts, and the same slots are found."""
     model = tiny_model("opt")
-    folded = Turns(model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    folded = Turns(model, [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
     folded.prefill()
     weights = [layer.folded for layer in folded.retrieval.layers if layer is not None]
     heads, dim = model.kv_shapes[0].num_kv_heads, model.kv_shapes[0].key_dim
@@ -315,10 +336,10 @@ def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.Monke
         assert each is not None and each.num_bytes == heads * dim // 2 * (model.config.hidden_size + 1) * 8
     logits = folded.decode(GENERATED)
     monkeypatch.setattr(type(model.query_prediction), "folded", lambda *_: None)
-    plain = Turns(model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
+    plain = Turns(model, [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
     plain.prefill()
     torch.testing.assert_close(logits, plain.decode(GENERATED), atol=1e-9, rtol=0)
-    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, first_ahead=1, fetch=10, ratio=0.5)])
+    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5)])
     turns.prefill()
     assert all(layer.folded is None for layer in turns.retrieval.layers if layer is not None)
 
@@ -333,7 +354,8 @@ def test_projections_that_are_linear_are_computed_alone() -> None:
 def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     model = tiny_model("llama")
     turns = Turns(
-        model, [InfiniGen(min_tokens=0, first_ahead=1, ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)]
+        model,
+        [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, ratio=0.25, fetch=10, first_layer=1, sinks=2, recent=3)],
     )
     turns.prefill()
     turns.decode(GENERATED)
@@ -358,7 +380,9 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
     per_slot = 2 * model.kv_shapes[0].bytes_per_token(len(lengths))
     pool = {"bytes": limit * per_slot, "victim": victim}
     turns = Turns(
-        model, [InfiniGen(min_tokens=0, first_ahead=1, fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)], lengths
+        model,
+        [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=8, first_layer=1, sinks=2, recent=3, pool=pool)],
+        lengths,
     )
     turns.prefill()
     turns.decode(GENERATED * 3)
@@ -382,7 +406,16 @@ def test_the_index_of_a_full_pool_is_of_the_keys_that_are_in_it() -> None:
     model = tiny_model("llama")
     pool = {"bytes": 20 * 2 * model.kv_shapes[0].bytes_per_token(1)}
     policy = InfiniGen(
-        min_tokens=0, first_ahead=1, fetch=8, ratio=1.0, skew="none", first_layer=1, sinks=2, recent=3, pool=pool
+        min_tokens=0,
+        ahead=True,
+        first_ahead=1,
+        fetch=8,
+        ratio=1.0,
+        skew="none",
+        first_layer=1,
+        sinks=2,
+        recent=3,
+        pool=pool,
     )
     turns = Turns(model, [policy])
     turns.prefill()
@@ -448,6 +481,28 @@ def test_generating_goes_through_retrieval() -> None:
     with throughout(torch.float64):
         turns.conversation.generate(GenerationOptions(max_new_tokens=5, ignore_eos=True))
     assert [layer.steps for layer in turns.retrieval.layers if layer is not None] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("device", "ahead", "predicts"),
+    [("cpu", None, False), ("cuda", None, True), ("cpu", True, True), ("cuda", False, False)],
+)
+def test_queries_are_predicted_where_kv_have_to_travel_or_it_is_asked_for(
+    device: str, ahead: bool | None, predicts: bool
+) -> None:
+    assert InfiniGen(ahead=ahead).looks_ahead_on(torch.device(device)) is predicts
+
+
+def test_in_the_hosts_own_memory_layers_choose_by_their_own_queries() -> None:
+    turns = {
+        ahead: Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"] | {"ahead": ahead})])
+        for ahead in (None, False, True)
+    }
+    for each in turns.values():
+        each.prefill()
+    default, own, predicted = (turns[ahead].decode(GENERATED) for ahead in (None, False, True))
+    assert torch.equal(default, own)
+    assert not torch.equal(default, predicted)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
 @pytest.mark.parametrize(
     "policy",
     [
-        InfiniGen(min_tokens=0, first_ahead=1, fetch=12, first_layer=1, observed=8),
+        InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, first_layer=1, observed=8),
         InfiniGen(
             min_tokens=0,
             fetch=12,
