@@ -28,6 +28,8 @@ from runahead.kv_cache import KVCache, KVSlab
 Index = slice | Tensor
 """Which of the F queries."""
 
+FEW_PIECES = 3
+"""Up to so many decoding reads where they lie: a copy of them saves too little time to be worth its memory."""
 FEW_QUERIES = 64
 """Up to so many queries attend to every piece where it lies, and merge all parts at once."""
 
@@ -64,12 +66,13 @@ class ReusedKV:
     def joined(self) -> ReusedKV:
         """The same for decoding: pieces that the same rows see are one, since each takes a call per layer and token.
 
+        A few are left as they are.
         Layers are copied when they are first asked for, and let go of what they were copied from.
         """
         groups: dict[tuple[int, ...], list[Piece]] = {}
         for piece in self.pieces:
             groups.setdefault(piece.rows, []).append(piece)
-        return replace(self, pieces=[_joined(group) for group in groups.values()])
+        return replace(self, pieces=[piece for group in groups.values() for piece in _joined(group)])
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         """Positions of these tokens of the padded batch, those that are generated among them. On the host."""
@@ -80,11 +83,11 @@ class ReusedKV:
         return torch.where(index_C[None] < num_new, given_BC, generated_BC)
 
 
-def _joined(pieces: list[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    if len(pieces) <= FEW_PIECES:
+        return pieces
     positions_T, order_T = torch.cat([piece.positions_T for piece in pieces]).sort()
-    return replace(pieces[0], layers_TKX=_JoinedLayers(pieces, order_T), positions_T=positions_T)
+    return [replace(pieces[0], layers_TKX=_JoinedLayers(pieces, order_T), positions_T=positions_T)]
 
 
 class _JoinedLayers(Sequence[Tensor]):

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import ContextPartition, Model, PrefillOptions, Ranks
+from runahead import ContextPartition, Model, PrefillOptions, Ranks, reused_attention
 from runahead.attention import AttentionTerms
 from runahead.causal_attention import CausalAttention
 from runahead.kv_cache import KVCache
@@ -114,11 +115,13 @@ def serve(
     ranks: Ranks | None = None,
     lengths: Sequence[int] | None = None,
     following: Sequence[int] = (),
+    few_pieces: int = reused_attention.FEW_PIECES,
 ) -> Served | None:
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
     Args:
         lengths: new tokens of each rank.
+        few_pieces: up to so many are read where they lie in decoding.
     """
     ranks = ranks or one_rank()
     store = store or SegmentStore(model)
@@ -141,7 +144,9 @@ def serve(
         if done.cache is None or done.logits_BV is None:
             return None
         logits = [done.logits_BV]
-        attention_at = reused_attention_over(done.cache, reused.joined(), pads=batch.pads)
+        with patch.object(reused_attention, "FEW_PIECES", few_pieces):
+            reused = reused.joined()
+        attention_at = reused_attention_over(done.cache, reused, pads=batch.pads)
         for step, token in enumerate(following):
             start = batch.num_tokens + step
             ids_B1 = torch.full((len(prompts), 1), token)

@@ -51,14 +51,15 @@ FAMILIES = {
 EXACT = 1e-9
 
 
+@pytest.mark.parametrize("few_pieces", [0, 9], ids=["joined for decoding", "apart"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reuse_equals_one_forward_under_a_mask(family: str) -> None:
+def test_reuse_equals_one_forward_under_a_mask(family: str, few_pieces: int) -> None:
     model, draw = tiny_model(family), random.Random(1)
     segments = random_segments(draw)
     store = SegmentStore(model)
     for _ in range(4):
         asked = random_prompt(draw, segments)
-        served = serve(model, [asked], store=store, following=(5, 7))
+        served = serve(model, [asked], store=store, following=(5, 7), few_pieces=few_pieces)
         assert served is not None
         for step, logits_BV in enumerate(served.logits):
             expected = written_out_logits(model, asked, (5, 7)[:step])
@@ -115,16 +116,21 @@ def test_pieces_of_the_same_rows_are_one_for_decoding_and_let_go() -> None:
         layers = [torch.tensor(positions).view(-1, 1, 1) + 100.0 * layer for layer in range(2)]
         return Piece(layers_TKX=layers, positions_T=torch.tensor(positions), rows=rows)
 
-    pieces = [piece(range(4, 6), 0, 1), piece(range(6, 9), 1), piece(range(0, 4), 0, 1)]
+    first = [piece(range(6, 9), 1), piece(range(0, 2), 0, 1), piece(range(4, 6), 0, 1)]
+    pieces = [piece(range(2, 4), 0, 1), *first, piece(range(9, 10), 0, 1)]
+    assert len(pieces) - 1 > reused_attention.FEW_PIECES
     freed = weakref.ref(pieces[0].layers_TKX[1])
     reused = ReusedKV(pieces=pieces, positions_BS=torch.tensor([[9], [9]]), ends=[10, 10])
     both, second = reused.joined().pieces
     assert second is pieces[1]
-    assert both.rows == (0, 1) and both.positions_T.tolist() == list(range(6))
+    positions = [*range(6), 9]
+    assert both.rows == (0, 1) and both.positions_T.tolist() == positions
     for layer in range(2):
-        assert both.layers_TKX[layer].flatten().tolist() == [100.0 * layer + position for position in range(6)]
+        assert both.layers_TKX[layer].flatten().tolist() == [100.0 * layer + position for position in positions]
     assert both.layers_TKX[1] is both.layers_TKX[1]
-    del reused, pieces
+    few = replace(reused, pieces=pieces[: reused_attention.FEW_PIECES])
+    assert set(map(id, few.joined().pieces)) == set(map(id, few.pieces))
+    del reused, pieces, first, few
     assert freed() is None
 
 
