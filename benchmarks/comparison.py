@@ -17,7 +17,7 @@ PLACE = ("model", "dtype", "ranks", "threads", "backend", "device", "hardware", 
 
 _SECONDS = dict.fromkeys(("single_s", "free_s", "star_causal_s", "star_dense_s"), is_above_0)
 FIELDS: dict[str, Any] = {
-    "variant": lambda name: isinstance(name, str) and name in VARIANTS,
+    "variant": is_text,
     "length": lambda length: is_count(length) and length > 0,
     "key": is_text,
     "job": is_text,
@@ -154,8 +154,11 @@ class Comparison:
 
 
 def read(path: str) -> list[Line]:
-    """All lines of a file. Raises: ValueError: one is no measurement of a benchmark."""
-    return lines.read(path, fields=FIELDS)
+    """All lines of a file, but for variants that there are no more.
+
+    Raises: ValueError: one is no measurement of a benchmark.
+    """
+    return [line for line in lines.read(path, fields=FIELDS) if line["variant"] in VARIANTS]
 
 
 def comparisons(found_lines: Iterable[Line]) -> list[Comparison]:

@@ -23,7 +23,7 @@ def read(
     kind: str = "variant",
     fields: Mapping[str, Any] | None = None,
 ) -> list[Line]:
-    """All lines of a file; none if it is not there.
+    """All lines of a file; none if it is not there, or is a device or a pipe, which is only written to.
 
     Args:
         option: the command line's name for the file.
@@ -34,7 +34,7 @@ def read(
     """
     name = f"{option}={os.fspath(path)}"
     try:
-        content = read_user_file(path).decode("utf-8") if Path(path).exists() else ""
+        content = read_user_file(path).decode("utf-8") if Path(path).is_file() or Path(path).is_dir() else ""
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} cannot be read: {reason}; name another file") from error

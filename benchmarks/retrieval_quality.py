@@ -53,7 +53,8 @@ POOL_SHARE = 0.8
 
 
 def infinigen(**options: Any) -> dict[str, Any]:
-    return {"name": "infinigen", **options}
+    """By its layers' own queries, the default on a CPU, unless they are to be predicted."""
+    return {"name": "infinigen", "ahead": False} | options
 
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -94,7 +95,7 @@ def measure(options: argparse.Namespace) -> None:
     settings = list({str(setting): setting for group in options.groups for setting in GROUPS[group]}.values())
     about = {"text": Path(options.text).name, "model": model.name, "commit": machine.commit(), "code": machine.code()}
     done = {
-        (line["text"], line["length"], line["start"], str(line["setting"]))
+        (line["text"], line["length"], line["start"], str(line["setting"]), line["code"])
         for line in lines.read(RESULTS, kind="setting")
     }
     bar = tqdm(total=len(options.lengths) * options.samples * (1 + len(settings)), unit="setting", disable=None)
@@ -108,7 +109,9 @@ def measure(options: argparse.Namespace) -> None:
         for number in range(options.samples):
             start = number * apart
             missing = [
-                setting for setting in [FULL, *settings] if (about["text"], length, start, str(setting)) not in done
+                setting
+                for setting in [FULL, *settings]
+                if (about["text"], length, start, str(setting), about["code"]) not in done
             ]
             bar.update(1 + len(settings) - len(missing))
             if not missing:

@@ -280,7 +280,8 @@ def read_text(path: str, name: str, *, pipes: bool = True) -> str:
     except IsADirectoryError as error:
         raise ValueError(f"{name} is a folder; name a file in it") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name} cannot be read: {reason}; name another file") from error
     if b"\0" in data:
         raise ValueError(f"{name} is a binary file; give a text in UTF-8")
     try:

@@ -1,8 +1,8 @@
-"""InfiniGen: keep all K,V in host memory, and fetch what the next layer will look at (Lee et al., OSDI 2024).
+"""InfiniGen: keep all K,V in host memory, and fetch what a layer will look at (Lee et al., OSDI 2024).
 
 Of every key a few columns stay on the device, in a basis in which queries have most of their length in few columns
-(skewing, Sec. 4.2). They give approximate scores for a query that was predicted a layer ahead (Sec. 4.3); tokens whose
-score is within alpha of the largest one are fetched: one that is not has less than exp(-alpha) of its weight.
+(skewing, Sec. 4.2). They give approximate scores for a query, which may be predicted a layer ahead (Sec. 4.3); tokens
+whose score is within alpha of the largest one are fetched: one that is not has less than exp(-alpha) of its weight.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, w observed tokens, C new tokens,
@@ -115,8 +115,8 @@ class InfiniGen(Retriever):
         alpha: how far below the largest score of its query, in nats, a token is still fetched. The number is the mean
             over the KV heads of a row, of the row that needs most.
         max_fetch: the largest share of the slots that is fetched.
-        first_ahead: layers before it choose by their own queries, since what goes into the first layers tells little of
-            what comes next.
+        first_ahead: where queries are predicted, layers before it choose by their own all the same, since what goes
+            into the first layers tells little of what comes next.
         observed: of the prompt's last tokens, those whose queries choose the columns.
         ahead: predict queries from the layer before, so that fetching overlaps with its compute; False takes the
             layer's own. None predicts where K,V have to travel: in the host's own memory there is nothing to hide.

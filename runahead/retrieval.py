@@ -1,6 +1,7 @@
 """Retrieval while decoding: what a policy chooses of a layer's K,V, by an index that is made behind the prompt.
 
-On a GPU choosing runs on the compute stream, a layer ahead of the attention that needs what is chosen.
+On a GPU choosing runs on the compute stream; with predicted queries it is a layer ahead of the attention that needs
+what is chosen.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored slots, m chosen ones, w observed tokens,

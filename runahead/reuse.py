@@ -19,7 +19,7 @@ from runahead.report import GenerationBatch, ReuseReport
 from runahead.reused_attention import Piece, ReusedKV
 from runahead.segment_encoding import check_reuse, encode_segment
 from runahead.segment_kv import SegmentKV
-from runahead.segment_store import SegmentStore
+from runahead.segment_store import SegmentStore, Tier
 
 
 class Reuse:
@@ -78,17 +78,20 @@ class Reuse:
         """K,V and positions for this call's attention. Raises: ValueError, as `encode_segment`."""
         began_s = time.perf_counter()
         kvs: dict[str, SegmentKV] = {}
+        on_disk: set[str] = set()
         for segment in self.segments:
             key, found = segment.content_key, self.store.find(segment)
             if found is not None:
                 kvs[key] = found.kv
+                if found.tier is Tier.disk:
+                    on_disk.add(key)
                 bytes_of = self.report.found_bytes
                 bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
             elif key in self._held:
-                kvs[key] = self._held[key]
+                kvs[key] = self._held.pop(key)
             else:  # pushed out since it was looked for, by another process or by another segment of this call
                 kvs[key] = encode_segment(self.model, segment, self.ranks)
-        pieces = self._pieces(kvs)
+        pieces = self._pieces(kvs, on_disk)
         report = self.report
         report.lookup_s = time.perf_counter() - began_s
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
@@ -104,8 +107,12 @@ class Reuse:
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
-    def _pieces(self, kvs: dict[str, SegmentKV]) -> list[Piece]:
-        """A piece for every part of a segment that is in use, once for all rows that use it."""
+    def _pieces(self, kvs: dict[str, SegmentKV], on_disk: set[str]) -> list[Piece]:
+        """A piece for every part of a segment that is in use, once for all rows that use it.
+
+        Args:
+            on_disk: segments that are read from files.
+        """
         rows: dict[tuple[str, range], list[int]] = {}
         segments = {segment.content_key: segment for segment in self.segments}
         for row, prompt in enumerate(self.prompts):
@@ -121,6 +128,7 @@ class Reuse:
                 layers_TKX=[layer[part.start : part.stop] for layer in on_device[key].layers_TKX],
                 positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
                 rows=tuple(users),
+                is_mapped=key in on_disk and self.model.device.type == "cpu",
             )
             for (key, part), users in rows.items()
         ]

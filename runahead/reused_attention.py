@@ -42,11 +42,13 @@ class Piece:
         layers_TKX: per layer (T, K, H + V).
         positions_T: ascending; on the host.
         rows: of the batch.
+        is_mapped: from a file; memory may have no room for them.
     """
 
     layers_TKX: Sequence[Tensor]
     positions_T: Tensor
     rows: tuple[int, ...]
+    is_mapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +68,15 @@ class ReusedKV:
     def joined(self) -> ReusedKV:
         """The same for decoding: pieces that the same rows see are one, since each takes a call per layer and token.
 
-        A few are left as they are.
-        Layers are copied when they are first asked for, and let go of what they were copied from.
+        A few are left as they are, and so are mapped ones. Layers are copied when they are first asked for; what nobody
+        else has of what they were copied from is freed.
         """
         groups: dict[tuple[int, ...], list[Piece]] = {}
         for piece in self.pieces:
-            groups.setdefault(piece.rows, []).append(piece)
-        return replace(self, pieces=[piece for group in groups.values() for piece in _joined(group)])
+            if not piece.is_mapped:
+                groups.setdefault(piece.rows, []).append(piece)
+        joined = [piece for group in groups.values() for piece in _joined(group)]
+        return replace(self, pieces=joined + [piece for piece in self.pieces if piece.is_mapped])
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         """Positions of these tokens of the padded batch, those that are generated among them. On the host."""
@@ -194,16 +198,17 @@ class ReusedAttention(CausalAttention):
         """What is seen of all pieces, and by which queries. The same in all layers."""
         num_new = positions_BC.shape[1]
         if num_new not in self._views:
-            views: list[_View] = []
-            together: dict[tuple[range, ...], _View] = {}
+            parts: list[tuple[list[range], list[tuple[Piece, int]]]] = []
+            together: dict[tuple[range, ...], list[tuple[Piece, int]]] = {}
             for piece in self.reused.pieces:
                 for num_seen, ranges in self._queries_by_num_seen(piece, positions_BC).items():
                     if tuple(ranges) in together:
-                        together[tuple(ranges)].parts.append((piece, num_seen))
+                        together[tuple(ranges)].append((piece, num_seen))
                         continue
-                    views.append(_View(parts=[(piece, num_seen)], queries=_index(ranges, self.cache.device)))
+                    parts.append((ranges, [(piece, num_seen)]))
                     if sum(len(run) for run in ranges) > FEW_QUERIES:
-                        together[tuple(ranges)] = views[-1]
+                        together[tuple(ranges)] = parts[-1][1]
+            views = [_View(parts=seen, queries=_index(ranges, self.cache.device)) for ranges, seen in parts]
             self._views[num_new] = views
         return self._views[num_new]
 

@@ -25,7 +25,7 @@ def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> byte
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
-        raise OSError(errno.EINVAL, "it is no regular file; name one", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
     parts: list[bytes] = []
     size = about.st_size
     try:
@@ -37,5 +37,5 @@ def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> byte
         error.filename = os.fspath(path)  # which the system does not know where reading fails
         raise
     if size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES // 2**20:,} MiB; split it", os.fspath(path))
+        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES // 2**20:,} MiB", os.fspath(path))
     return b"".join(parts)

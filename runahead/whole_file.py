@@ -68,6 +68,8 @@ def _write(path: str | os.PathLike[str], data: bytes) -> None:
 def _write_unnamed(target: Path, data: bytes) -> bool:
     """Fill a file that has no name yet, so that a process that is killed meanwhile leaves nothing.
 
+    But for the moment between two system calls, where it takes the place of another file.
+
     Returns: whether this system has such files.
     """
     try:
@@ -75,15 +77,35 @@ def _write_unnamed(target: Path, data: bytes) -> bool:
     except (AttributeError, OSError):  # what is wrong with the folder shows again beside the target
         return False
     part = _beside(target)
-    with os.fdopen(handle, "wb") as file:
-        _fill(file, data, target)
-        try:
-            # With a descriptor beside it Python has the link to the open file followed; an absolute path needs none.
-            os.link(f"/proc/self/fd/{handle}", part, src_dir_fd=handle)
-        except OSError:
-            return False
-    _take_place(part, target)
-    return True
+    try:
+        with os.fdopen(handle, "wb") as file:
+            _fill(file, data, target)
+            try:
+                _give_name(handle, target)
+                return True
+            except FileExistsError:  # a name can be given to a file, but not taken from another one in one step
+                _give_name(handle, part)
+        os.replace(part, target)
+        return True
+    except _NoNames:
+        return False
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+class _NoNames(Exception):
+    """The file system does not give a name to a file that was made without one."""
+
+
+def _give_name(handle: int, path: Path) -> None:
+    try:
+        # With a descriptor beside it Python has the link to the open file followed; an absolute path needs none.
+        os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise _NoNames from error
 
 
 def _write_beside(target: Path, data: bytes) -> None:
@@ -91,10 +113,10 @@ def _write_beside(target: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             _fill(file, data, target)
+        os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _take_place(part, target)
 
 
 def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
@@ -103,14 +125,6 @@ def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
     os.fsync(file.fileno())
     if target.exists():
         os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
-
-
-def _take_place(part: Path, target: Path) -> None:
-    try:
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _beside(target: Path) -> Path:

@@ -11,6 +11,12 @@ LIMIT_S = 30.0
 """Seconds; templates of models take a thousandth of one."""
 LONGEST_MARKUP = 2**20
 """Characters that a template may add, where it does not repeat the messages."""
+LONGEST_REPEATED = 8
+"""Characters that it may make of one of theirs: it may quote them, and have them twice."""
+
+
+class NeverEnds(ValueError):
+    """A template was given up; to try others of its kind would take as long again."""
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
@@ -20,17 +26,20 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -
         options: of transformers' apply_chat_template.
 
     Raises:
-        ValueError: the template fails, does not end, or makes a text that is far too long; one line.
+        NeverEnds: it does not end.
+        ValueError: it fails, or makes a text that is far too long; one line.
     """
-    found: list[str | Exception] = []
+    import jinja2  # noqa: F401 (transformers imports it with the first template, which is not the template's time)
+
+    found: list[str | BaseException] = []
 
     def work() -> None:
         try:
             found.append(str(tokenizer.apply_chat_template(messages, tokenize=False, **options)))
         except Exception as error:  # whatever a model's own template raises
             found.append(error)
-        except SystemExit:  # it was given up, see below
-            pass
+        except SystemExit as error:  # or it was given up, see below
+            found.append(error)
 
     thread = threading.Thread(target=work, name="chat template", daemon=True)
     thread.start()
@@ -38,12 +47,12 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -
     if not found:
         # Between two steps of Python, which a template is made of, the thread gets this as an exception.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        raise ValueError(f"it does not end within {LIMIT_S:g} s")
-    if isinstance(found[0], Exception):
+        raise NeverEnds(f"it does not end within {LIMIT_S:g} s")
+    if isinstance(found[0], BaseException):
         error = found[0]
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(reason) from error
     content = sum(len(message["content"]) for message in messages)
-    if len(found[0]) > 2 * content + LONGEST_MARKUP:
+    if len(found[0]) > LONGEST_REPEATED * content + LONGEST_MARKUP:
         raise ValueError(f"it makes {len(found[0]):,} characters of {content:,}")
     return found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from policies.prompt_cache.chat_template import render
+from policies.prompt_cache.chat_template import NeverEnds, render
 
 MARK = "\N{SNOWMAN}content\N{SNOWMAN}"
 BEFORE = ((), ("system",), ("user", "assistant"), ("user",), ("system", "user", "assistant"), ("system", "user"))
@@ -83,5 +83,7 @@ class ModelText:
         messages = [{"role": role, "content": MARK} for role in roles]
         try:
             return render(self._tokenizer, messages, **options)
+        except NeverEnds:
+            raise
         except ValueError:
             return None

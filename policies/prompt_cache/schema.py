@@ -314,7 +314,7 @@ class _SchemaReader:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or str(error)
-            raise element.error(f'src="{shown(src)}" cannot be read: {reason}') from error
+            raise element.error(f'src="{shown(src)}" cannot be read: {reason}; name another file') from error
         text = text.replace("\r\n", "\n")  # as XML has it
         keeps = element.attributes.get("xml:space") == "preserve"
         return without_layout([(text, keeps)])

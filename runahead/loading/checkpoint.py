@@ -24,6 +24,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+READ_WHOLE = (
+    *("config.json", "generation_config.json", "*.index.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "*.tiktoken"),
+)
+"""What transformers reads of a model's folder beside weights."""
 MOST_SMALL_BYTES = 2**28
 
 # A folder with none of these has no tokenizer. tokenizer_config.json alone does not count: from it transformers
@@ -124,7 +129,7 @@ def require_small_files(folder: Path, label: str) -> None:
 
 
 def _is_small(file: Path) -> bool:
-    return file.is_file() and any(file.match(pattern) for pattern in SMALL_FILES)
+    return file.is_file() and any(file.match(pattern) for pattern in READ_WHOLE)
 
 
 def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:
@@ -208,10 +213,15 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
     return sorted(set(shards.values()))
 
 
+def _is_inside(name: str) -> bool:
+    parts = Path(name).parts
+    return bool(parts) and not Path(name).is_absolute() and ".." not in parts
+
+
 def _require_names(names: list[Any], where: str, checkpoint: Checkpoint) -> None:
     """Raise a ValueError unless these are names of files in the checkpoint's folder that hold no code."""
     for name in names:
-        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+        if not isinstance(name, str) or not name.isprintable() or not _is_inside(name):
             raise ValueError(
                 f"{checkpoint.label}: {where} names {ascii(name)[:60]} as a file of weights, which is no name of a "
                 f"file in the folder; {checkpoint.cure}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import comparison, lines
 from benchmarks.comparison import NetworkKind, comparisons
 from benchmarks.tables import COLUMNS, document, noise_rows, rows
 from tests.bench.made_lines import line
@@ -70,3 +73,10 @@ def test_a_document_has_a_table_per_network_and_length_and_what_noise_costs() ->
         "#### 64 tokens, 1 Gbit/s, noise",
     ]
     assert noise_rows(compared[0])[1:] == [("tsp", "64", "1 Gbit/s", "2 s", "2.5 s", "+25.0%")]
+
+
+def test_lines_of_variants_that_are_gone_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    known = line("single", 64, [1.0])
+    lines.append(path, [line("of_long_ago", 64, [1.0]), known])
+    assert comparison.read(str(path)) == [known]

@@ -29,6 +29,10 @@ def test_no_line_is_added_if_one_cannot_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_only_written_to_has_no_lines() -> None:
+    assert lines.read("/dev/null") == []
+
+
 @pytest.mark.parametrize("broken", ['{"variant": "sing', "[1]", '{"length": 3}'])
 def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "bench.jsonl"

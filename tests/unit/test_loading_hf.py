@@ -103,10 +103,18 @@ def test_auto_dtype_is_the_files_where_the_config_has_none(tmp_path: Path) -> No
     assert load_hf(tmp_path).dtype == torch.bfloat16
 
 
-def test_shards_are_put_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "shards/"])
+def test_shards_are_put_together(tmp_path: Path, folder: str) -> None:
     saved = families.build("llama", dtype=torch.float32)
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    if folder:
+        (tmp_path / folder).mkdir()
+        for shard in shards:
+            shard.rename(tmp_path / folder / shard.name)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace('"model-', f'"{folder}model-'))
     expected, weights = saved.state_dict(), load_hf(tmp_path).module.state_dict()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
