@@ -61,7 +61,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "default": [infinigen(), infinigen(ahead=True), infinigen(ahead=True, first_ahead=1), infinigen(max_fetch=0.06)],
     "alpha": [infinigen(alpha=alpha) for alpha in ALPHAS],
     "ratio": [infinigen(ratio=ratio, skew=skew) for ratio in RATIOS for skew in ("auto", "none")],
-    "pool": [infinigen(pool=victim, sinks=sinks) for sinks in (0, 4) for victim in ("none", "fifo", "lru", "counter")],
+    "pool": [
+        infinigen(min_tokens=0, sinks=sinks, pool=victim)
+        for sinks in (0, 4)
+        for victim in ("none", "fifo", "lru", "counter")
+    ],
     "others": [{"name": name, "fetch": fetch} for name in ("exact_topk", "quest") for fetch in (0.1, 0.05)],
 }
 """A pool is named by its victim here; its bytes depend on the prompt."""
