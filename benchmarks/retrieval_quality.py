@@ -170,14 +170,17 @@ def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
 
 
 def combined(found: list[Line]) -> dict[tuple[int, str], Line]:
-    """Means over samples, by length and setting, of samples that the full cache has too."""
+    """Means over samples that the full cache has too, by length and setting, and by how much they are above its own."""
+    newest = {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}
     groups: dict[tuple[int, str], list[Line]] = {}
-    for line in {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}.values():
-        groups.setdefault((line["length"], str(line["setting"])), []).append(line)
+    for (*sample, setting), line in newest.items():
+        full = newest.get((*sample, str(FULL)))
+        if full is not None:
+            over = {f"{name}_over": line[name] - full[name] for name in ("copy_nll", "nll")}
+            groups.setdefault((line["length"], setting), []).append(line | over)
+    names = ("copy_nll", "nll", "copy_nll_over", "nll_over", "fetched_share", "hit_mass")
     return {
-        key: group[0]
-        | {name: mean(line[name] for line in group) for name in ("copy_nll", "nll", "fetched_share", "hit_mass")}
-        | {"samples": len(group)}
+        key: group[0] | {name: mean(line[name] for line in group) for name in names} | {"samples": len(group)}
         for key, group in groups.items()
     }
 
@@ -188,17 +191,21 @@ def label(setting: dict[str, Any]) -> str:
 
 
 def table(found: list[Line]) -> str:
-    rows = [f"{'tokens':>7}  {'setting':<42} {'copy-NLL':>8}  {'perplexity':>10}  {'fetched':>7}  {'seen':>6}  samples"]
+    rows = [
+        f"{'tokens':>7}  {'setting':<48} {'copy-NLL':>8} {'over full':>9}  {'perplexity':>10} {'over full':>9}  "
+        f"{'fetched':>7}  {'seen':>6}  samples"
+    ]
     for (length, _), line in sorted(combined(found).items(), key=lambda each: each[0][0]):
         rows.append(
-            f"{length:>7,}  {label(line['setting']):<42} {line['copy_nll']:>8.2f}  {math.exp(line['nll']):>10.2f}  "
+            f"{length:>7,}  {label(line['setting']):<48} {line['copy_nll']:>8.2f} {line['copy_nll_over']:>+9.2f}  "
+            f"{math.exp(line['nll']):>10.2f} {math.exp(line['nll_over']) - 1:>+9.1%}  "
             f"{line['fetched_share']:>7.1%}  {line['hit_mass']:>6.1%}  {line['samples']}"
         )
     return "\n".join(rows)
 
 
 def picture(found: list[Line]) -> bytes:
-    """Copy-NLL over alpha and over the share of columns, at the length with most settings."""
+    """Copy-NLL beyond the full cache's, over alpha and over the share of columns, at the length with most settings."""
     means = combined(found)
     lengths = [length for length, _ in means]
     length = max(set(lengths), key=lengths.count)
@@ -207,13 +214,11 @@ def picture(found: list[Line]) -> bytes:
     left, right = panels(figure, 2, 1, 2)
     alphas = [(alpha, by_setting.get(str(infinigen(alpha=alpha)))) for alpha in ALPHAS]
     points = [(alpha, line) for alpha, line in alphas if line is not None]
-    left.plot(
-        [a for a, _ in points], [line["copy_nll"] for _, line in points], color=ACCENT, marker="D", label="copy-NLL"
-    )
+    left.plot([a for a, _ in points], [line["copy_nll_over"] for _, line in points], color=ACCENT, marker="D")
     for alpha, line in points:
         left.annotate(
             f"{line['fetched_share']:.0%}",
-            (alpha, line["copy_nll"]),
+            (alpha, line["copy_nll_over"]),
             fontsize=8,
             xytext=(4, 5),
             textcoords="offset points",
@@ -223,19 +228,18 @@ def picture(found: list[Line]) -> bytes:
         curve = [(ratio, by_setting.get(str(infinigen(ratio=ratio, skew=skew)))) for ratio in RATIOS]
         some = [(ratio, line) for ratio, line in curve if line is not None]
         right.plot(
-            [r for r, _ in some], [line["copy_nll"] for _, line in some], color=colour, marker=marker, label=name
+            [r for r, _ in some], [line["copy_nll_over"] for _, line in some], color=colour, marker=marker, label=name
         )
-    if str(FULL) in by_setting:
-        for axes in (left, right):
-            axes.axhline(
-                by_setting[str(FULL)]["copy_nll"], color=MUTED, linewidth=1, linestyle="--", label="full cache"
-            )
-    dress(
-        left, title="Fetched: all within alpha of the best", x="alpha, nats (numbers: share of the K,V)", y="copy-NLL"
-    )
-    dress(right, title="Partial keys", x="share of the columns on the device", y="copy-NLL")
     for axes in (left, right):
-        axes.set_ylim(0)
+        axes.axhline(0, color=MUTED, linewidth=1, linestyle="--", label="full cache")
+    dress(
+        left,
+        title="Fetched: all within alpha of the best",
+        x="alpha, nats (numbers: share of the K,V)",
+        y="copy-NLL over the full cache's",
+    )
+    dress(right, title="Partial keys", x="share of the columns on the device", y="copy-NLL over the full cache's")
+    for axes in (left, right):
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     some_line = next(iter(by_setting.values()))
     set_title(figure, "What InfiniGen's settings cost", f"{some_line['model']}, {length:,} tokens, {some_line['text']}")

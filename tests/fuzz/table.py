@@ -7,16 +7,14 @@ from typing import Any
 
 from tests.fuzz.findings import FINDINGS
 from tests.fuzz.targets import TARGETS
+from tests.pages import with_part
 
 BEGIN, END = "<!-- fuzzing: begin -->", "<!-- fuzzing: end -->"
 
 
 def with_table(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
     """The page with the table between its two marks; as it is where it has none."""
-    if BEGIN not in page or END not in page:
-        return page
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table(lines)}\n{END}{rest.partition(END)[2]}"
+    return with_part(page, BEGIN, table(lines), END)
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
