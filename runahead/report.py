@@ -29,6 +29,8 @@ class ReuseReport:
         stored_bytes: by tier, of everything in the store.
         encoded_tokens, encode_s: of segments that were in no tier, before the first token's time starts.
         lookup_s: of finding segments, with the copies into faster tiers.
+        copy_s: of bringing them to the device, for this call; none where they are read where they lie. Compute is
+            `RankReport.prefill_s`.
     """
 
     cached_tokens: int = 0
@@ -38,6 +40,7 @@ class ReuseReport:
     encoded_tokens: int = 0
     encode_s: float = 0.0
     lookup_s: float = 0.0
+    copy_s: float = 0.0
 
 
 @dataclass(kw_only=True)

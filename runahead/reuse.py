@@ -19,7 +19,7 @@ from runahead.report import GenerationBatch, ReuseReport
 from runahead.reused_attention import Piece, ReusedKV
 from runahead.segment_encoding import check_reuse, encode_segment
 from runahead.segment_kv import SegmentKV
-from runahead.segment_store import SegmentStore, Tier
+from runahead.segment_store import SegmentStore
 
 
 class Reuse:
@@ -78,22 +78,27 @@ class Reuse:
         """K,V and positions for this call's attention. Raises: ValueError, as `encode_segment`."""
         began_s = time.perf_counter()
         kvs: dict[str, SegmentKV] = {}
-        on_disk: set[str] = set()
+        mapped: set[str] = set()
         for segment in self.segments:
             key, found = segment.content_key, self.store.find(segment)
             if found is not None:
                 kvs[key] = found.kv
-                if found.tier is Tier.disk:
-                    on_disk.add(key)
+                if found.is_mapped:
+                    mapped.add(key)
                 bytes_of = self.report.found_bytes
                 bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
             elif key in self._held:
                 kvs[key] = self._held.pop(key)
             else:  # pushed out since it was looked for, by another process or by another segment of this call
                 kvs[key] = encode_segment(self.model, segment, self.ranks)
-        pieces = self._pieces(kvs, on_disk)
-        report = self.report
-        report.lookup_s = time.perf_counter() - began_s
+        report, found_s = self.report, time.perf_counter()
+        report.lookup_s = found_s - began_s
+        on_device = {
+            key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
+            for key, kv in kvs.items()
+        }
+        report.copy_s = time.perf_counter() - found_s
+        pieces = self._pieces(on_device, mapped)
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
@@ -107,11 +112,11 @@ class Reuse:
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
-    def _pieces(self, kvs: dict[str, SegmentKV], on_disk: set[str]) -> list[Piece]:
+    def _pieces(self, on_device: dict[str, SegmentKV], mapped: set[str]) -> list[Piece]:
         """A piece for every part of a segment that is in use, once for all rows that use it.
 
         Args:
-            on_disk: segments that are read from files.
+            mapped: segments that are read from files.
         """
         rows: dict[tuple[str, range], list[int]] = {}
         segments = {segment.content_key: segment for segment in self.segments}
@@ -119,16 +124,12 @@ class Reuse:
             for use in prompt.uses:
                 for part in use.parts:
                     rows.setdefault((use.segment.content_key, part), []).append(row)
-        on_device = {
-            key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
-            for key, kv in kvs.items()
-        }
         return [
             Piece(
                 layers_TKX=[layer[part.start : part.stop] for layer in on_device[key].layers_TKX],
                 positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
                 rows=tuple(users),
-                is_mapped=key in on_disk and self.model.device.type == "cpu",
+                is_mapped=key in mapped and self.model.device.type == "cpu",
             )
             for (key, part), users in rows.items()
         ]

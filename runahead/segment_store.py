@@ -59,10 +59,15 @@ class StoreLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """K,V of a segment, and the tier that they were found in."""
+    """K,V of a segment, and the tier that they were found in.
+
+    Attributes:
+        is_mapped: they are read from a file, since memory has no room for them.
+    """
 
     kv: SegmentKV
     tier: Tier
+    is_mapped: bool = False
 
 
 class SegmentStore:
@@ -123,7 +128,8 @@ class SegmentStore:
                 return None
             self._touch(key)
             found = Found(kv=mapped, tier=Tier.disk)
-        return Found(kv=self._promoted(segment, key, found), tier=found.tier)
+        kv = self._promoted(segment, key, found)
+        return Found(kv=kv, tier=found.tier, is_mapped=found.tier is Tier.disk and kv is found.kv)
 
     def put(self, segment: Segment, kv: SegmentKV) -> None:
         """Keep a segment in every tier that has room for it.

@@ -86,7 +86,7 @@ def test_what_memory_pushes_out_is_on_disk_and_comes_back_the_same(tmp_path: Pat
     store = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(host=1, disk=9)), a, b)
     assert tiers(store, a, b) == "dh"
     found = store.find(a)
-    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a))
+    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a)) and not found.is_mapped
     assert tiers(store, a, b) == "hd"
     again = store.find(a)
     assert again is not None and again.tier is Tier.host and same(again.kv, kv_of(a))
@@ -96,7 +96,7 @@ def test_without_room_in_memory_files_are_read_where_they_lie(tmp_path: Path) ->
     a = segment("a")
     store = filled(SegmentStore(tiny_model("llama"), tmp_path, limits(host=0.5, disk=1)), a)
     found = store.find(a)
-    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a))
+    assert found is not None and found.tier is Tier.disk and same(found.kv, kv_of(a)) and found.is_mapped
     assert store.bytes_by_tier()["host"] == 0 < store.bytes_by_tier()["disk"] <= FILE
 
 
