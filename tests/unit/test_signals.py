@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A lock that is taken twice: a call that no signal ends and in which no Python code runs.
 STUCK = """
-import ctypes, os, threading, time
+import ctypes, os, signal, threading, time
 from launch import signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a script ignores it
 signals.GRACE_S = 0.2
 def late(error):
     print(type(error).__name__, error, flush=True)
@@ -43,7 +44,10 @@ def test_a_main_thread_that_is_stuck_is_ended(number: signal.Signals, said: str)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.stdout.read().strip() == said
+        try:
+            assert process.stdout.read().strip() == said
+        finally:
+            process.kill()  # else leaving the block waits for it
     assert process.returncode == 7
 
 
