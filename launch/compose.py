@@ -157,7 +157,8 @@ class Program(Generic[T]):
         Raises: ValueError, in one line.
         """
         for_hydra, verbatim = _split_verbatim(overrides, self.options)
-        checked = [_checked_override(text, self.options, self.groups) for text in for_hydra]
+        groups = self.groups
+        checked = [_checked_override(text, self.options, groups) for text in for_hydra]
         for_hydra = [text for text in checked if text != "experiment=null"]  # which Hydra takes for no name at all
         try:
             with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import overload
 
@@ -245,7 +246,7 @@ class _View:
     parts: list[tuple[Piece, int]]
     queries: Index
 
-    @property
+    @cached_property  # every layer asks for them
     def positions_T(self) -> Tensor:  # noqa: N802
         return torch.cat([piece.positions_T[:num_seen] for piece, num_seen in self.parts])
 
