@@ -19,7 +19,7 @@ from runahead.clock import clock_for
 from runahead.context import ContextPartition
 from runahead.kv_cache import KVCache
 from runahead.model import Model, PrefillEndsHere
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class ComputeOnly:

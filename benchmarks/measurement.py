@@ -23,7 +23,7 @@ from runahead.model import Model
 from runahead.prefill import PREFILLS
 from runahead.prefill.tensor import share_out
 from runahead.rank_policies import RankPolicies
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 CARDS_SETTLE_S = 0.05
 """Seconds after a run until its last packets are on a network card's counter."""

@@ -17,7 +17,7 @@ from partitioner.fingerprint import Fingerprint, now
 from partitioner.link import BITS_PER_BYTE, Link
 from runahead.context import ContextPartition, even
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 @dataclass

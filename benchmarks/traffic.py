@@ -14,7 +14,7 @@ from runahead.kv_cache import KVShape
 from runahead.model import Model
 from runahead.prefill.tensor import allreduce_bytes
 from runahead.rank_policies import RankPolicies
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:

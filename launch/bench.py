@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from partitioner.link import Link
     from runahead.context import Partitioner
     from runahead.model import Model
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 HELP = f"""\
 usage: torchrun --nproc-per-node=N launch/bench.py [name=value ...]

@@ -15,7 +15,7 @@ from launch.signals import Terminated, signals_ignored
 from runahead.failures import PeerFailure, SharedError, first_line
 
 if TYPE_CHECKING:
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 ENDED_BY = "ended by "
 NO_MEMORY = ("allocate memory", "bad_alloc", "out of memory", "start new thread")
@@ -96,7 +96,7 @@ def _reason(error: BaseException, ranks: Ranks | None) -> str:
 
 def _kept(fault_file: Path, ranks: Ranks, reason: str) -> str:
     """Write the fault report; what the line is to say of it."""
-    from runahead.fault_report import write_fault_report
+    from runahead.ranks.fault_report import write_fault_report
 
     with suppress(Exception):  # the line matters more, and a full disk or no memory may be what went wrong
         write_fault_report(fault_file, ranks, reason)

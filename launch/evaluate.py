@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.evaluation.tasks import Task
     from benchmarks.evaluation.tasks.base import Case, Runtime
     from benchmarks.lines import Line
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE_TEXT = "examples/frankenstein_letters.txt"

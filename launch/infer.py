@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from runahead.context import Partitioner
     from runahead.model import Model
     from runahead.rank_policies import RankPolicies
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
 
 

@@ -12,7 +12,7 @@ from partitioner.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
 from runahead.config import PartitionName, PartitionOptions, RunOptions
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from launch.signals import ending_signals
 from runahead.config import RanksOptions
 
 if TYPE_CHECKING:
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 
 class RunsOnRanks(Protocol):
@@ -80,8 +80,8 @@ def run_program(
     with ending_signals(end):
         try:
             # Imported late: it brings torch, for which --help and a typing error should not wait.
-            from runahead.agreement import option_facts
-            from runahead.ranks import Ranks
+            from runahead.ranks.agreement import option_facts
+            from runahead.ranks.ranks import Ranks
 
             ranks = Ranks.start(run.ranks)
             ranks.when_stuck(end)
@@ -99,7 +99,7 @@ def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:
 
     Raises: ValueError if it was asked for and cannot be written.
     """
-    from runahead.fault_report import fault_path
+    from runahead.ranks.fault_report import fault_path
     from runahead.whole_file import ensure_writable
 
     if run.ranks.fault_report is not None:

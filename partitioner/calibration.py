@@ -17,7 +17,7 @@ from partitioner.measured_cost import MeasuredCost
 from partitioner.options import Objective, SearchRun
 from runahead.failures import first_line
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole
 

@@ -18,7 +18,7 @@ from partitioner.seeded_search import seeded_search
 from partitioner.table_entry import Entry
 from runahead.context import ContextPartition
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class LiveSearch:

@@ -23,7 +23,7 @@ from runahead.context import ContextPartition
 from runahead.engine import Engine
 from runahead.kv_cache import KVCache
 from runahead.model import Model, PrefillEndsHere
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 Progress = Callable[[str], None]
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionTerms]

@@ -15,7 +15,7 @@ from partitioner.options import Method, Objective, SearchRun
 if TYPE_CHECKING:
     from partitioner.fingerprint import Fingerprint
     from partitioner.lookup_table import LookupTable
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 HELP = """\
 usage: python -m partitioner.search table=<json> [name=value ...]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from launch.progress import Bar
     from policies.skewing import Skew
     from runahead.model import Model
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
     from runahead.rotary import Rotary
 
 EXAMPLE_TEXT = "examples/frankenstein_letters.txt"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from runahead.conversation import Conversation
     from runahead.engine import Engine
     from runahead.model import Model
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 _HOMES = {
     "ContextPartition": "context",
@@ -21,7 +21,7 @@ _HOMES = {
     "Model": "model",
     "ModelOptions": "config",
     "PrefillOptions": "config",
-    "Ranks": "ranks",
+    "Ranks": "ranks.ranks",
     "RanksOptions": "config",
     "even": "context",
     "from_ratios": "context",

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from policies.base import ReusingPrompt
-from runahead.agreement import fact, option_facts, secret
 from runahead.attention_seam import LayerAttention
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
@@ -18,7 +17,8 @@ from runahead.model import Model
 from runahead.model_fingerprint import model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.rank_policies import RankPolicies
-from runahead.ranks import Ranks
+from runahead.ranks.agreement import fact, option_facts, secret
+from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
 from runahead.reuse import Reuse
 from runahead.reused_attention import ReusedKV, reused_attention_over

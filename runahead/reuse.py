@@ -14,7 +14,7 @@ import torch
 
 from policies.base import ReusingPrompt, Segment
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reused_attention import Piece, ReusedKV
 from runahead.segment_encoding import check_reuse, encode_segment

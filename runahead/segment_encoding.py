@@ -13,7 +13,7 @@ from policies.base import Segment
 from runahead.attention import AttentionTerms
 from runahead.kv_cache import KVCache
 from runahead.model import Model, PrefillEndsHere
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.reused_attention import ReusedAttention, ReusedKV
 from runahead.segment_kv import SegmentKV
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 ROW_ENDED, STREAM_ENDED = -1, -2
 TAG = 3

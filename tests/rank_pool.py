@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 TASK_LIMIT_S = 120.0
 

@@ -15,7 +15,7 @@ from benchmarks.evaluation.tasks import TASKS, Task
 from benchmarks.evaluation.tasks.base import Case, Outcome
 from benchmarks.lines import Line, is_above_0, is_number, is_text, or_none
 from partitioner.fingerprint import now
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
 
 MEASURED = ("runahead", "policies", "benchmarks/evaluation")

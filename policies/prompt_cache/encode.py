@@ -15,7 +15,7 @@ from runahead.config import ModelOptions, PolicyName, PolicyOptions, RanksOption
 
 if TYPE_CHECKING:
     from policies.prompt_cache import PromptCache
-    from runahead.ranks import Ranks
+    from runahead.ranks.ranks import Ranks
 
 HELP = """\
 usage: python -m policies.prompt_cache.encode schema=<xml> out=<folder> [name=value ...]

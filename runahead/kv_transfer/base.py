@@ -11,8 +11,8 @@ from torch import Tensor
 from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.schedule import Message, Schedule
-from runahead.ranks import Ranks
-from runahead.transfer_records import TransferRecord
+from runahead.ranks.ranks import Ranks
+from runahead.ranks.transfer_records import TransferRecord
 
 
 @dataclass(kw_only=True)

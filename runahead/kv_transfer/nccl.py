@@ -15,7 +15,7 @@ from runahead.clock import Clock
 from runahead.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class NcclTransfer(KVTransfer):

@@ -15,7 +15,7 @@ from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.nccl import queried
 from runahead.kv_transfer.schedule import Message
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class NcclExchange(KVTransfer):

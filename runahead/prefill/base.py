@@ -17,7 +17,7 @@ from runahead.kept_cache import KeptCache
 from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.rank_policies import RankPolicies
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.retrieval_report import RetrievalReport
 from runahead.reused_attention import ReusedKV
 from runahead.span import Span

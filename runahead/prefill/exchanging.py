@@ -12,7 +12,7 @@ from runahead.kv_cache import KVCache
 from runahead.kv_transfer import EXCHANGES, ExchangeSchedule, KVTransfer
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chunk_run import TimedAttention, run_chunk
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 SLOTS = 2
 """While a rank attends to one layer, the next one's K,V may arrive from ranks that are ahead; none can be further."""

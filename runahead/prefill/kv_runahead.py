@@ -22,7 +22,7 @@ from runahead.prefill.chunk_run import run_chunk
 from runahead.prefill.pieces import run_in_pieces
 from runahead.prefill.reused_chain import ReusedChainAttention
 from runahead.prefill.thinned_chain import run_thinned
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class KVRunahead(Prefill):

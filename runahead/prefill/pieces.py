@@ -25,7 +25,7 @@ from runahead.kv_cache import KVCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from runahead.span import Span
 
 

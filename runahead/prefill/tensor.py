@@ -16,7 +16,7 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.kv_runahead import run_in_chain
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 class TensorParallel(Prefill):

@@ -13,7 +13,7 @@ from launch.partitions import TablePartition, check_table, kvr_name, partitioner
 from partitioner.fingerprint import Fingerprint
 from runahead import Ranks, even
 from runahead.config import PartitionOptions, PrefillOptions, RunOptions, Transfer, ineffective_settings
-from runahead.ranks import SharedError
+from runahead.ranks.ranks import SharedError
 from runahead.report import report_json
 from tests.conftest import RankPools
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 from tests.rank_pool import RankPool
 from tests.ranks import failing_tasks
 
@@ -102,7 +102,7 @@ def test_ranks_with_different_weights_do_not_begin(pool: RankPool) -> None:
 
 
 def test_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("runahead.ranks.MEETING_S", 0.3)
+    monkeypatch.setattr("runahead.ranks.ranks.MEETING_S", 0.3)
     store = dist.FileStore(str(tmp_path / "store"), 3)
     with pytest.raises(ValueError, match=r"rank 0, 2 of 3 did not start within 0 s"):
         Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3, store=store)

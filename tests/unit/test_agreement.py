@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runahead.agreement import disagreement, fact, library_facts, option_facts, secret
 from runahead.config import GenerationOptions, ModelOptions, RunOptions
-from runahead.ranks import SharedError
-from runahead.rendezvous import Presence, meet
+from runahead.ranks.agreement import disagreement, fact, library_facts, option_facts, secret
+from runahead.ranks.ranks import SharedError
+from runahead.ranks.rendezvous import Presence, meet
 
 
 def test_ranks_that_agree_are_not_spoken_of() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runahead.config import Device
-from runahead.devices import check_own_gpus, choose_device, gpu_name
+from runahead.ranks.devices import check_own_gpus, choose_device, gpu_name
 
 
 @pytest.fixture

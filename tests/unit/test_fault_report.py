@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runahead import fault_report
-from runahead.fault_report import fault_path, write_fault_report
-from runahead.ranks import Ranks
-from runahead.transfer_records import TransferRecord
+from runahead.ranks import fault_report
+from runahead.ranks.fault_report import fault_path, write_fault_report
+from runahead.ranks.ranks import Ranks
+from runahead.ranks.transfer_records import TransferRecord
 
 
 def one_rank(backend: str = "gloo") -> Ranks:

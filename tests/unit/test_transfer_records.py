@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runahead.transfer_records import KEPT, TransferRecord, TransferRecords
+from runahead.ranks.transfer_records import KEPT, TransferRecord, TransferRecords
 
 
 def record(direction: str = "receive", peer: int = 0, layer: int = 2, num_bytes: int = 1000) -> TransferRecord:

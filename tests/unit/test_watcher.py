@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runahead.watcher import Wait
+from runahead.ranks.watcher import Wait
 
 TIMEOUT_S = 2.0
 STEP_S = 0.1
@@ -77,7 +77,7 @@ def test_waiting_for_the_own_device_alone_is_never_a_dead_link() -> None:
 
 @pytest.mark.parametrize(("owed_s", "is_told"), [(0.2, False), (1.5, True)])
 def test_store_that_owes_an_answer_is_spoken_of(monkeypatch: pytest.MonkeyPatch, owed_s: float, is_told: bool) -> None:
-    monkeypatch.setattr("runahead.watcher.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("runahead.ranks.watcher.time.monotonic", lambda: 100.0)
     counters: Any = Counters()
     counters.asking_since = 100.0 - owed_s
     wait = Wait("a token", 2, [1], None, TIMEOUT_S)

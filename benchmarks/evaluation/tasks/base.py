@@ -20,7 +20,7 @@ from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.decode import Decoded
 from runahead.model import Model
-from runahead.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 Case = dict[str, Any]
 """What tells a measurement from the others of its task, as JSON."""

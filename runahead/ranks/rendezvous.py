@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runahead.agreement import disagreement
 from runahead.failures import SharedError
+from runahead.ranks.agreement import disagreement
 
 POLL_S = 0.05
 

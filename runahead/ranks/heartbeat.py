@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from runahead.failures import first_line
-from runahead.rendezvous import Presence
-from runahead.worker import Worker
+from runahead.ranks.rendezvous import Presence
+from runahead.ranks.worker import Worker
 
 PERIOD_S = 0.25
 ANNOUNCE_S = 1.5

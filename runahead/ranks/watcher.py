@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from runahead.failures import PeerFailure
-from runahead.heartbeat import Heartbeat
+from runahead.ranks.heartbeat import Heartbeat
 
 PERIOD_S = 0.1
 LONGEST_STEP_S = 0.5

@@ -15,10 +15,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.agreement import library_facts
 from runahead.config import RanksOptions
-from runahead.control_messages import ControlMessages
-from runahead.devices import (
+from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.ranks.agreement import library_facts
+from runahead.ranks.control_messages import ControlMessages
+from runahead.ranks.devices import (
     check_own_gpus,
     choose_backend,
     choose_device,
@@ -26,19 +27,18 @@ from runahead.devices import (
     gpu_name,
     keep_freed_memory,
 )
-from runahead.failures import PeerFailure, SharedError, first_line
-from runahead.heartbeat import Heartbeat
-from runahead.rendezvous import meet
-from runahead.transfer_records import TransferRecords
-from runahead.watcher import Watcher
-from runahead.worker import Worker
+from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.rendezvous import meet
+from runahead.ranks.transfer_records import TransferRecords
+from runahead.ranks.watcher import Watcher
+from runahead.ranks.worker import Worker
 
 __all__ = ["PeerFailure", "Ranks", "SharedError"]
 
 T = TypeVar("T")
 
 NEVER = timedelta(days=20)
-"""Timeout of the groups themselves: see runahead/watcher.py."""
+"""Timeout of the groups themselves: see runahead/ranks/watcher.py."""
 
 MEETING_S = 120.0
 """Seconds in which all ranks must have come, at least; processes of one job may start far apart."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 from runahead.failures import PeerFailure, first_line
-from runahead.heartbeat import Heartbeat
-from runahead.rendezvous import POLL_S, Presence
-from runahead.watcher import Wait, Watcher
+from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.rendezvous import POLL_S, Presence
+from runahead.ranks.watcher import Wait, Watcher
 
 LAST_CHANCE_S = 2.0
 """What has been sent is taken though a peer has ended: behind the last barrier of a good job all of them end."""

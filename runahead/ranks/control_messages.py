@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.agreement import disagreement
 from runahead.failures import SharedError, first_line
-from runahead.waiting import Waiting
-from runahead.worker import Worker
+from runahead.ranks.agreement import disagreement
+from runahead.ranks.waiting import Waiting
+from runahead.ranks.worker import Worker
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class ControlMessages(Waiting):
         """Every rank has the same facts. Every rank calls it.
 
         Args:
-            facts: values by name; see runahead/agreement.py.
+            facts: values by name; see runahead/ranks/agreement.py.
             remedy: ends the message.
 
         Raises:
