@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from policies.skewing import Skew, column_weights, skewing_basis
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.narrowing import decoder_layers
 from runahead.query_prediction import LayerInput

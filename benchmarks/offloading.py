@@ -47,12 +47,12 @@ from policies.retriever import Retriever  # noqa: E402
 from runahead import Model  # noqa: E402
 from runahead.attention import AttentionTerms  # noqa: E402
 from runahead.attention_seam import ATTENTION_NAME  # noqa: E402
+from runahead.cache.copy_stream import CopyStream, copies_for  # noqa: E402
+from runahead.cache.host_layer import HostLayer  # noqa: E402
+from runahead.cache.host_memory import host_empty  # noqa: E402
+from runahead.cache.kept import KeptLayer  # noqa: E402
+from runahead.cache.slabs import KVCache  # noqa: E402
 from runahead.causal_attention import CausalAttention  # noqa: E402
-from runahead.copy_stream import CopyStream, copies_for  # noqa: E402
-from runahead.host_layer import HostLayer  # noqa: E402
-from runahead.host_memory import host_empty  # noqa: E402
-from runahead.kept_cache import KeptLayer  # noqa: E402
-from runahead.kv_cache import KVCache  # noqa: E402
 from runahead.model import set_attention  # noqa: E402
 from runahead.rank_policies import RankPolicies  # noqa: E402
 from runahead.retrieving_attention import RetrievingAttention  # noqa: E402

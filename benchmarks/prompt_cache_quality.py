@@ -28,7 +28,7 @@ from benchmarks.evaluation.tasks.retrieval import number_in
 from partitioner.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
-from runahead.kv_cache import KVCache
+from runahead.cache.slabs import KVCache
 from runahead.reuse import Reuse
 from runahead.reused_attention import ReusedAttention
 from runahead.segment_store import SegmentStore

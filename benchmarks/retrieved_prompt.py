@@ -12,9 +12,9 @@ from torch import Tensor
 from policies.base import Policy
 from policies.offload import Offload
 from runahead import Model
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.conversation import Conversation
-from runahead.kv_cache import KVCache
 from runahead.rank_policies import RankPolicies
 
 LAST_TOKENS = 512

@@ -9,8 +9,8 @@ import psutil
 from benchmarks.variants import Traffic
 from partitioner.bounds import chain_tokens, tsp_tokens
 from policies.base import Policy
+from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
-from runahead.kv_cache import KVShape
 from runahead.model import Model
 from runahead.prefill.tensor import allreduce_bytes
 from runahead.rank_policies import RankPolicies

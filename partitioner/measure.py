@@ -16,12 +16,12 @@ from torch import Tensor
 from partitioner.link import Link
 from partitioner.measured_cost import MeasuredCost
 from runahead.attention import AttentionTerms, attend
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock, clock_for
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine
-from runahead.kv_cache import KVCache
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 

@@ -147,8 +147,8 @@ def skew_of(
 
     from policies.skewing import Skew, query_products
     from runahead.attention import AttentionTerms
+    from runahead.cache.slabs import KVCache
     from runahead.causal_attention import CausalAttention
-    from runahead.kv_cache import KVCache
 
     products = [
         torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runahead.attention import AttentionTerms, add_sinks, attend, merge
-from runahead.kv_cache import KVCache, KVSlab
+from runahead.cache.slabs import KVCache, KVSlab
 
 
 @dataclass(frozen=True, kw_only=True)

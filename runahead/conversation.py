@@ -17,11 +17,11 @@ from torch import Tensor
 
 from policies.base import Phase
 from runahead.attention_seam import LayerAttention
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.config import GenerationOptions
 from runahead.decode import Decoded, Row, attention_over, decode
-from runahead.host_layer import HostLayer
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import KeptCache, KeptLayer
 from runahead.model import Model
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from policies.base import Phase, Policy
 from runahead.attention_seam import LayerAttention
+from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.config import GenerationOptions
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import NEW_ROOM, KeptCache
-from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from runahead.attention import AttentionTerms, add_sinks, blockwise_attention, fused_kernel
+from runahead.cache.slabs import KVCache, KVSlab
 from runahead.causal_attention import CausalAttention
-from runahead.kv_cache import KVCache, KVSlab
 from runahead.masks import MaskRule
 
 ALIGNMENT = 16

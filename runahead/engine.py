@@ -9,10 +9,10 @@ import torch
 
 from policies.base import ReusingPrompt
 from runahead.attention_seam import LayerAttention
+from runahead.cache.kept import KeptCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.decode import Decoded, Row, attention_over, decode
-from runahead.kept_cache import KeptCache
 from runahead.model import Model
 from runahead.model_fingerprint import model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.host_layer import HostLayer
-from runahead.kept_cache import KeptLayer
-from runahead.kv_cache import KVSlab
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.slabs import KVSlab
 
 
 @dataclass(kw_only=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from runahead.attention import AttentionTerms
+from runahead.cache.kept import KeptCache
+from runahead.cache.slot_positions import at_slots
 from runahead.causal_attention import CausalAttention
-from runahead.kept_cache import KeptCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
-from runahead.slot_positions import at_slots
 
 
 class KeptAttention(CausalAttention):

@@ -19,10 +19,10 @@ from runahead import loading
 from runahead.adapters import ADAPTERS
 from runahead.attention import AttentionTerms
 from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, register
+from runahead.cache.slabs import KVCache, KVShape
 from runahead.causal_attention import CausalAttention
 from runahead.config import ModelOptions
 from runahead.finite import require_numbers
-from runahead.kv_cache import KVCache, KVShape
 from runahead.loading.sharing import share_out
 from runahead.masks import MaskRule
 from runahead.model_fingerprint import model_fingerprint

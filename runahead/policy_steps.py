@@ -11,8 +11,8 @@ from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy
 from runahead.attention import AttentionTerms
-from runahead.kept_cache import KeptLayer
-from runahead.kv_cache import KVSlab
+from runahead.cache.kept import KeptLayer
+from runahead.cache.slabs import KVSlab
 from runahead.new_tokens import NewTokens
 from runahead.retrieval import Retrieval
 from runahead.signals import QuerySignals

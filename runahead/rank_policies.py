@@ -8,9 +8,9 @@ from itertools import accumulate
 
 from policies.base import Phase, Policy
 from policies.retriever import ModelFacts, Retriever
+from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.config import Positions
 from runahead.context import ContextPartition
-from runahead.kept_cache import NEW_ROOM, KeptCache
 from runahead.model import Model
 from runahead.retrieval import Retrieval
 from runahead.rotary import Rotary

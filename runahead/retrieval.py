@@ -20,11 +20,11 @@ from torch import Tensor
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention import AttentionTerms
-from runahead.copy_stream import copies_for
+from runahead.cache.copy_stream import copies_for
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.slabs import KVSlab
 from runahead.fetched import Fetched, Gather, fetch_all
-from runahead.host_layer import HostLayer
-from runahead.kept_cache import KeptCache, KeptLayer
-from runahead.kv_cache import KVSlab
 from runahead.model import Model
 from runahead.query_prediction import FoldedProjection, LayerInput
 from runahead.retrieval_report import RetrievalReport

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from runahead.attention import AttentionTerms
+from runahead.cache.kept import KeptCache
 from runahead.causal_attention import CausalAttention
-from runahead.kept_cache import KeptCache
 from runahead.query_prediction import LayerInput
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from runahead.attention import AttentionTerms, attend, attend_at
+from runahead.cache.kept import KeptCache
+from runahead.cache.slabs import KVCache, KVSlab
 from runahead.causal_attention import CausalAttention
-from runahead.kept_cache import KeptCache
-from runahead.kv_cache import KVCache, KVSlab
 
 Index = slice | Tensor
 """Which of the F queries."""

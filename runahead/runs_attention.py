@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention import AttentionTerms, attend
-from runahead.kv_cache import KVSlab
+from runahead.cache.slabs import KVSlab
 
 
 class RunsAttention:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from policies.base import Segment
 from runahead.attention import AttentionTerms
-from runahead.kv_cache import KVCache
+from runahead.cache.slabs import KVCache
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.reused_attention import ReusedAttention, ReusedKV

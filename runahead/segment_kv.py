@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from runahead.kv_cache import KVShape
+from runahead.cache.slabs import KVShape
 from runahead.whole_file import write_whole
 
 FORMAT = "runahead segment 1"

@@ -139,7 +139,7 @@ def test_imports_go_one_way() -> None:
         ("partitioner/grid.py", "from .search import main"),
         ("partitioner/grid.py", "from hydra import compose"),
         ("partitioner/__init__.py", "from . import show"),
-        ("policies/h2o.py", "from runahead.kv_cache import KVCache"),
+        ("policies/h2o.py", "from runahead.cache.slabs import KVCache"),
         ("policies/__init__.py", "from .skew import main"),
     ],
 )

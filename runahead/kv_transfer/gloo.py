@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runahead.cache.slabs import KVCache
 from runahead.clock import Clock
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks

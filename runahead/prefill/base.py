@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runahead.cache.kept import KeptCache
+from runahead.cache.slabs import KVCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.kept_cache import KeptCache
-from runahead.kv_cache import KVCache
 from runahead.model import Model
 from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks

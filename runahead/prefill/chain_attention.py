@@ -9,9 +9,9 @@ from functools import partial
 from torch import Tensor
 
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache, KVSlab
 from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock
-from runahead.kv_cache import KVCache, KVSlab
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from runahead.attention_seam import LayerAttention
+from runahead.cache.slabs import KVCache
 from runahead.clock import Clock
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.new_tokens import NewTokens

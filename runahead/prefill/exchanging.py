@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 
+from runahead.cache.slabs import KVCache
 from runahead.clock import Clock, clock_for
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer import EXCHANGES, ExchangeSchedule, KVTransfer
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chunk_run import TimedAttention, run_chunk

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 
+from runahead.cache.slabs import KVCache
 from runahead.clock import clock_for
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention

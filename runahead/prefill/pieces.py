@@ -16,12 +16,12 @@ from torch import Tensor
 
 from policies.base import Phase
 from runahead.attention import AttentionTerms
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.kept import KeptCache
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.clock import clock_for
-from runahead.host_layer import HostLayer
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import KeptCache
-from runahead.kv_cache import KVCache
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob

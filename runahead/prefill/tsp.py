@@ -11,12 +11,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.clock import Clock
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.dense_attention import DenseAttention
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.prefill.base import PrefillJob

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from runahead.attention import AttentionTerms, add_sinks
+from runahead.cache.slabs import KVCache
 from runahead.clock import Clock
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.kv_cache import KVCache
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer, Message
 from runahead.model import Model, PrefillEndsHere
 from runahead.prefill.base import PrefillJob

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from policies.skewing import KIND, Skew
-from runahead.kv_cache import KVShape
+from runahead.cache.slabs import KVShape
 from runahead.segment_kv import FORMAT, SegmentKV, read_segment
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, PLACES, VALUES, changed, changed_bytes, paths_of, with_change

@@ -12,10 +12,10 @@ import torch
 from benchmarks import lines, offloading
 from policies import ExactTopK, Full, InfiniGen, Offload, Quest
 from policies.base import Policy
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
-from runahead.host_layer import HostLayer
-from runahead.host_memory import host_empty, on_device
 from runahead.rank_policies import RankPolicies
 from runahead.retrieval import Retrieval
 from tests.gpu.models import model

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy
+from runahead.cache.kept import KeptCache
 from runahead.kept_attention import KeptAttention
-from runahead.kept_cache import KeptCache
 from runahead.model import Model
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from policies import Full
-from runahead import copy_stream, host_memory
-from runahead.copy_stream import MOVED_AT_ONCE, CopyStream
-from runahead.host_layer import HostLayer
-from runahead.host_memory import host_empty
+from runahead.cache import copy_stream, host_memory
+from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.host_memory import host_empty
 from tests.families import prompt, throughout
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model

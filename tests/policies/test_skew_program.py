@@ -13,9 +13,9 @@ from policies.skew import main, skew_of
 from policies.skewing import Skew, typical_queries
 from runahead import Model
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
 from runahead.config import ModelName, ModelOptions
-from runahead.kv_cache import KVCache
 from tests.families import build, prompt
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level

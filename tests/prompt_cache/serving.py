@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, Model, PrefillOptions, Ranks, reused_attention
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.kv_cache import KVCache
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
 from runahead.reuse import Reuse, ReuseReport

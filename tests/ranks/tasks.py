@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
-from runahead.kv_cache import KVCache
+from runahead.cache.slabs import KVCache
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache, KVShape
 from runahead.causal_attention import CausalAttention
-from runahead.kv_cache import KVCache, KVShape
 from runahead.masks import MaskRule
 from tests.partitions import boundaries
 

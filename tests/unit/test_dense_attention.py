@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from runahead.attention import AttentionTerms
+from runahead.cache.slabs import KVCache, KVShape
 from runahead.causal_attention import CausalAttention
 from runahead.dense_attention import DenseAttention
-from runahead.kv_cache import KVCache, KVShape
 from runahead.masks import MaskRule
 
 NUM_TOKENS, BATCH = 14, 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.kv_cache import KVCache, KVShape
+from runahead.cache.slabs import KVCache, KVShape
 
 # Legend: B batch, K kv heads, S tokens, H key dim, V value dim.
 

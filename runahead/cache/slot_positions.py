@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runahead.kv_cache import KVSlab
+from runahead.cache.slabs import KVSlab
 from runahead.rotary import Rotary
 
 

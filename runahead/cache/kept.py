@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from runahead.kv_cache import KVShape, KVSlab
+from runahead.cache.slabs import KVShape, KVSlab
 from runahead.rotary import Rotary
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.copy_stream import CopyStream
-from runahead.host_memory import host_empty, on_device
-from runahead.kept_cache import KeptLayer
-from runahead.kv_cache import KVSlab
+from runahead.cache.copy_stream import CopyStream
+from runahead.cache.host_memory import host_empty, on_device
+from runahead.cache.kept import KeptLayer
+from runahead.cache.slabs import KVSlab
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,1 @@
+"""Storage for keys and values: slabs, thinned layers, layers in host memory."""
