@@ -16,10 +16,10 @@ from torch import Tensor
 from runahead.attention import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.clock import clock_for
 from runahead.context import ContextPartition
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import clock_for
 
 
 class ComputeOnly:

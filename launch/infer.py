@@ -125,7 +125,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     from runahead.model import max_positions
     from runahead.prefill import PREFILLS
     from runahead.text_limits import check_chunk_tokens
-    from runahead.timeline import picture_path
+    from runahead.timeline.trace import picture_path
     from runahead.whole_file import ensure_writable
 
     if run.report is not None:
@@ -180,7 +180,7 @@ def _write_files(
 ) -> None:
     from launch.partitions import kvr_name
     from runahead.report import report_json
-    from runahead.timeline import write_timeline
+    from runahead.timeline.trace import write_timeline
     from runahead.whole_file import write_whole
 
     dtype = str(model.dtype).removeprefix("torch.")

@@ -18,12 +18,12 @@ from partitioner.measured_cost import MeasuredCost
 from runahead.attention import AttentionTerms, attend
 from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.clock import Clock, clock_for
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import Clock, clock_for
 
 Progress = Callable[[str], None]
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionTerms]

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from runahead.skew_picture import INK, MUTED
+from runahead.timeline.picture import INK, MUTED
 
 GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"

@@ -92,7 +92,7 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
 
 def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) -> bytes:
     from partitioner.simulation import simulate
-    from runahead.skew_picture import skew_png
+    from runahead.timeline.picture import skew_png
 
     entry = table.entries_for(ranks)[-1]
     simulated = simulate(entry.partition, cluster, record=True)

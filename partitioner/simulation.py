@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from partitioner.cluster import Cluster
 from partitioner.routes import Routes, routes_of
 from runahead.context import ContextPartition
-from runahead.span import Span
+from runahead.timeline.span import Span
 
 UNKNOWN = -1.0
 """A moment that the simulation has not come to."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from runahead.config import PolicyOptions, Positions, RunOptions
 from runahead.retrieval_report import RetrievalReport
-from runahead.span import Span
+from runahead.timeline.span import Span
 from runahead.whole_file import ensure_writable, write_whole
 
 __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "report_json", "write_whole"]

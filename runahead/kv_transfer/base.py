@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
+from runahead.timeline.clock import Clock
 
 
 @dataclass(kw_only=True)

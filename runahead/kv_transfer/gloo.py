@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
+from runahead.timeline.clock import Clock
 
 
 class GlooTransfer(KVTransfer):

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import Clock
 
 
 class NcclTransfer(KVTransfer):

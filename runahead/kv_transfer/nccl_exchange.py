@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.nccl import queried
 from runahead.kv_transfer.schedule import Message
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import Clock
 
 
 class NcclExchange(KVTransfer):

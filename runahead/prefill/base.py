@@ -20,7 +20,7 @@ from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval_report import RetrievalReport
 from runahead.reused_attention import ReusedKV
-from runahead.span import Span
+from runahead.timeline.span import Span
 
 
 @dataclass(frozen=True, kw_only=True)

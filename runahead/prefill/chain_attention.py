@@ -11,9 +11,9 @@ from torch import Tensor
 from runahead.attention import AttentionTerms
 from runahead.cache.slabs import KVCache, KVSlab
 from runahead.causal_attention import CausalAttention
-from runahead.clock import Clock
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
+from runahead.timeline.clock import Clock
 
 
 class ChainAttention(CausalAttention):

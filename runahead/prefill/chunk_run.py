@@ -13,12 +13,12 @@ import torch
 
 from runahead.attention_seam import LayerAttention
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.new_tokens import NewTokens
 from runahead.prefill.base import Prefilled, PrefillJob
-from runahead.span import Span
+from runahead.timeline.clock import Clock
+from runahead.timeline.span import Span
 
 
 class TimedAttention(LayerAttention, Protocol):

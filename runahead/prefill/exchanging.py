@@ -6,13 +6,13 @@ import time
 from abc import abstractmethod
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock, clock_for
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.kv_transfer import EXCHANGES, ExchangeSchedule, KVTransfer
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chunk_run import TimedAttention, run_chunk
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import Clock, clock_for
 
 SLOTS = 2
 """While a rank attends to one layer, the next one's K,V may arrive from ranks that are ahead; none can be further."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 
 from runahead.cache.slabs import KVCache
-from runahead.clock import clock_for
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
@@ -23,6 +22,7 @@ from runahead.prefill.pieces import run_in_pieces
 from runahead.prefill.reused_chain import ReusedChainAttention
 from runahead.prefill.thinned_chain import run_thinned
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.clock import clock_for
 
 
 class KVRunahead(Prefill):

@@ -20,13 +20,13 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.clock import clock_for
 from runahead.kept_attention import KeptAttention
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.ranks.ranks import Ranks
-from runahead.span import Span
+from runahead.timeline.clock import clock_for
+from runahead.timeline.span import Span
 
 
 class WholePieceAttention(CausalAttention):

@@ -21,7 +21,6 @@ from runahead.attention import AttentionTerms
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.slabs import KVCache, KVSlab
 from runahead.cache.slot_positions import at_slots
-from runahead.clock import clock_for
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
 from runahead.new_tokens import NewTokens, tokens_behind
@@ -30,6 +29,7 @@ from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
 from runahead.rotary import Rotary
+from runahead.timeline.clock import clock_for
 
 
 class ThinnedAttention(ChainAttention):

@@ -13,7 +13,6 @@ from torch import Tensor
 from runahead.attention import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.causal_attention import CausalAttention
-from runahead.clock import Clock
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.dense_attention import DenseAttention
@@ -21,6 +20,7 @@ from runahead.kv_transfer import ExchangeSchedule, KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangingPrefill
+from runahead.timeline.clock import Clock
 
 
 class TSPAttention:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from runahead.attention import AttentionTerms, add_sinks
 from runahead.cache.slabs import KVCache
-from runahead.clock import Clock
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer, Message
@@ -27,6 +26,7 @@ from runahead.model import Model, PrefillEndsHere
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangingPrefill
 from runahead.runs_attention import RunsAttention
+from runahead.timeline.clock import Clock
 
 
 class ZigzagAttention:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import PrefillName
-from runahead.skew_picture import skew_png
+from runahead.timeline.picture import skew_png
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.rank_pool import RankPool

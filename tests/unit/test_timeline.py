@@ -7,9 +7,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from runahead.skew_picture import skew_png
-from runahead.span import Span
-from runahead.timeline import picture_path, trace_json, write_timeline
+from runahead.timeline.picture import skew_png
+from runahead.timeline.span import Span
+from runahead.timeline.trace import picture_path, trace_json, write_timeline
 
 
 def span(kind: str, start_s: float, end_s: float, layer: int | None = 0, detail: str = "") -> Span:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runahead.span import Span
+from runahead.timeline.span import Span
 from runahead.whole_file import write_whole
 
 KINDS = ("compute", "wait", "send")
@@ -39,7 +39,7 @@ def write_timeline(
     Raises: ValueError if `path` itself ends in .png; OSError.
     """
     # Imported late: a run without a timeline should not pay for matplotlib.
-    from runahead.skew_picture import skew_png
+    from runahead.timeline.picture import skew_png
 
     picture = picture_path(path)
     write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))

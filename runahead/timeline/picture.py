@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from runahead.span import Span
+from runahead.timeline.span import Span
 
 INK = "#1f2933"
 MUTED = "#7b8794"

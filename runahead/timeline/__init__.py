@@ -1,0 +1,1 @@
+"""When each rank did what: clocks, spans, traces and their picture."""
