@@ -13,9 +13,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.context import ContextPartition
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks

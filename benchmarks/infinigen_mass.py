@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from policies.skewing import Skew, column_weights, skewing_basis
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.model import Model
 from runahead.narrowing import decoder_layers
 from runahead.query_prediction import LayerInput

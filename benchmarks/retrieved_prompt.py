@@ -12,8 +12,8 @@ from torch import Tensor
 from policies.base import Policy
 from policies.offload import Offload
 from runahead import Model
+from runahead.attention.causal import CausalAttention
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.conversation import Conversation
 from runahead.rank_policies import RankPolicies
 

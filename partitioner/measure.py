@@ -15,9 +15,9 @@ from torch import Tensor
 
 from partitioner.link import Link
 from partitioner.measured_cost import MeasuredCost
-from runahead.attention import AttentionTerms, attend
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine

@@ -146,9 +146,9 @@ def skew_of(
     import torch
 
     from policies.skewing import Skew, query_products
-    from runahead.attention import AttentionTerms
+    from runahead.attention.causal import CausalAttention
+    from runahead.attention.partial import AttentionTerms
     from runahead.cache.slabs import KVCache
-    from runahead.causal_attention import CausalAttention
 
     products = [
         torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from runahead.attention import AttentionTerms
-from runahead.masks import MaskRule, keep_mask_rule
+from runahead.attention.masks import MaskRule, keep_mask_rule
+from runahead.attention.partial import AttentionTerms
 
 ATTENTION_NAME = "runahead"
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy
+from runahead.attention.causal import CausalAttention
 from runahead.attention_seam import LayerAttention
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.config import GenerationOptions
 from runahead.kept_attention import KeptAttention
 from runahead.model import Model

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache
 from runahead.cache.slot_positions import at_slots
-from runahead.causal_attention import CausalAttention
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from runahead import loading
 from runahead.adapters import ADAPTERS
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
 from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, register
 from runahead.cache.slabs import KVCache, KVShape
-from runahead.causal_attention import CausalAttention
 from runahead.config import ModelOptions
 from runahead.finite import require_numbers
 from runahead.loading.sharing import share_out
-from runahead.masks import MaskRule
 from runahead.model_fingerprint import model_fingerprint
 from runahead.narrowing import decoder_layers, narrowing
 from runahead.new_tokens import NewTokens

@@ -10,12 +10,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
+from runahead.attention.probabilities import QuerySignals
 from runahead.cache.kept import KeptLayer
 from runahead.cache.slabs import KVSlab
 from runahead.new_tokens import NewTokens
 from runahead.retrieval import Retrieval
-from runahead.signals import QuerySignals
 
 
 class PolicySteps:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
 from runahead.attention_seam import LayerAttention, SeamCache
 from runahead.rotary import Rotary
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer

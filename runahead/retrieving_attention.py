@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache
-from runahead.causal_attention import CausalAttention
 from runahead.query_prediction import LayerInput
 
 

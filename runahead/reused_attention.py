@@ -21,10 +21,10 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms, attend, attend_at
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms, attend, attend_at
 from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache, KVSlab
-from runahead.causal_attention import CausalAttention
 
 Index = slice | Tensor
 """Which of the F queries."""
@@ -333,13 +333,13 @@ class _Merged:
         for parts in self._waiting.values():
             self._merge(*parts)
         out_FNV = self._out_FNV
-        if sinks_N is not None:  # as `runahead.attention.add_sinks`
+        if sinks_N is not None:  # as `runahead.attention.partial.add_sinks`
             out_FNV = out_FNV * torch.sigmoid(self._lse_FN - sinks_N.to(self._lse_FN.dtype))[..., None]
         batch, _, num_new, _ = self._q.shape
         return out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
 
     def _merge_one(self, index: Index, out_QNV: Tensor, lse_QN: Tensor) -> None:
-        """As `runahead.attention.merge`."""
+        """As `runahead.attention.partial.merge`."""
         before_QN, before_QNV = self._lse_FN[index], self._out_FNV[index]
         weight_QN = torch.sigmoid(lse_QN - before_QN).nan_to_num_(0.0)  # nan: neither part saw a key
         out_QNV = before_QNV.lerp_(out_QNV.to(before_QNV.dtype), weight_QN[..., None])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Segment
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks

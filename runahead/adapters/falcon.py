@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from runahead.adapters.alibi import alibi_slopes
-from runahead.attention import AttentionTerms
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
 from runahead.attention_seam import SeamCache
-from runahead.masks import MaskRule
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from runahead.attention import AttentionTerms
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
 from runahead.attention_seam import SeamCache
-from runahead.masks import MaskRule
 
 
 def adapt(model: PreTrainedModel) -> None:

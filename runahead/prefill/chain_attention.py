@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache, KVSlab
-from runahead.causal_attention import CausalAttention
 from runahead.kv_transfer import KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.timeline.clock import Clock

@@ -15,11 +15,11 @@ from itertools import pairwise
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.kept_attention import KeptAttention
 from runahead.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps

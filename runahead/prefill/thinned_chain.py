@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.slabs import KVCache, KVSlab
 from runahead.cache.slot_positions import at_slots

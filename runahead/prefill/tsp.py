@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.dense import DenseAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.dense_attention import DenseAttention
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer
 from runahead.model import PrefillEndsHere
 from runahead.prefill.base import PrefillJob

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runahead.attention import AttentionTerms, add_sinks
+from runahead.attention.partial import AttentionTerms, add_sinks
+from runahead.attention.ranges import RunsAttention
 from runahead.cache.slabs import KVCache
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
@@ -25,7 +26,6 @@ from runahead.kv_transfer import ExchangeSchedule, KVTransfer, Message
 from runahead.model import Model, PrefillEndsHere
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangingPrefill
-from runahead.runs_attention import RunsAttention
 from runahead.timeline.clock import Clock
 
 

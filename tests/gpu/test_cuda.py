@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, from_ratios
-from runahead.attention import AttentionTerms, attend, blockwise_attention, merge
+from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge
 from runahead.config import Transfer
 from tests.gpu.models import model
 

@@ -12,8 +12,8 @@ import torch
 
 from policies import POLICIES, PyramidInfer
 from policies.base import Policy
+from runahead.attention.causal import CausalAttention
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from tests.families import prompt, throughout
 from tests.policies.policy_odd_tokens import OddTokens
 from tests.policies.running import Run

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from policies import H2O, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
-from runahead import signals
-from runahead.attention import AttentionTerms
-from runahead.signals import QuerySignals
+from runahead.attention import probabilities as signals
+from runahead.attention.partial import AttentionTerms
+from runahead.attention.probabilities import QuerySignals
 from tests.families import prompt
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model

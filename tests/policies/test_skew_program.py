@@ -12,9 +12,9 @@ import torch
 from policies.skew import main, skew_of
 from policies.skewing import Skew, typical_queries
 from runahead import Model
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.config import ModelName, ModelOptions
 from tests.families import build, prompt
 from tests.ranks.tasks import tiny_model

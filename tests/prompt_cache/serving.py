@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, Model, PrefillOptions, Ranks, reused_attention
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.causal_attention import CausalAttention
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
 from runahead.reuse import Reuse, ReuseReport

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
-from runahead import attention
-from runahead.attention import AttentionTerms, add_sinks, attend, blockwise_attention, merge
-from runahead.masks import MaskRule
+from runahead.attention import partial as attention
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms, add_sinks, attend, blockwise_attention, merge
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H key dim, V value dim.
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache, KVShape
-from runahead.causal_attention import CausalAttention
-from runahead.masks import MaskRule
 from tests.partitions import boundaries
 
 # Legend: B batch, N query heads, K kv heads, S tokens of the padded batch, H head dim.

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention import AttentionTerms
+from runahead.attention.causal import CausalAttention
+from runahead.attention.dense import DenseAttention
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache, KVShape
-from runahead.causal_attention import CausalAttention
-from runahead.dense_attention import DenseAttention
-from runahead.masks import MaskRule
 
 NUM_TOKENS, BATCH = 14, 3
 SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)

@@ -20,8 +20,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from runahead.attention.masks import MaskRule
 from runahead.attention_seam import ATTENTION_NAME, register
-from runahead.masks import MaskRule
 
 NO_PADS = torch.zeros(1, dtype=torch.long)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runahead.masks import MaskRule
+from runahead.attention.masks import MaskRule
 
 QUERY_BLOCK = 256
 KEY_BLOCK = 1024

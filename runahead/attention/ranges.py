@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms, attend
+from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.slabs import KVSlab
 
 
@@ -81,7 +81,7 @@ class RunsAttention:
                 self._merge(at, *part)
 
     def _merge(self, at: slice, out_b: Tensor, lse_b: Tensor) -> None:
-        """As `runahead.attention.merge`, in place."""
+        """As `runahead.attention.partial.merge`, in place."""
         out, lse = self.out[:, :, at], self.lse[:, :, at]
         weight_b = torch.sigmoid(lse_b - lse).nan_to_num_(0.0)  # nan: neither side saw a key
         out.lerp_(out_b.to(out.dtype), weight_b.unsqueeze(-1))

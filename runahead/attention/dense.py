@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms, add_sinks, blockwise_attention, fused_kernel
+from runahead.attention.causal import CausalAttention
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms, add_sinks, blockwise_attention, fused_kernel
 from runahead.cache.slabs import KVCache, KVSlab
-from runahead.causal_attention import CausalAttention
-from runahead.masks import MaskRule
 
 ALIGNMENT = 16
 """The CUDA kernel wants rows of the mask to begin at multiples of that many elements."""

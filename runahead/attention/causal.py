@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from runahead.attention import AttentionTerms, add_sinks, attend, merge
+from runahead.attention.partial import AttentionTerms, add_sinks, attend, merge
 from runahead.cache.slabs import KVCache, KVSlab
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runahead.attention import AttentionTerms
+from runahead.attention.partial import AttentionTerms
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores at a time, all rows and heads together: what stays in a core's cache, or keeps a GPU busy. At least those of
