@@ -20,7 +20,7 @@ from partitioner.simulation import simulate
 from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition
 from runahead.failures import first_line
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole

@@ -17,7 +17,7 @@ from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.context import ContextPartition
-from runahead.model import Model, PrefillEndsHere
+from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import clock_for
 

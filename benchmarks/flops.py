@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from runahead.model import Model
+from runahead.model.model import Model
 
 PEAK_TOKENS = 1024
 """Rows of the products whose rate is measured: about a chunk."""

@@ -22,8 +22,8 @@ from policies.skewing import Skew, column_weights, skewing_basis
 from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.model import Model
-from runahead.narrowing import decoder_layers
+from runahead.model.model import Model
+from runahead.model.narrowing import decoder_layers
 from runahead.query_prediction import LayerInput
 
 SINKS = 4

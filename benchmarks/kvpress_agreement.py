@@ -41,9 +41,10 @@ from partitioner.fingerprint import now  # noqa: E402
 from policies import SnapKV, StreamingLLM  # noqa: E402
 from policies.base import Policy  # noqa: E402
 from policies.snapkv import Pool  # noqa: E402
-from runahead import Model, ModelOptions, loading  # noqa: E402
+from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402
-from runahead.loading.smollm2 import cache_folder  # noqa: E402
+from runahead.model import loading  # noqa: E402
+from runahead.model.loading.smollm2 import cache_folder  # noqa: E402
 from runahead.rank_policies import RankPolicies  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kvpress.jsonl"

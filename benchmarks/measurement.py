@@ -19,7 +19,7 @@ from runahead import context
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.engine import Engine
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.prefill import PREFILLS
 from runahead.prefill.tensor import share_out
 from runahead.rank_policies import RankPolicies

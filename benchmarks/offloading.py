@@ -47,13 +47,13 @@ from policies.retriever import Retriever  # noqa: E402
 from runahead import Model  # noqa: E402
 from runahead.attention.causal import CausalAttention  # noqa: E402
 from runahead.attention.partial import AttentionTerms  # noqa: E402
-from runahead.attention_seam import ATTENTION_NAME  # noqa: E402
 from runahead.cache.copy_stream import CopyStream, copies_for  # noqa: E402
 from runahead.cache.host_layer import HostLayer  # noqa: E402
 from runahead.cache.host_memory import host_empty  # noqa: E402
 from runahead.cache.kept import KeptLayer  # noqa: E402
 from runahead.cache.slabs import KVCache  # noqa: E402
-from runahead.model import set_attention  # noqa: E402
+from runahead.model.model import set_attention  # noqa: E402
+from runahead.model.seam import ATTENTION_NAME  # noqa: E402
 from runahead.rank_policies import RankPolicies  # noqa: E402
 from runahead.retrieving_attention import RetrievingAttention  # noqa: E402
 from runahead.whole_file import write_whole  # noqa: E402

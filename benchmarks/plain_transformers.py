@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from runahead import loading
 from runahead.config import ModelOptions
+from runahead.model import loading
 
 
 class PlainTransformers:

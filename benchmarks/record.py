@@ -16,7 +16,7 @@ from benchmarks.variants import VARIANTS, Split
 from partitioner.fingerprint import Fingerprint, now
 from partitioner.link import BITS_PER_BYTE, Link
 from runahead.context import ContextPartition, even
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from benchmarks.network import Noise, ShapedNetwork, run_in
 from benchmarks.network.shaped_network import check_machine, check_rate
 from benchmarks.options import BenchRun
 from partitioner.link import BITS_PER_BYTE
-from runahead import loading
+from runahead.model import loading
 
 HOSTS = 2
 QUICK_GBPS = 10.0

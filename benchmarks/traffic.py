@@ -11,7 +11,7 @@ from partitioner.bounds import chain_tokens, tsp_tokens
 from policies.base import Policy
 from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.prefill.tensor import allreduce_bytes
 from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks

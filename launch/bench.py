@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launch.progress import Bar
     from partitioner.link import Link
     from runahead.context import Partitioner
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
 
 HELP = f"""\
@@ -140,8 +140,8 @@ def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     from benchmarks import comparison
     from benchmarks.bounds import read_compute
     from benchmarks.measurement import prefill_options
-    from runahead import loading
-    from runahead.model import max_positions
+    from runahead.model import loading
+    from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
     from runahead.whole_file import ensure_writable
 

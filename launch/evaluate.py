@@ -130,8 +130,8 @@ def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
     from benchmarks.evaluation.plot import read
     from benchmarks.evaluation.record import Record
     from benchmarks.evaluation.tasks import TASKS
-    from runahead import loading
-    from runahead.model import max_positions
+    from runahead.model import loading
+    from runahead.model.model import max_positions
     from runahead.whole_file import ensure_writable
 
     if ranks.size > 1:
@@ -186,7 +186,7 @@ def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: list[tuple[str
     from benchmarks import lines
     from benchmarks.evaluation.tasks.base import Runtime
     from launch.progress import Bar
-    from runahead.model import Model
+    from runahead.model.model import Model
 
     if not missing:
         return []

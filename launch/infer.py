@@ -19,7 +19,7 @@ from runahead.config import PolicyName, RunOptions, ineffective_settings
 if TYPE_CHECKING:
     from launch.prompts import Prompts
     from runahead.context import Partitioner
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.rank_policies import RankPolicies
     from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
@@ -64,7 +64,7 @@ def infer(
     from launch.prompt_cache import open_store
     from launch.summary import summary
     from runahead.engine import Engine
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.prefill import PREFILLS
     from runahead.prefill.tensor import share_out
     from runahead.rank_policies import RankPolicies
@@ -121,8 +121,8 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
     from launch.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.prompts import check_lengths, read_prompts
-    from runahead import loading
-    from runahead.model import max_positions
+    from runahead.model import loading
+    from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
     from runahead.text_limits import check_chunk_tokens
     from runahead.timeline.trace import picture_path

@@ -11,7 +11,7 @@ from partitioner.fingerprint import Fingerprint
 from partitioner.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
 from runahead.config import PartitionName, PartitionOptions, RunOptions
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from policies.prompt_cache.placement import LINK_TOKENS
 from runahead.config import Chat, PolicyName, PolicyOptions, Positions, PromptOptions, RunOptions
 
 if TYPE_CHECKING:
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.segment_store import SegmentStore
 
 LIMITS = ("device_bytes", "host_bytes", "disk_bytes")
@@ -54,7 +54,7 @@ def read_prompt_cache(policy: PolicyOptions, tokenizer: Any | None, config: Any)
     Raises:
         ValueError: one line, for what is wrong with the schema or does not fit the model.
     """
-    from runahead.model import max_positions
+    from runahead.model.model import max_positions
 
     if tokenizer is None:
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
@@ -105,7 +105,7 @@ def print_layout(run: RunOptions) -> bool:
 
     Raises: ValueError, in one line.
     """
-    from runahead import loading
+    from runahead.model import loading
 
     if run.policy.name is not PolicyName.prompt_cache:
         raise ValueError("--layout is for policy=prompt_cache")

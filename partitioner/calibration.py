@@ -16,7 +16,7 @@ from partitioner.measure import ping, probe_compute
 from partitioner.measured_cost import MeasuredCost
 from partitioner.options import Objective, SearchRun
 from runahead.failures import first_line
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.user_file import read_user_file
 from runahead.whole_file import write_whole

@@ -16,7 +16,7 @@ from runahead.report import library_versions
 if TYPE_CHECKING:
     import torch
 
-    from runahead.model import Model
+    from runahead.model.model import Model
 
 LINK_FACTOR = 2.0
 """Bandwidths that differ by less count as one where either was measured: a ping of five rounds is that noisy, and the

@@ -17,7 +17,7 @@ from partitioner.search_progress import SearchProgress
 from partitioner.seeded_search import seeded_search
 from partitioner.table_entry import Entry
 from runahead.context import ContextPartition
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 

@@ -21,7 +21,7 @@ from runahead.cache.slabs import KVCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine
-from runahead.model import Model, PrefillEndsHere
+from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import Clock, clock_for
 

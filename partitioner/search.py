@@ -65,7 +65,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from partitioner.pictures import save_pictures
     from partitioner.search_progress import SearchProgress
     from partitioner.simulated_search import SimulatedSearch
-    from runahead.model import Model
+    from runahead.model.model import Model
 
     counts = run.search.ranks or list(range(1, ranks.size + 1))
     num_layers = ranks.agree("the search's options", lambda: _prepare(run, counts, ranks.size))
@@ -108,8 +108,8 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
 
 def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
     """On rank 0, before the model is loaded: what can be wrong and is cheap to find out. Returns the model's layers."""
-    from runahead import loading
-    from runahead.model import max_positions
+    from runahead.model import loading
+    from runahead.model.model import max_positions
     from runahead.whole_file import ensure_writable
 
     assert run.table is not None

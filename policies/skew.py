@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from launch.progress import Bar
     from policies.skewing import Skew
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
     from runahead.rotary import Rotary
 
@@ -84,7 +84,7 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from launch.progress import Bar
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.whole_file import write_whole
 
     ids_S = ranks.agree("the options", lambda: _prepare(run, ranks))
@@ -100,8 +100,8 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample. Everything that can be wrong and is cheap to find out."""
     from launch.prompts import read_text
-    from runahead import loading
-    from runahead.model import max_positions
+    from runahead.model import loading
+    from runahead.model.model import max_positions
     from runahead.whole_file import ensure_writable
 
     if ranks.size > 1:

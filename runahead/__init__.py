@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from runahead.context import ContextPartition, even, from_ratios
     from runahead.conversation import Conversation
     from runahead.engine import Engine
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
 
 _HOMES = {
@@ -18,7 +18,7 @@ _HOMES = {
     "Conversation": "conversation",
     "Engine": "engine",
     "GenerationOptions": "config",
-    "Model": "model",
+    "Model": "model.model",
     "ModelOptions": "config",
     "PrefillOptions": "config",
     "Ranks": "ranks.ranks",

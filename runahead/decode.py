@@ -13,13 +13,13 @@ from torch import Tensor
 
 from policies.base import Phase, Policy
 from runahead.attention.causal import CausalAttention
-from runahead.attention_seam import LayerAttention
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.cache.slabs import KVCache
 from runahead.config import GenerationOptions
 from runahead.kept_attention import KeptAttention
-from runahead.model import Model
-from runahead.new_tokens import NewTokens
+from runahead.model.model import Model
+from runahead.model.new_tokens import NewTokens
+from runahead.model.seam import LayerAttention
 from runahead.policy_steps import PolicySteps
 from runahead.retrieving_attention import RetrievingAttention
 from runahead.sampling import Sampler

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from policies.base import ReusingPrompt
-from runahead.attention_seam import LayerAttention
 from runahead.cache.kept import KeptCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.decode import Decoded, Row, attention_over, decode
-from runahead.model import Model
-from runahead.model_fingerprint import model_fingerprint
+from runahead.model.fingerprint import model_fingerprint
+from runahead.model.model import Model
+from runahead.model.seam import LayerAttention
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.rank_policies import RankPolicies
 from runahead.ranks.agreement import fact, option_facts, secret

@@ -10,7 +10,7 @@ from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache
 from runahead.cache.slot_positions import at_slots
-from runahead.new_tokens import NewTokens
+from runahead.model.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 
 

@@ -14,7 +14,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.kept import KeptLayer
 from runahead.cache.slabs import KVSlab
-from runahead.new_tokens import NewTokens
+from runahead.model.new_tokens import NewTokens
 from runahead.retrieval import Retrieval
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runahead.attention.partial import AttentionTerms
-from runahead.attention_seam import LayerAttention, SeamCache
+from runahead.model.seam import LayerAttention, SeamCache
 from runahead.rotary import Rotary
 
 PROBED_AT = 11

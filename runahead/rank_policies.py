@@ -11,7 +11,7 @@ from policies.retriever import ModelFacts, Retriever
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.config import Positions
 from runahead.context import ContextPartition
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.retrieval import Retrieval
 from runahead.rotary import Rotary
 

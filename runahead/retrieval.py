@@ -25,7 +25,7 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.slabs import KVSlab
 from runahead.fetched import Fetched, Gather, fetch_all
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.query_prediction import FoldedProjection, LayerInput
 from runahead.retrieval_report import RetrievalReport
 

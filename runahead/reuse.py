@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from policies.base import ReusingPrompt, Segment
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reused_attention import Piece, ReusedKV

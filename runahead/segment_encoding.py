@@ -12,7 +12,7 @@ from torch import Tensor
 from policies.base import Segment
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
-from runahead.model import Model, PrefillEndsHere
+from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.reused_attention import ReusedAttention, ReusedKV
 from runahead.segment_kv import SegmentKV

@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 
 from policies.base import Segment
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.segment_kv import FORMAT, SegmentKV, read_segment, write_segment
 
 SUFFIX = ".safetensors"

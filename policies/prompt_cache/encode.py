@@ -76,7 +76,7 @@ def _print_layout(run: EncodeOptions) -> bool:
 def _read(run: EncodeOptions) -> PromptCache:
     """The schema, laid out for the model. Raises: ValueError."""
     from launch.prompt_cache import read_prompt_cache
-    from runahead import loading
+    from runahead.model import loading
 
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     policy = PolicyOptions(name=PolicyName.prompt_cache, schema=run.schema, sinks=run.sinks)
@@ -85,7 +85,7 @@ def _read(run: EncodeOptions) -> PromptCache:
 
 def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     """Every rank makes the same call. Raises: ValueError and OSError for a user's mistakes."""
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.reuse import encode_missing
     from runahead.segment_encoding import check_reuse
     from runahead.segment_store import SegmentStore, StoreLimits

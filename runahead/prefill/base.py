@@ -15,7 +15,7 @@ from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval_report import RetrievalReport

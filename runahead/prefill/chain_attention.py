@@ -12,7 +12,7 @@ from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache, KVSlab
 from runahead.kv_transfer import KVTransfer
-from runahead.model import PrefillEndsHere
+from runahead.model.model import PrefillEndsHere
 from runahead.timeline.clock import Clock
 
 

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from runahead.attention_seam import LayerAttention
 from runahead.cache.slabs import KVCache
 from runahead.kv_transfer import KVTransfer
-from runahead.model import PrefillEndsHere
-from runahead.new_tokens import NewTokens
+from runahead.model.model import PrefillEndsHere
+from runahead.model.new_tokens import NewTokens
+from runahead.model.seam import LayerAttention
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.timeline.clock import Clock
 from runahead.timeline.span import Span

@@ -21,7 +21,7 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache
 from runahead.kept_attention import KeptAttention
-from runahead.new_tokens import NewTokens
+from runahead.model.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.ranks.ranks import Ranks

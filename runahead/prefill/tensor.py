@@ -11,9 +11,9 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from runahead.adapters import ADAPTERS
 from runahead.context import ContextPartition, Partitioner
-from runahead.model import Model
+from runahead.model.adapters import ADAPTERS
+from runahead.model.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.kv_runahead import run_in_chain
 from runahead.ranks.ranks import Ranks

@@ -23,7 +23,7 @@ from runahead.cache.slabs import KVCache, KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
-from runahead.new_tokens import NewTokens, tokens_behind
+from runahead.model.new_tokens import NewTokens, tokens_behind
 from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention

@@ -17,7 +17,7 @@ from runahead.cache.slabs import KVCache
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer
-from runahead.model import PrefillEndsHere
+from runahead.model.model import PrefillEndsHere
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangingPrefill
 from runahead.timeline.clock import Clock

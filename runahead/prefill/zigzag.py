@@ -23,7 +23,7 @@ from runahead.cache.slabs import KVCache
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer, Message
-from runahead.model import Model, PrefillEndsHere
+from runahead.model.model import Model, PrefillEndsHere
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangingPrefill
 from runahead.timeline.clock import Clock

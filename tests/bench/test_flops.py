@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.flops import layer_matrices, matmul_rate, prompt_flops
-from runahead.model import Model
+from runahead.model.model import Model
 from tests.families import build
 
 C = 24

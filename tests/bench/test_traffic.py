@@ -9,7 +9,7 @@ from benchmarks.traffic import formula_bytes, kv_bytes_per_token, narrowed_token
 from benchmarks.variants import Traffic
 from policies.pyramidinfer import PyramidInfer
 from runahead.context import ContextPartition, even
-from runahead.model import Model
+from runahead.model.model import Model
 from tests.ranks.tasks import tiny_model
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 8  # of the tests' tiny Llama

@@ -164,7 +164,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(
     alone.write_bytes((folder / "config.json").read_bytes())
     more = [option.replace("CONFIG_ALONE", str(alone)) for option in more]
     run = EVALUATE.compose(arguments(folder, text_file, tmp_path / "eval.json", *more))
-    monkeypatch.setattr("runahead.model.Model.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("runahead.model.model.Model.load", lambda *_, **__: pytest.fail("the model was loaded"))
     with Ranks.start(run.ranks) as ranks, pytest.raises(ValueError, match=says) as caught:
         evaluate(run, ranks)
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []

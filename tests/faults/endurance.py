@@ -33,8 +33,8 @@ import psutil
 from benchmarks import lines as json_lines
 from benchmarks.machine import commit, hardware
 from launch.compose import compose_run
-from runahead import loading
-from runahead.model import max_positions
+from runahead.model import loading
+from runahead.model.model import max_positions
 from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parents[2]

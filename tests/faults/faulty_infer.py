@@ -70,7 +70,7 @@ def inject(fault: dict[str, Any]) -> None:
     """Patch the runtime so that the fault happens once, at its moment."""
     from runahead.attention.causal import CausalAttention
     from runahead.kv_transfer.gloo import GlooTransfer
-    from runahead.model import Model
+    from runahead.model.model import Model
     from runahead.prefill.chain_attention import ChainAttention
     from runahead.prefill.tsp import TSPAttention
     from runahead.prefill.zigzag import ZigzagAttention

@@ -16,9 +16,10 @@ from hypothesis.strategies import SearchStrategy
 from safetensors.torch import load, save
 
 from launch.prompts import check_lengths, read_prompts
-from runahead import Engine, Model, loading
+from runahead import Engine, Model
 from runahead.config import GenerationOptions, ModelOptions, PromptOptions
-from runahead.model import max_positions
+from runahead.model import loading
+from runahead.model.model import max_positions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PLACES, changed_bytes, changed_json, paths_of, with_change
 from tests.fuzz.target import Target

@@ -20,8 +20,8 @@ from partitioner.calibration import read_measured
 from partitioner.lookup_table import LookupTable
 from partitioner.points import Points
 from policies.skewing import Skew
-from runahead import loading
 from runahead.config import ModelOptions, PolicyName, PolicyOptions, PromptOptions
+from runahead.model import loading
 from runahead.whole_file import ensure_writable
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.models import whole

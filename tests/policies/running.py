@@ -10,8 +10,8 @@ from torch import Tensor
 from policies.base import Phase, Policy
 from runahead.cache.kept import KeptCache
 from runahead.kept_attention import KeptAttention
-from runahead.model import Model
-from runahead.new_tokens import NewTokens
+from runahead.model.model import Model
+from runahead.model.new_tokens import NewTokens
 from runahead.policy_steps import PolicySteps
 from tests.families import throughout
 

@@ -14,7 +14,7 @@ from policies.base import Policy
 from runahead import retrieval
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.rank_policies import RankPolicies
 from runahead.retrieval import Retrieval
 from tests.families import prompt, throughout

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, from_ratios, loading
+from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, from_ratios
 from runahead.config import Transfer
+from runahead.model import loading
 from tests.conftest import RankPools
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
-from runahead.finite import require_numbers
+from runahead.model.finite import require_numbers
 from runahead.sampling import Sampler
 from tests.families import build
 

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from torch import Tensor
 
 from runahead.config import ModelOptions
-from runahead.loading import load, load_config, load_tokenizer
-from runahead.loading.gguf_header import read_header
+from runahead.model.loading import load, load_config, load_tokenizer
+from runahead.model.loading.gguf_header import read_header
 from tests import families
 from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 from tests.unit.tokenizers_for_tests import byte_level

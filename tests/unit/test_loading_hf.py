@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from runahead.config import ModelOptions
-from runahead.loading import LoadedWeights, checkpoint, load, load_config, load_tokenizer
-from runahead.loading.quiet import LONGEST_REASON, one_line
+from runahead.model.loading import LoadedWeights, checkpoint, load, load_config, load_tokenizer
+from runahead.model.loading.quiet import LONGEST_REASON, one_line
 from tests import families
 from tests.unit.tokenizers_for_tests import byte_level
 

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead.config import ModelOptions
-from runahead.loading import hf, load, memory, random_weights
-from runahead.loading.memory import Footprint, cgroup_limits, require_room
+from runahead.model.loading import hf, load, memory, random_weights
+from runahead.model.loading.memory import Footprint, cgroup_limits, require_room
 from tests import families
 from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama
 from runahead.config import ModelOptions
-from runahead.loading import load
+from runahead.model.loading import load
 
 def own_bytes():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

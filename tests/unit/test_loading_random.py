@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runahead.config import ModelOptions
-from runahead.loading import LoadedWeights, load, load_config, load_tokenizer
+from runahead.model.loading import LoadedWeights, load, load_config, load_tokenizer
 from tests import families
 from tests.unit.test_loading_hf import ATTENTION, CPU, edit_config, refusal
 from tests.unit.tokenizers_for_tests import byte_level

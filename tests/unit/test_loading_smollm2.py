@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from runahead.config import ModelOptions
-from runahead.loading import LoadedWeights, load, load_config, load_tokenizer, smollm2
-from runahead.loading.smollm2 import cache_folder, obtain
+from runahead.model.loading import LoadedWeights, load, load_config, load_tokenizer, smollm2
+from runahead.model.loading.smollm2 import cache_folder, obtain
 from tests.unit.test_loading_gguf import write_gguf
 from tests.unit.test_loading_hf import CPU, load_hf, refusal
 from tests.unit.tokenizers_for_tests import byte_level
@@ -143,7 +143,7 @@ def fill(work: Path) -> Path:
 MAKER = """
 import os, sys, time
 from pathlib import Path
-from runahead.loading.smollm2 import obtain
+from runahead.model.loading.smollm2 import obtain
 
 def make(work):
     with open(work.parent / "makers", "a") as file:

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from runahead.attention.masks import MaskRule
-from runahead.attention_seam import ATTENTION_NAME, register
+from runahead.model.seam import ATTENTION_NAME, register
 
 NO_PADS = torch.zeros(1, dtype=torch.long)
 

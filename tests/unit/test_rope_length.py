@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from runahead.rope_length import length_dependent_rotaries, rotary_length
+from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from tests.families import ROPE_THRESHOLD, build
 
 # Legend: C tokens of a forward, H head dim.

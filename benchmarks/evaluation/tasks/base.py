@@ -19,7 +19,7 @@ from benchmarks.evaluation.options import EvaluateRun
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.decode import Decoded
-from runahead.model import Model
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 Case = dict[str, Any]

@@ -15,7 +15,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.attention_seam import SeamCache
+from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from runahead.config import ModelName, ModelOptions
-from runahead.loading import hf, random_weights, smollm2
-from runahead.loading.base import LoadedWeights, Source
+from runahead.model.loading import hf, random_weights, smollm2
+from runahead.model.loading.base import LoadedWeights, Source
 
 LOADERS: dict[ModelName, Source] = {
     ModelName.smollm2: smollm2,

@@ -23,7 +23,7 @@ class LoadedWeights:
 
 
 class Source(Protocol):
-    """A module of this package. Arguments and errors are those of the functions in `runahead.loading`."""
+    """A module of this package. Arguments and errors are those of the functions in `runahead.model.loading`."""
 
     def load(
         self,

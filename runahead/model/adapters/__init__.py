@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from runahead.adapters import bloom, falcon, mpt
+from runahead.model.adapters import bloom, falcon, mpt
 
 ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "bloom": bloom.adapt,

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from runahead.loading.quiet import one_line, quiet
+from runahead.model.loading.quiet import one_line, quiet
 
 AXIS = "tp"
 

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runahead import loading
-from runahead.adapters import ADAPTERS
 from runahead.attention.causal import CausalAttention
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.attention_seam import ATTENTION_NAME, LayerAttention, SeamCache, register
 from runahead.cache.slabs import KVCache, KVShape
 from runahead.config import ModelOptions
-from runahead.finite import require_numbers
-from runahead.loading.sharing import share_out
-from runahead.model_fingerprint import model_fingerprint
-from runahead.narrowing import decoder_layers, narrowing
-from runahead.new_tokens import NewTokens
+from runahead.model import loading
+from runahead.model.adapters import ADAPTERS
+from runahead.model.fingerprint import model_fingerprint
+from runahead.model.finite import require_numbers
+from runahead.model.loading.sharing import share_out
+from runahead.model.narrowing import decoder_layers, narrowing
+from runahead.model.new_tokens import NewTokens
+from runahead.model.rope_length import length_dependent_rotaries, rotary_length
+from runahead.model.seam import ATTENTION_NAME, LayerAttention, SeamCache, register
 from runahead.query_prediction import PROBED_AT, QueryPrediction
-from runahead.rope_length import length_dependent_rotaries, rotary_length
 from runahead.rotary import Heads, Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]

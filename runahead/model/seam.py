@@ -3,7 +3,7 @@
 transformers lets a program register an attention function by name and hands it every keyword that a model's forward
 did not know. So the state of this forward travels as a keyword (`runahead=`), never as a global, and the model's own
 code stays untouched. A few families drop keywords; for them it travels on the keys, from the cache to attention.
-Families outside the interface have an adapter each (`runahead/adapters/`).
+Families outside the interface have an adapter each (`runahead/model/adapters/`).
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
