@@ -24,7 +24,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.model.model import Model
 from runahead.model.narrowing import decoder_layers
-from runahead.query_prediction import LayerInput
+from runahead.retrieval.query_prediction import LayerInput
 
 SINKS = 4
 """First tokens: always fetched, and left out of what is said of keys."""

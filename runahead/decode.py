@@ -21,7 +21,7 @@ from runahead.model.model import Model
 from runahead.model.new_tokens import NewTokens
 from runahead.model.seam import LayerAttention
 from runahead.policy_steps import PolicySteps
-from runahead.retrieving_attention import RetrievingAttention
+from runahead.retrieval.attention import RetrievingAttention
 from runahead.sampling import Sampler
 from runahead.stop_strings import StopStrings
 

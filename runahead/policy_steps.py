@@ -15,7 +15,7 @@ from runahead.attention.probabilities import QuerySignals
 from runahead.cache.kept import KeptLayer
 from runahead.cache.slabs import KVSlab
 from runahead.model.new_tokens import NewTokens
-from runahead.retrieval import Retrieval
+from runahead.retrieval.retrieval import Retrieval
 
 
 class PolicySteps:

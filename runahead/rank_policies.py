@@ -12,7 +12,7 @@ from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.config import Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
-from runahead.retrieval import Retrieval
+from runahead.retrieval.retrieval import Retrieval
 from runahead.rotary import Rotary
 
 

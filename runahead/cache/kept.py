@@ -20,7 +20,7 @@ from runahead.cache.slabs import KVShape, KVSlab
 from runahead.rotary import Rotary
 
 if TYPE_CHECKING:
-    from runahead.retrieval import Retrieval
+    from runahead.retrieval.retrieval import Retrieval
 
 NEW_ROOM = 32
 """New tokens for which a layer has room behind a prompt and after it was cut back; where more of them stay it grows."""

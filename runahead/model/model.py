@@ -29,7 +29,7 @@ from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.new_tokens import NewTokens
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, LayerAttention, SeamCache, register
-from runahead.query_prediction import PROBED_AT, QueryPrediction
+from runahead.retrieval.query_prediction import PROBED_AT, QueryPrediction
 from runahead.rotary import Heads, Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]

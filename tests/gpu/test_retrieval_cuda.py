@@ -17,7 +17,7 @@ from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.rank_policies import RankPolicies
-from runahead.retrieval import Retrieval
+from runahead.retrieval.retrieval import Retrieval
 from tests.gpu.models import model
 
 pytestmark = [

@@ -74,7 +74,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         self.copies.hide(slab_TBKX[:-1])
         return slab_TBKX, self.copies.mark()
 
-    monkeypatch.setattr("runahead.retrieval.copies_for", copies_for)
+    monkeypatch.setattr("runahead.retrieval.retrieval.copies_for", copies_for)
     monkeypatch.setattr(HostLayer, "fetch", late)
     return made
 
@@ -82,7 +82,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 def plain(name: str, options: dict[str, Any], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Turns:
     """The same without a pool of the host."""
     with monkeypatch.context() as patch:
-        patch.setattr("runahead.retrieval.copies_for", lambda device: None)
+        patch.setattr("runahead.retrieval.retrieval.copies_for", lambda device: None)
         turns = Turns(tiny_model("llama"), [policy(name, options)], lengths)
         turns.prefill()
     return turns
@@ -168,7 +168,7 @@ def test_a_full_pool_of_the_host(
 
 
 def test_an_index_is_made_anew_of_keys_on_the_host(copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runahead.retrieval.DECODED_SOON", 4)
+    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 4)
     ours = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
     ours.prefill()
     theirs = plain("infinigen", SOME["infinigen"], (NUM_TOKENS,), monkeypatch)

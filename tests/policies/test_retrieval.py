@@ -11,12 +11,12 @@ from torch import Tensor
 
 from policies import POLICIES, Full, InfiniGen, PyramidInfer, SnapKV
 from policies.base import Policy
-from runahead import retrieval
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
 from runahead.rank_policies import RankPolicies
-from runahead.retrieval import Retrieval
+from runahead.retrieval import retrieval
+from runahead.retrieval.retrieval import Retrieval
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 

@@ -24,9 +24,9 @@ from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.slabs import KVSlab
-from runahead.fetched import Fetched, Gather, fetch_all
 from runahead.model.model import Model
-from runahead.query_prediction import FoldedProjection, LayerInput
+from runahead.retrieval.fetched import Fetched, Gather, fetch_all
+from runahead.retrieval.query_prediction import FoldedProjection, LayerInput
 from runahead.retrieval_report import RetrievalReport
 
 REMEMBERED_EVERY = 4

@@ -10,7 +10,7 @@ from torch import Tensor
 from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache
-from runahead.query_prediction import LayerInput
+from runahead.retrieval.query_prediction import LayerInput
 
 
 class RetrievingAttention(CausalAttention):
