@@ -30,7 +30,7 @@ from policies.prompt_cache.placement import LINK_TOKENS
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.report import GenerationBatch, library_versions
-from runahead.segment_store import SegmentStore, StoreLimits
+from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent

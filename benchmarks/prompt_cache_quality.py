@@ -29,9 +29,9 @@ from partitioner.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.cache.slabs import KVCache
-from runahead.reuse import Reuse
-from runahead.reused_attention import ReusedAttention
-from runahead.segment_store import SegmentStore
+from runahead.reuse.attention import ReusedAttention
+from runahead.reuse.reuse import Reuse
+from runahead.reuse.store import SegmentStore
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache_quality.jsonl"

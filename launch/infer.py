@@ -140,7 +140,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     PREFILLS[run.prefill.name].check_config(config, num_ranks)
     tokenizer = loading.load_tokenizer(run.model)
     if run.policy.name is PolicyName.prompt_cache:
-        from runahead.reuse import check_ends
+        from runahead.reuse.reuse import check_ends
 
         reusing = read_reusing_prompts(run.prompt, read_prompt_cache(run.policy, tokenizer, config))
         limit = max_positions(config)

@@ -13,7 +13,7 @@ from runahead.config import Chat, PolicyName, PolicyOptions, Positions, PromptOp
 
 if TYPE_CHECKING:
     from runahead.model.model import Model
-    from runahead.segment_store import SegmentStore
+    from runahead.reuse.store import SegmentStore
 
 LIMITS = ("device_bytes", "host_bytes", "disk_bytes")
 OPTIONS = ("schema", "store", "link_tokens", "sinks", *LIMITS)
@@ -40,7 +40,7 @@ def _limits(policy: PolicyOptions) -> dict[str, int]:
 
 def open_store(policy: PolicyOptions, model: Model) -> SegmentStore:
     """Where segments are kept. Raises: ValueError."""
-    from runahead.segment_store import SegmentStore, StoreLimits
+    from runahead.reuse.store import SegmentStore, StoreLimits
 
     return SegmentStore(model, policy.store, StoreLimits(**_limits(policy)))
 

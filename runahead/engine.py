@@ -20,9 +20,9 @@ from runahead.rank_policies import RankPolicies
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
-from runahead.reuse import Reuse
-from runahead.reused_attention import ReusedKV, reused_attention_over
-from runahead.segment_store import SegmentStore
+from runahead.reuse.attention import ReusedKV, reused_attention_over
+from runahead.reuse.reuse import Reuse
+from runahead.reuse.store import SegmentStore
 from runahead.text_limits import check_chunk_tokens, pieces_of, remedy
 from runahead.token_stream import TokenStream
 

@@ -86,9 +86,9 @@ def _read(run: EncodeOptions) -> PromptCache:
 def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     """Every rank makes the same call. Raises: ValueError and OSError for a user's mistakes."""
     from runahead.model.model import Model
-    from runahead.reuse import encode_missing
-    from runahead.segment_encoding import check_reuse
-    from runahead.segment_store import SegmentStore, StoreLimits
+    from runahead.reuse.encoding import check_reuse
+    from runahead.reuse.reuse import encode_missing
+    from runahead.reuse.store import SegmentStore, StoreLimits
 
     if not run.out:
         raise ValueError("out=<folder> is missing; name the folder that is to hold what is encoded")

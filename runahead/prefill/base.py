@@ -19,7 +19,7 @@ from runahead.model.model import Model
 from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval_report import RetrievalReport
-from runahead.reused_attention import ReusedKV
+from runahead.reuse.attention import ReusedKV
 from runahead.timeline.span import Span
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runahead.prefill.chain_attention import ChainAttention
-from runahead.reused_attention import ReusedAttention
+from runahead.reuse.attention import ReusedAttention
 
 
 class ReusedChainAttention(ReusedAttention, ChainAttention):

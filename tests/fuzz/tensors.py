@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from policies.skewing import KIND, Skew
 from runahead.cache.slabs import KVShape
-from runahead.segment_kv import FORMAT, SegmentKV, read_segment
+from runahead.reuse.segment import FORMAT, SegmentKV, read_segment
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, PLACES, VALUES, changed, changed_bytes, paths_of, with_change
 from tests.fuzz.target import Target
@@ -116,7 +116,7 @@ TARGETS = (
     ),
     Target(
         name="files of a prompt cache's store",
-        reads="runahead/segment_kv.py read_segment",
+        reads="runahead/reuse/segment.py read_segment",
         inputs=st.deferred(lambda: tensor_files(segment_file())),
         check=check_segment,
         share=5,

@@ -9,7 +9,7 @@ import torch
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Ranks
-from runahead.segment_store import SegmentStore, StoreLimits
+from runahead.reuse.store import SegmentStore, StoreLimits
 from tests.gpu.models import model
 
 pytestmark = [

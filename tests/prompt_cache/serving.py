@@ -18,15 +18,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import ContextPartition, Model, PrefillOptions, Ranks, reused_attention
+from runahead import ContextPartition, Model, PrefillOptions, Ranks
 from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
-from runahead.reuse import Reuse, ReuseReport
-from runahead.reused_attention import reused_attention_over
-from runahead.segment_store import SegmentStore, StoreLimits
+from runahead.reuse import attention as reused_attention
+from runahead.reuse.attention import reused_attention_over
+from runahead.reuse.reuse import Reuse, ReuseReport
+from runahead.reuse.store import SegmentStore, StoreLimits
 from tests.families import VOCAB_SIZE, build, throughout
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level

@@ -15,8 +15,8 @@ import torch
 from benchmarks.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, edges_of, loss
 from policies.reuse import Segment
 from runahead import Model, ModelOptions
-from runahead.segment_encoding import encode_segment
-from runahead.segment_store import SegmentStore
+from runahead.reuse.encoding import encode_segment
+from runahead.reuse.store import SegmentStore
 from tests.prompt_cache.serving import one_rank
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import Engine, GenerationOptions, reused_attention
+from runahead import Engine, GenerationOptions
 from runahead.config import PrefillName, PrefillOptions
-from runahead.reuse import Reuse
-from runahead.reused_attention import Piece, ReusedKV
-from runahead.segment_store import SegmentStore
+from runahead.reuse import attention as reused_attention
+from runahead.reuse.attention import Piece, ReusedKV
+from runahead.reuse.reuse import Reuse
+from runahead.reuse.store import SegmentStore
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
 from tests.prompt_cache.serving import (

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Model
-from runahead.segment_encoding import encode_segment
-from runahead.segment_kv import SegmentKV
-from runahead.segment_store import SegmentStore, StoreLimits, Tier
+from runahead.reuse.encoding import encode_segment
+from runahead.reuse.segment import SegmentKV
+from runahead.reuse.store import SegmentStore, StoreLimits, Tier
 from tests.families import build, largest_difference, throughout
 from tests.prompt_cache.serving import random_ids, serve, written_out_logits
 from tests.ranks.tasks import tiny_model

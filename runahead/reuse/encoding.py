@@ -14,8 +14,8 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.slabs import KVCache
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
-from runahead.reused_attention import ReusedAttention, ReusedKV
-from runahead.segment_kv import SegmentKV
+from runahead.reuse.attention import ReusedAttention, ReusedKV
+from runahead.reuse.segment import SegmentKV
 
 
 def check_reuse(model: Model) -> None:

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from policies.base import Segment
 from runahead.model.model import Model
-from runahead.segment_kv import FORMAT, SegmentKV, read_segment, write_segment
+from runahead.reuse.segment import FORMAT, SegmentKV, read_segment, write_segment
 
 SUFFIX = ".safetensors"
 PIN = ".pin"

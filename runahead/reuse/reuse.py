@@ -16,10 +16,10 @@ from policies.base import ReusingPrompt, Segment
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
-from runahead.reused_attention import Piece, ReusedKV
-from runahead.segment_encoding import check_reuse, encode_segment
-from runahead.segment_kv import SegmentKV
-from runahead.segment_store import SegmentStore
+from runahead.reuse.attention import Piece, ReusedKV
+from runahead.reuse.encoding import check_reuse, encode_segment
+from runahead.reuse.segment import SegmentKV
+from runahead.reuse.store import SegmentStore
 
 
 class Reuse:

@@ -1,0 +1,1 @@
+"""Keys and values of prompt segments, encoded once and reused."""
