@@ -45,7 +45,7 @@ from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402
 from runahead.model import loading  # noqa: E402
 from runahead.model.loading.smollm2 import cache_folder  # noqa: E402
-from runahead.rank_policies import RankPolicies  # noqa: E402
+from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kvpress.jsonl"
 TEXT = ROOT / "examples" / "frankenstein_letters.txt"

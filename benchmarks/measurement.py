@@ -22,8 +22,8 @@ from runahead.engine import Engine
 from runahead.model.model import Model
 from runahead.prefill import PREFILLS
 from runahead.prefill.tensor import share_out
-from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 
 CARDS_SETTLE_S = 0.05
 """Seconds after a run until its last packets are on a network card's counter."""

@@ -54,8 +54,8 @@ from runahead.cache.kept import KeptLayer  # noqa: E402
 from runahead.cache.slabs import KVCache  # noqa: E402
 from runahead.model.model import set_attention  # noqa: E402
 from runahead.model.seam import ATTENTION_NAME  # noqa: E402
-from runahead.rank_policies import RankPolicies  # noqa: E402
 from runahead.retrieval.attention import RetrievingAttention  # noqa: E402
+from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
 from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"

@@ -42,7 +42,7 @@ from partitioner.fingerprint import now  # noqa: E402
 from policies import PyramidInfer  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402
-from runahead.rank_policies import RankPolicies  # noqa: E402
+from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "pyramid_relations.jsonl"
 TEXT = ROOT / "examples" / "frankenstein_letters.txt"

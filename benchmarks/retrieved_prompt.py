@@ -15,7 +15,7 @@ from runahead import Model
 from runahead.attention.causal import CausalAttention
 from runahead.cache.slabs import KVCache
 from runahead.conversation import Conversation
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 LAST_TOKENS = 512
 """Of the prompt, those that are computed again for every policy: their queries are what indices are made of."""

@@ -13,8 +13,8 @@ from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
 from runahead.prefill.tensor import allreduce_bytes
-from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 
 
 def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from launch.prompts import Prompts
     from runahead.context import Partitioner
     from runahead.model.model import Model
-    from runahead.rank_policies import RankPolicies
     from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
+    from runahead.thinning.rank_policies import RankPolicies
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def infer(
     from runahead.model.model import Model
     from runahead.prefill import PREFILLS
     from runahead.prefill.tensor import share_out
-    from runahead.rank_policies import RankPolicies
+    from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
     prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, policies, ranks.size))
@@ -124,7 +124,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     from runahead.model import loading
     from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
-    from runahead.text_limits import check_chunk_tokens
+    from runahead.thinning.text_limits import check_chunk_tokens
     from runahead.timeline.trace import picture_path
     from runahead.whole_file import ensure_writable
 

@@ -9,7 +9,7 @@ from launch.prompt_cache import check_options
 from policies import POLICIES
 from policies.base import Policy
 from runahead.config import PolicyName, PolicyOptions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 
 def rank_policies(options: PolicyOptions) -> RankPolicies:

@@ -15,7 +15,7 @@ from runahead.user_file import read_user_file
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt
-    from runahead.rank_policies import RankPolicies
+    from runahead.thinning.rank_policies import RankPolicies
 
 E = TypeVar("E")
 
@@ -125,8 +125,8 @@ def check_lengths(
     num_ranks: int = 1,
 ) -> None:
     """Raises: ValueError if a prompt and its new tokens need more positions than the model has."""
-    from runahead.rank_policies import RankPolicies
-    from runahead.text_limits import remedy
+    from runahead.thinning.rank_policies import RankPolicies
+    from runahead.thinning.text_limits import remedy
 
     for number, ids in enumerate(prompts, start=1):
         helps = remedy(

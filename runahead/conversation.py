@@ -20,12 +20,12 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.config import GenerationOptions
 from runahead.decode import Decoded, Row, attention_over, decode
-from runahead.kept_attention import KeptAttention
 from runahead.model.model import Model
 from runahead.model.new_tokens import NewTokens
 from runahead.model.seam import LayerAttention
-from runahead.policy_steps import PolicySteps
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.attention import KeptAttention
+from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.steps import PolicySteps
 
 
 class Conversation:

@@ -16,14 +16,14 @@ from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.seam import LayerAttention
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
-from runahead.rank_policies import RankPolicies
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, RankReport
 from runahead.reuse.attention import ReusedKV, reused_attention_over
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
-from runahead.text_limits import check_chunk_tokens, pieces_of, remedy
+from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.text_limits import check_chunk_tokens, pieces_of, remedy
 from runahead.token_stream import TokenStream
 
 OnTokens = Callable[[list[int | None]], None]

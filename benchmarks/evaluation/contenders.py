@@ -11,7 +11,7 @@ from policies import POLICIES
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
 from runahead.config import Positions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 RECENT_RATIO = 0.2
 """Of PyramidInfer's tokens, the most that are kept as recent ones: its own default."""

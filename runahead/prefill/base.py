@@ -16,10 +16,10 @@ from runahead.cache.slabs import KVCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
-from runahead.rank_policies import RankPolicies
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval_report import RetrievalReport
 from runahead.reuse.attention import ReusedKV
+from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.span import Span
 
 

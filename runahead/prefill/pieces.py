@@ -20,11 +20,11 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache
 from runahead.cache.slabs import KVCache
-from runahead.kept_attention import KeptAttention
 from runahead.model.new_tokens import NewTokens
-from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.attention import KeptAttention
+from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
 from runahead.timeline.span import Span
 

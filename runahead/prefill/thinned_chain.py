@@ -24,11 +24,11 @@ from runahead.cache.slot_positions import at_slots
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TRANSFERS, TransferSchedule
 from runahead.model.new_tokens import NewTokens, tokens_behind
-from runahead.policy_steps import PolicySteps
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chunk_run import run_chunk
 from runahead.rotary import Rotary
+from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
 
 

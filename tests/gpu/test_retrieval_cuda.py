@@ -16,8 +16,8 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
-from runahead.rank_policies import RankPolicies
 from runahead.retrieval.retrieval import Retrieval
+from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
 pytestmark = [

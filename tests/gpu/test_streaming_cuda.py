@@ -8,7 +8,7 @@ import torch
 from policies import StreamingLLM
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import Positions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
 pytestmark = [

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from policies.base import Phase, Policy
 from runahead.cache.kept import KeptCache
-from runahead.kept_attention import KeptAttention
 from runahead.model.model import Model
 from runahead.model.new_tokens import NewTokens
-from runahead.policy_steps import PolicySteps
+from runahead.thinning.attention import KeptAttention
+from runahead.thinning.steps import PolicySteps
 from tests.families import throughout
 
 

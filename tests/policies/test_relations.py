@@ -19,7 +19,7 @@ from policies import PyramidInfer, StreamingLLM
 from policies.base import Policy
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
 PASSAGE, FILLER, BEHIND = 128, 640, 128

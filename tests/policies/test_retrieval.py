@@ -14,9 +14,9 @@ from policies.base import Policy
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
-from runahead.rank_policies import RankPolicies
 from runahead.retrieval import retrieval
 from runahead.retrieval.retrieval import Retrieval
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 

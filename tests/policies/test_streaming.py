@@ -19,9 +19,9 @@ from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Device, Positions, PrefillName, ineffective_settings
-from runahead.rank_policies import RankPolicies
 from runahead.report import GenerationBatch
-from runahead.text_limits import check_chunk_tokens, remedy
+from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.text_limits import check_chunk_tokens, remedy
 from tests.families import build, oracle_logits, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.written_out import WrittenOut

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
-from runahead.rank_policies import RankPolicies
 from runahead.report import GenerationBatch
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 

@@ -11,8 +11,8 @@ from policies import H2O, ExactTopK, InfiniGen, Offload, PyramidInfer, PyramidKV
 from policies.base import Policy
 from runahead import PrefillOptions
 from runahead.config import PrefillName, Transfer
-from runahead.rank_policies import RankPolicies
 from runahead.report import GenerationBatch
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.policies.running import Run

@@ -9,7 +9,7 @@ import pytest
 from policies import PyramidInfer, SnapKV, StreamingLLM
 from policies.base import Policy
 from runahead.config import Positions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.policies.running import Run

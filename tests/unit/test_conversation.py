@@ -11,7 +11,7 @@ from torch import Tensor
 from policies import H2O, PyramidInfer, SnapKV, StreamingLLM
 from policies.base import Policy
 from runahead import Conversation, GenerationOptions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, oracle_logits, oracle_tokens, prompt, throughout
 from tests.ranks.tasks import tiny_model
 

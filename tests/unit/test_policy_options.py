@@ -9,7 +9,7 @@ from launch.policies import rank_policies
 from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
 from policies.snapkv import Pool
 from runahead.config import PolicyName
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 
 def policies(*overrides: str) -> RankPolicies:

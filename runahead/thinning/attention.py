@@ -11,7 +11,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptCache
 from runahead.cache.slot_positions import at_slots
 from runahead.model.new_tokens import NewTokens
-from runahead.policy_steps import PolicySteps
+from runahead.thinning.steps import PolicySteps
 
 
 class KeptAttention(CausalAttention):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policies.base import Phase
 from runahead.config import Positions, PrefillName, PrefillOptions
-from runahead.rank_policies import RankPolicies
+from runahead.thinning.rank_policies import RankPolicies
 
 PIECE_TOKENS = 512
 """Of a prompt that is longer than the model, computed at a time where `prefill.chunk_tokens` does not say."""
