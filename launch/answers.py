@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from runahead.decoding.stop_strings import StopStrings
 from runahead.report import Generation
-from runahead.stop_strings import StopStrings
 
 
 class Answers:

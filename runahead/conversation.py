@@ -19,7 +19,7 @@ from policies.base import Phase
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.config import GenerationOptions
-from runahead.decode import Decoded, Row, attention_over, decode
+from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.model.model import Model
 from runahead.model.new_tokens import NewTokens
 from runahead.model.seam import LayerAttention

@@ -11,7 +11,8 @@ from policies.base import ReusingPrompt
 from runahead.cache.kept import KeptCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.decode import Decoded, Row, attention_over, decode
+from runahead.decoding.decode import Decoded, Row, attention_over, decode
+from runahead.decoding.token_stream import TokenStream
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.seam import LayerAttention
@@ -24,7 +25,6 @@ from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.text_limits import check_chunk_tokens, pieces_of, remedy
-from runahead.token_stream import TokenStream
 
 OnTokens = Callable[[list[int | None]], None]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
+from runahead.decoding.sampling import Sampler
 from runahead.model.finite import require_numbers
-from runahead.sampling import Sampler
 from tests.families import build
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runahead.config import GenerationOptions
-from runahead.sampling import Sampler, processors
+from runahead.decoding.sampling import Sampler, processors
 from tests.families import VOCAB_SIZE, build, prompt
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
-from runahead.decode import Decoded
+from runahead.decoding.decode import Decoded
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 

@@ -16,12 +16,12 @@ from runahead.attention.causal import CausalAttention
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.cache.slabs import KVCache
 from runahead.config import GenerationOptions
+from runahead.decoding.sampling import Sampler
+from runahead.decoding.stop_strings import StopStrings
 from runahead.model.model import Model
 from runahead.model.new_tokens import NewTokens
 from runahead.model.seam import LayerAttention
 from runahead.retrieval.attention import RetrievingAttention
-from runahead.sampling import Sampler
-from runahead.stop_strings import StopStrings
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
 

@@ -1,0 +1,1 @@
+"""From the logits of the first token to the end of the text."""
