@@ -41,7 +41,6 @@ from benchmarks import lines, machine  # noqa: E402
 from benchmarks.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import weight_bytes  # noqa: E402
 from partitioner.fingerprint import device_name, now  # noqa: E402
-from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
 from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
 from policies.retriever import Retriever  # noqa: E402
 from runahead import Model  # noqa: E402
@@ -54,6 +53,7 @@ from runahead.cache.kept import KeptLayer  # noqa: E402
 from runahead.cache.slabs import KVCache  # noqa: E402
 from runahead.model.model import set_attention  # noqa: E402
 from runahead.model.seam import ATTENTION_NAME  # noqa: E402
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
 from runahead.retrieval.attention import RetrievingAttention  # noqa: E402
 from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
 from runahead.whole_file import write_whole  # noqa: E402

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
 from partitioner.lookup_table import WORTHWHILE
-from partitioner.picture_style import (
+from runahead.picture_style import (
     ACCENT,
     INK,
     MUTED,

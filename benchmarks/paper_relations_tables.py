@@ -9,8 +9,8 @@ from typing import Any
 
 from partitioner.bounds import chain_dot_products, chain_tokens, kv_entries, tsp_dot_products, tsp_tokens
 from partitioner.lookup_table import worthwhile
-from partitioner.picture_style import seconds, tokens
 from runahead.context import ContextPartition
+from runahead.picture_style import seconds, tokens
 
 Line = dict[str, Any]
 

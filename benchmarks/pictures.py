@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.tables import noise_pairs
 from benchmarks.variants import BASELINE, VARIANTS, Traffic
-from partitioner.picture_style import (
+from runahead.picture_style import (
     INK,
     MUTED,
     dress,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
 
 Line = dict[str, Any]
 

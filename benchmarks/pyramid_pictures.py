@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
 from runahead.whole_file import write_whole
 
 Line = dict[str, Any]

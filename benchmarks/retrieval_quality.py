@@ -36,9 +36,9 @@ from benchmarks.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import fetched_share  # noqa: E402
 from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
 from partitioner.fingerprint import now  # noqa: E402
-from partitioner.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402
 from policies import POLICIES, Offload  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402
 from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"

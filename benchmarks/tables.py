@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.lines import Line
 from benchmarks.variants import BASELINE, BOUND, OURS
-from partitioner.picture_style import seconds, tokens
+from runahead.picture_style import seconds, tokens
 
 COLUMNS = (
     "variant",

@@ -14,7 +14,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from partitioner.evaluations import SearchResult, Step
-from partitioner.picture_style import (
+from runahead.picture_style import (
     ACCENT,
     INK,
     MUTED,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from partitioner.fingerprint import link_text
 from partitioner.lookup_table import WORTHWHILE, LookupTable
-from partitioner.picture_style import seconds
 from partitioner.pictures import save_pictures
 from partitioner.table_entry import Entry
+from runahead.picture_style import seconds
 
 HELP = """\
 usage: python -m partitioner.show <table.json> [out=<folder>]

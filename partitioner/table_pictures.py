@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from partitioner.lookup_table import LookupTable
-from partitioner.picture_style import (
+from partitioner.table_entry import Entry
+from runahead.picture_style import (
     ACCENT,
     INK,
     MUTED,
@@ -26,7 +27,6 @@ from partitioner.picture_style import (
     set_seconds,
     set_title,
 )
-from partitioner.table_entry import Entry
 
 BETWEEN = 24
 """Lengths that are looked up between two entries."""

@@ -12,7 +12,8 @@ from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL, Row
 from benchmarks.evaluation.tasks import TASKS
 from benchmarks.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
-from partitioner.picture_style import (
+from policies.base import Budget
+from runahead.picture_style import (
     INK,
     MUTED,
     dress,
@@ -24,7 +25,6 @@ from partitioner.picture_style import (
     set_title,
     tokens,
 )
-from policies.base import Budget
 
 LOOKS = [
     Look(VERMILION, "D"),

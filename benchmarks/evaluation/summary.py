@@ -11,8 +11,8 @@ from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.tasks import TASKS
 from benchmarks.lines import Line
 from benchmarks.tables import Rows, mebibytes
-from partitioner.picture_style import seconds
 from policies.base import Budget
+from runahead.picture_style import seconds
 
 FULL = "full"
 """The policy that others are compared with."""

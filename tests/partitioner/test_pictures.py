@@ -23,7 +23,6 @@ from partitioner.grid_search import grid_search
 from partitioner.link import Link, Links
 from partitioner.lookup_table import LookupTable
 from partitioner.measured_cost import MeasuredCost
-from partitioner.picture_style import rows_and_columns, seconds, tokens
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path
@@ -31,6 +30,7 @@ from partitioner.simulation import simulate
 from partitioner.table_pictures import agreement_png, ratios_png, ttft_png
 from runahead.config import Transfer
 from runahead.context import ContextPartition
+from runahead.picture_style import rows_and_columns, seconds, tokens
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 
 COMPUTE = FittedCost.from_shape(
