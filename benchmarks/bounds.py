@@ -11,10 +11,10 @@ from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.traffic import kv_bytes_per_token
 from partitioner.bounds import ttft_star
 from partitioner.cluster import Cluster
+from partitioner.cost.link import Link, Links
+from partitioner.cost.measured import MeasuredCost
 from partitioner.fingerprint import Fingerprint
-from partitioner.link import Link, Links
 from partitioner.measure import probe_compute
-from partitioner.measured_cost import MeasuredCost
 from partitioner.planning import best_num_ranks, practical_bound
 from partitioner.simulation import simulate
 from runahead.config import Attention, Transfer

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from partitioner.cluster import Cluster  # noqa: E402
+from partitioner.cost.fitted import FittedCost  # noqa: E402
+from partitioner.cost.link import Link, Links  # noqa: E402
 from partitioner.fingerprint import Fingerprint, ModelShape  # noqa: E402
-from partitioner.fitted_cost import FittedCost  # noqa: E402
-from partitioner.link import Link, Links  # noqa: E402
 from partitioner.lookup_table import LookupTable  # noqa: E402
 from partitioner.options import Objective, SearchOptions  # noqa: E402
 from partitioner.planning import best_split, simulated_cost  # noqa: E402

@@ -27,11 +27,11 @@ from benchmarks.paper_relations_pictures import draw  # noqa: E402
 from benchmarks.paper_relations_tables import tables  # noqa: E402
 from partitioner.bounds import ttft_star  # noqa: E402
 from partitioner.cluster import Cluster  # noqa: E402
-from partitioner.compute_cost import ComputeCost  # noqa: E402
+from partitioner.cost.compute import ComputeCost  # noqa: E402
+from partitioner.cost.fitted import FittedCost  # noqa: E402
+from partitioner.cost.link import Link, Links  # noqa: E402
 from partitioner.equal_work import equal_work  # noqa: E402
 from partitioner.evaluations import SearchResult  # noqa: E402
-from partitioner.fitted_cost import FittedCost  # noqa: E402
-from partitioner.link import Link, Links  # noqa: E402
 from partitioner.peers import simulate_tsp, simulate_zigzag  # noqa: E402
 from partitioner.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
 from partitioner.seeded_search import seeded_search  # noqa: E402

@@ -22,9 +22,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from partitioner.link import Links  # noqa: E402
+from partitioner.cost.link import Links  # noqa: E402
+from partitioner.cost.measured import MeasuredCost  # noqa: E402
 from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
-from partitioner.measured_cost import MeasuredCost  # noqa: E402
 from partitioner.simulation import Cluster, simulate  # noqa: E402
 from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
 

@@ -13,7 +13,7 @@ from benchmarks.bounds import Compute, practical
 from benchmarks.network import Noise, ShapedNetwork, run_in
 from benchmarks.network.shaped_network import check_machine, check_rate
 from benchmarks.options import BenchRun
-from partitioner.link import BITS_PER_BYTE
+from partitioner.cost.link import BITS_PER_BYTE
 from runahead.model import loading
 
 HOSTS = 2

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.measurement import Contenders, Run
     from benchmarks.record import Record
     from launch.progress import Bar
-    from partitioner.link import Link
+    from partitioner.cost.link import Link
     from runahead.context import Partitioner
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
@@ -170,7 +170,7 @@ def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
 
 def _link(run: BenchRun, ranks: Ranks) -> Link | None:
     """As it is shaped, else as measured; None for a single rank."""
-    from partitioner.link import Link
+    from partitioner.cost.link import Link
     from partitioner.measure import ping
 
     if not run.link.gbps:

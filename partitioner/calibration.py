@@ -8,12 +8,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import ComputeCost
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.cost.measured import MeasuredCost
 from partitioner.fingerprint import Fingerprint
-from partitioner.fitted_cost import FittedCost
-from partitioner.link import Link, Links
 from partitioner.measure import ping, probe_compute
-from partitioner.measured_cost import MeasuredCost
 from partitioner.options import Objective, SearchRun
 from runahead.failures import first_line
 from runahead.model.model import Model

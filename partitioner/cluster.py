@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from partitioner.compute_cost import ComputeCost
-from partitioner.link import Links
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.link import Links
 from runahead.config import Transfer
 
 

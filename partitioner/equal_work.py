@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partitioner.compute_cost import ComputeCost, layer_s
+from partitioner.cost.compute import ComputeCost, layer_s
 from runahead.context import ContextPartition
 
 PRECISION = 1e-4

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partitioner.link import BITS_PER_BYTE, Link
+from partitioner.cost.link import BITS_PER_BYTE, Link
 from runahead.config import PrefillOptions
 from runahead.report import library_versions
 

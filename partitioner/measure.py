@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.link import Link
-from partitioner.measured_cost import MeasuredCost
+from partitioner.cost.link import Link
+from partitioner.cost.measured import MeasuredCost
 from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.slabs import KVCache

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import inf
 
 from partitioner.cluster import Cluster
-from partitioner.link import Links
+from partitioner.cost.link import Links
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule

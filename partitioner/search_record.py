@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import ComputeCost
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.cost.measured import MeasuredCost
 from partitioner.evaluations import SearchResult, Step
-from partitioner.fitted_cost import FittedCost
-from partitioner.link import Link, Links
-from partitioner.measured_cost import MeasuredCost
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.user_file import read_user_file

@@ -11,8 +11,8 @@ from math import inf
 from types import NoneType
 from typing import Any, TypeVar, get_type_hints
 
+from partitioner.cost.link import Link
 from partitioner.fingerprint import Fingerprint, ModelShape
-from partitioner.link import Link
 from partitioner.table_entry import DATE, Entry, shown
 from runahead.user_file import read_user_file
 

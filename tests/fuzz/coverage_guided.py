@@ -26,7 +26,7 @@ PARSERS = (
     "partitioner.table_format",
     "partitioner.table_entry",
     "partitioner.search_record",
-    "partitioner.measured_cost",
+    "partitioner.cost.measured",
     "launch.prompts",
     "benchmarks.lines",
 )

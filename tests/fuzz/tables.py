@@ -15,8 +15,8 @@ from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.evaluation import record, summary
 from benchmarks.tables import markdown
 from partitioner.calibration import read_measured
+from partitioner.cost.measured import MeasuredCost
 from partitioner.lookup_table import LookupTable, TableWarning
-from partitioner.measured_cost import MeasuredCost
 from partitioner.points import Points
 from partitioner.search_record import SearchRecord, record_path
 from partitioner.show import table_text

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from partitioner.cluster import Cluster
-from partitioner.fitted_cost import FittedCost
-from partitioner.link import Link, Links
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
 from runahead.config import Transfer
 from tests.partitions import boundaries
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from partitioner.cluster import Cluster
-from partitioner.link import Link
+from partitioner.cost.link import Link
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.compute_cost import layer_s, rank_s
-from partitioner.fitted_cost import FittedCost, fit_errors
-from partitioner.measured_cost import MeasuredCost
+from partitioner.cost.compute import layer_s, rank_s
+from partitioner.cost.fitted import FittedCost, fit_errors
+from partitioner.cost.measured import MeasuredCost
 from tests.partitioner.clusters import llama
 
 CHUNKS, PREFIXES = [128, 256, 512, 1024, 2048], [256, 512, 1024, 2048, 4096]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import layer_s
+from partitioner.cost.compute import layer_s
+from partitioner.cost.fitted import FittedCost
 from partitioner.equal_work import equal_work
-from partitioner.fitted_cost import FittedCost
 from partitioner.planning import practical_bound
 from partitioner.simulation import simulate
 from tests.partitioner.clusters import llama, llama_cluster, random_cluster

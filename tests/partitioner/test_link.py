@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from partitioner.link import Link, Links
+from partitioner.cost.link import Link, Links
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth():

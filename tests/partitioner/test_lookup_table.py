@@ -17,8 +17,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from partitioner.cost.link import Link, Links
 from partitioner.fingerprint import Fingerprint, ModelShape
-from partitioner.link import Link, Links
 from partitioner.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
 from partitioner.planning import best_split
 from partitioner.table_format import parse_table, table_json

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.bounds import tsp_tokens
-from partitioner.compute_cost import rank_s
-from partitioner.link import Link, Links
+from partitioner.cost.compute import rank_s
+from partitioner.cost.link import Link, Links
 from partitioner.peers import simulate_tsp, simulate_zigzag
 from partitioner.planning import best_split
 from partitioner.simulation import simulate

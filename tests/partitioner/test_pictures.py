@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.cluster import Cluster
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.cost.measured import MeasuredCost
 from partitioner.evaluations import Evaluations, SearchResult
-from partitioner.fitted_cost import FittedCost
 from partitioner.grid_search import grid_search
-from partitioner.link import Link, Links
 from partitioner.lookup_table import LookupTable
-from partitioner.measured_cost import MeasuredCost
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from partitioner.link import Link, Links
+from partitioner.cost.link import Link, Links
 from partitioner.planning import best_num_ranks, best_order, best_split, practical_bound
 from partitioner.simulation import simulate
 from runahead.context import ContextPartition, even

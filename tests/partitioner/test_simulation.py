@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from partitioner.bounds import chain_tokens
 from partitioner.cluster import Cluster
-from partitioner.compute_cost import rank_s
-from partitioner.link import Link, Links
+from partitioner.cost.compute import rank_s
+from partitioner.cost.link import Link, Links
 from partitioner.simulation import simulate
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even

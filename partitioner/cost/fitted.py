@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from partitioner.compute_cost import POINTS, ComputeCost, check_layers, check_seconds, parsed_fields
-from partitioner.measured_cost import MeasuredCost
+from partitioner.cost.compute import POINTS, ComputeCost, check_layers, check_seconds, parsed_fields
+from partitioner.cost.measured import MeasuredCost
 
 
 @dataclass(frozen=True, kw_only=True)

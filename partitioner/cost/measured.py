@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partitioner.compute_cost import POINTS, check_layers, check_seconds, parsed_fields
+from partitioner.cost.compute import POINTS, check_layers, check_seconds, parsed_fields
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,1 @@
+"""Seconds of compute and of transfers, measured, fitted or counted."""
