@@ -9,14 +9,14 @@ from pathlib import Path
 
 from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.traffic import kv_bytes_per_token
-from partitioner.bounds import ttft_star
-from partitioner.cluster import Cluster
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.fingerprint import Fingerprint
 from partitioner.measure import probe_compute
 from partitioner.planning import best_num_ranks, practical_bound
-from partitioner.simulation import simulate
+from partitioner.simulation.bounds import ttft_star
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition
 from runahead.failures import first_line
@@ -38,7 +38,7 @@ class Bounds:
         single_s: one rank alone, as its compute was measured.
         free_s: TTFT(p): the best split when K,V arrive at once.
         free: that split.
-        star_dense_s, star_causal_s: TTFT*(p), see `partitioner.bounds.ttft_star`.
+        star_dense_s, star_causal_s: TTFT*(p), see `partitioner.simulation.bounds.ttft_star`.
         flops: of the prompt; None where no formula holds.
         peak_flops: per second, of all ranks together.
     """

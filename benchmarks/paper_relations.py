@@ -25,17 +25,17 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.paper_relations_pictures import draw  # noqa: E402
 from benchmarks.paper_relations_tables import tables  # noqa: E402
-from partitioner.bounds import ttft_star  # noqa: E402
-from partitioner.cluster import Cluster  # noqa: E402
 from partitioner.cost.compute import ComputeCost  # noqa: E402
 from partitioner.cost.fitted import FittedCost  # noqa: E402
 from partitioner.cost.link import Link, Links  # noqa: E402
 from partitioner.equal_work import equal_work  # noqa: E402
 from partitioner.evaluations import SearchResult  # noqa: E402
-from partitioner.peers import simulate_tsp, simulate_zigzag  # noqa: E402
 from partitioner.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
 from partitioner.seeded_search import seeded_search  # noqa: E402
-from partitioner.simulation import simulate  # noqa: E402
+from partitioner.simulation.bounds import ttft_star  # noqa: E402
+from partitioner.simulation.chain import simulate  # noqa: E402
+from partitioner.simulation.cluster import Cluster  # noqa: E402
+from partitioner.simulation.peers import simulate_tsp, simulate_zigzag  # noqa: E402
 from runahead.config import Attention, Transfer  # noqa: E402
 from runahead.context import ContextPartition, even  # noqa: E402
 from runahead.whole_file import ensure_writable, write_whole  # noqa: E402

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from partitioner.cost.link import Links  # noqa: E402
 from partitioner.cost.measured import MeasuredCost  # noqa: E402
 from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
-from partitioner.simulation import Cluster, simulate  # noqa: E402
+from partitioner.simulation.chain import Cluster, simulate  # noqa: E402
 from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import psutil
 
 from benchmarks.variants import Traffic
-from partitioner.bounds import chain_tokens, tsp_tokens
+from partitioner.simulation.bounds import chain_tokens, tsp_tokens
 from policies.base import Policy
 from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even

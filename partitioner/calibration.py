@@ -7,7 +7,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from partitioner.cluster import Cluster
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
@@ -15,6 +14,7 @@ from partitioner.cost.measured import MeasuredCost
 from partitioner.fingerprint import Fingerprint
 from partitioner.measure import ping, probe_compute
 from partitioner.options import Objective, SearchRun
+from partitioner.simulation.cluster import Cluster
 from runahead.failures import first_line
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks

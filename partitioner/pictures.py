@@ -11,9 +11,9 @@ from partitioner.lookup_table import LookupTable
 from runahead.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from partitioner.cluster import Cluster
     from partitioner.evaluations import SearchResult
     from partitioner.search_record import SearchRecord
+    from partitioner.simulation.cluster import Cluster
 
 MOST_CHUNKS = 4
 """Whose lengths a picture's title has room for."""
@@ -91,7 +91,7 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
 
 
 def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) -> bytes:
-    from partitioner.simulation import simulate
+    from partitioner.simulation.chain import simulate
     from runahead.timeline.picture import skew_png
 
     entry = table.entries_for(ranks)[-1]
@@ -112,7 +112,7 @@ def _without_communication(length: int, cluster: Cluster) -> float:
     Then equal work is within a token of the best split: no rank waits for another.
     """
     from partitioner.equal_work import equal_work
-    from partitioner.simulation import simulate
+    from partitioner.simulation.chain import simulate
 
     partition = equal_work(length, cluster.num_ranks, cluster.compute, cluster.speed)
     return simulate(partition, cluster.without_communication()).ttft_s

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
-from partitioner.cluster import Cluster
 from partitioner.equal_work import equal_work
 from partitioner.evaluations import Cost, SearchResult, Step
 from partitioner.seeded_search import seeded_search
-from partitioner.simulation import simulate
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even
 
 QUICK_EVALUATIONS = 40

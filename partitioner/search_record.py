@@ -12,12 +12,12 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from partitioner.cluster import Cluster
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.evaluations import SearchResult, Step
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.user_file import read_user_file

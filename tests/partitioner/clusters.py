@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from partitioner.cluster import Cluster
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from tests.partitions import boundaries
 

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from partitioner.cluster import Cluster
 from partitioner.cost.link import Link
+from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule
 

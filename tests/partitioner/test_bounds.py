@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from partitioner.bounds import (
+from partitioner.simulation.bounds import (
     chain_dot_products,
     chain_tokens,
     even_chain_tokens,

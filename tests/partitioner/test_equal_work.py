@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.cluster import Cluster
 from partitioner.cost.compute import layer_s
 from partitioner.cost.fitted import FittedCost
 from partitioner.equal_work import equal_work
 from partitioner.planning import practical_bound
-from partitioner.simulation import simulate
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
 from tests.partitioner.clusters import llama, llama_cluster, random_cluster
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.bounds import tsp_tokens
 from partitioner.cost.compute import rank_s
 from partitioner.cost.link import Link, Links
-from partitioner.peers import simulate_tsp, simulate_zigzag
 from partitioner.planning import best_split
-from partitioner.simulation import simulate
+from partitioner.simulation.bounds import tsp_tokens
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.peers import simulate_tsp, simulate_zigzag
 from runahead.config import Attention, Transfer
 from runahead.context import even
 from tests.partitioner.clusters import LLAMA_KV_BYTES, llama, llama_cluster, random_clusters

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cluster import Cluster
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
@@ -26,7 +25,8 @@ from partitioner.lookup_table import LookupTable
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path
-from partitioner.simulation import simulate
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
 from partitioner.table_pictures import agreement_png, ratios_png, ttft_png
 from runahead.config import Transfer
 from runahead.context import ContextPartition

@@ -13,7 +13,7 @@ from partitioner.equal_work import equal_work
 from partitioner.evaluations import Cost, SearchResult, Step
 from partitioner.grid_search import grid_search
 from partitioner.seeded_search import seeded_search
-from partitioner.simulation import simulate
+from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama_cluster, random_cluster
 

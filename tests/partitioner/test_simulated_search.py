@@ -8,7 +8,6 @@ from math import log2
 
 import pytest
 
-from partitioner.cluster import Cluster
 from partitioner.evaluations import Cost
 from partitioner.lookup_fit import NEARLY_BEST
 from partitioner.lookup_table import LookupTable
@@ -16,6 +15,7 @@ from partitioner.options import Objective, SearchOptions
 from partitioner.planning import best_split, simulated_cost
 from partitioner.search_progress import SearchProgress
 from partitioner.simulated_search import SimulatedSearch
+from partitioner.simulation.cluster import Cluster
 from partitioner.table_entry import Entry
 from runahead.context import ContextPartition
 from tests.partitioner.clusters import llama, llama_cluster

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.bounds import chain_tokens
-from partitioner.cluster import Cluster
 from partitioner.cost.compute import rank_s
 from partitioner.cost.link import Link, Links
-from partitioner.simulation import simulate
+from partitioner.simulation.bounds import chain_tokens
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama, llama_cluster, partitions, random_cluster, random_clusters

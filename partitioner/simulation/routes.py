@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf
 
-from partitioner.cluster import Cluster
 from partitioner.cost.link import Links
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule

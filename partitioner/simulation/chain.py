@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from partitioner.cluster import Cluster
-from partitioner.routes import Routes, routes_of
+from partitioner.simulation.cluster import Cluster
+from partitioner.simulation.routes import Routes, routes_of
 from runahead.context import ContextPartition
 from runahead.timeline.span import Span
 

@@ -9,8 +9,8 @@ measurements serve both.
 
 from __future__ import annotations
 
-from partitioner.cluster import Cluster
-from partitioner.simulation import Simulated
+from partitioner.simulation.chain import Simulated
+from partitioner.simulation.cluster import Cluster
 from runahead.config import Attention, Transfer
 
 

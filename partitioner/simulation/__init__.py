@@ -1,0 +1,1 @@
+"""Event simulation of a prefill on a cluster, and bounds that no partition can beat."""
