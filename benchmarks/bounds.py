@@ -11,12 +11,12 @@ from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.traffic import kv_bytes_per_token
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.fingerprint import Fingerprint
 from partitioner.measure import probe_compute
 from partitioner.planning import best_num_ranks, practical_bound
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
+from partitioner.table.fingerprint import Fingerprint
 from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition
 from runahead.failures import first_line

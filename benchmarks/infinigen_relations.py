@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import lines, machine  # noqa: E402
 from benchmarks.infinigen_mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read  # noqa: E402
 from benchmarks.infinigen_pictures import draw, tables  # noqa: E402
-from partitioner.fingerprint import now  # noqa: E402
+from partitioner.table.fingerprint import now  # noqa: E402
 from policies.skew import skew_of  # noqa: E402
 from policies.skewing import Skew  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402
-from partitioner.fingerprint import now  # noqa: E402
+from partitioner.table.fingerprint import now  # noqa: E402
 from policies import SnapKV, StreamingLLM  # noqa: E402
 from policies.base import Policy  # noqa: E402
 from policies.snapkv import Pool  # noqa: E402

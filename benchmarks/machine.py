@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from partitioner.fingerprint import device_name
+from partitioner.table.fingerprint import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ("runahead", "policies", "partitioner")

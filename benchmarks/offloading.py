@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import lines, machine  # noqa: E402
 from benchmarks.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import weight_bytes  # noqa: E402
-from partitioner.fingerprint import device_name, now  # noqa: E402
+from partitioner.table.fingerprint import device_name, now  # noqa: E402
 from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
 from policies.retriever import Retriever  # noqa: E402
 from runahead import Model  # noqa: E402

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
-from partitioner.lookup_table import WORTHWHILE
+from partitioner.table.lookup_table import WORTHWHILE
 from runahead.picture_style import (
     ACCENT,
     INK,

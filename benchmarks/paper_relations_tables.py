@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from partitioner.lookup_table import worthwhile
 from partitioner.simulation.bounds import chain_dot_products, chain_tokens, kv_entries, tsp_dot_products, tsp_tokens
+from partitioner.table.lookup_table import worthwhile
 from runahead.context import ContextPartition
 from runahead.picture_style import seconds, tokens
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks import lines, machine
 from benchmarks.prompt_cache_pictures import ttft_png
-from partitioner.fingerprint import now
+from partitioner.table.fingerprint import now
 from policies.prompt_cache.placement import LINK_TOKENS
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks import lines, machine
 from benchmarks.evaluation.tasks.retrieval import number_in
-from partitioner.fingerprint import now
+from partitioner.table.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.cache.slabs import KVCache

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import machine  # noqa: E402
 from benchmarks.evaluation.tasks.base import nll_S  # noqa: E402
 from benchmarks.pyramid_pictures import Line, draw, tables  # noqa: E402
-from partitioner.fingerprint import now  # noqa: E402
+from partitioner.table.fingerprint import now  # noqa: E402
 from policies import PyramidInfer  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402

@@ -14,7 +14,7 @@ from benchmarks.options import BenchRun, Network
 from benchmarks.traffic import formula_bytes, kv_bytes_per_token
 from benchmarks.variants import VARIANTS, Split
 from partitioner.cost.link import BITS_PER_BYTE, Link
-from partitioner.fingerprint import Fingerprint, now
+from partitioner.table.fingerprint import Fingerprint, now
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import lines, machine  # noqa: E402
 from benchmarks.lines import Line  # noqa: E402
 from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
-from partitioner.fingerprint import now  # noqa: E402
+from partitioner.table.fingerprint import now  # noqa: E402
 from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
 from policies.base import Policy  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402

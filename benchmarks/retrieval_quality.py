@@ -35,7 +35,7 @@ from benchmarks import lines, machine  # noqa: E402
 from benchmarks.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import fetched_share  # noqa: E402
 from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
-from partitioner.fingerprint import now  # noqa: E402
+from partitioner.table.fingerprint import now  # noqa: E402
 from policies import POLICIES, Offload  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402

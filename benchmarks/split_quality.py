@@ -21,11 +21,11 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from partitioner.lookup_table import LookupTable, TableWarning  # noqa: E402
 from partitioner.measure import LiveCost, probe_compute  # noqa: E402
 from partitioner.planning import practical_bound  # noqa: E402
 from partitioner.simulation.chain import simulate  # noqa: E402
 from partitioner.simulation.cluster import Cluster  # noqa: E402
+from partitioner.table.lookup_table import LookupTable, TableWarning  # noqa: E402
 from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, even  # noqa: E402
 from runahead.context import ContextPartition  # noqa: E402
 

@@ -85,7 +85,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     from benchmarks.record import Record
     from launch.partitions import check_table, partitioner
     from launch.progress import Bar
-    from partitioner.fingerprint import Fingerprint
+    from partitioner.table.fingerprint import Fingerprint
 
     given = partitioner(run.partition, ranks)
     ranks.agree("the benchmark's options", lambda: _prepare(run, given, ranks.size))
@@ -279,7 +279,7 @@ def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
 def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
     from benchmarks.record import Record
     from benchmarks.tables import bounds_rows, text
-    from partitioner.fingerprint import link_text
+    from partitioner.table.fingerprint import link_text
 
     stated = [{"length": length, **Record.of_bounds(each)} for length, each in bounds.items()]
     peak = next(iter(bounds.values())).peak_flops

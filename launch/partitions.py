@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from launch.ending import say
-from partitioner.fingerprint import Fingerprint
-from partitioner.lookup_table import REMEDY, LookupTable, TableWarning
+from partitioner.table.fingerprint import Fingerprint
+from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
 from runahead.config import PartitionName, PartitionOptions, RunOptions
 from runahead.model.model import Model

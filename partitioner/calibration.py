@@ -11,10 +11,10 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.fingerprint import Fingerprint
 from partitioner.measure import ping, probe_compute
 from partitioner.options import Objective, SearchRun
 from partitioner.simulation.cluster import Cluster
+from partitioner.table.fingerprint import Fingerprint
 from runahead.failures import first_line
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks

@@ -9,13 +9,13 @@ from partitioner.calibration import Calibration
 from partitioner.equal_work import equal_work
 from partitioner.evaluations import Cost, SearchResult
 from partitioner.grid_search import grid_search
-from partitioner.lookup_table import LookupTable
 from partitioner.measure import LiveCost
 from partitioner.options import Method, SearchRun
 from partitioner.points import Points
 from partitioner.search_progress import SearchProgress
 from partitioner.seeded_search import seeded_search
-from partitioner.table_entry import Entry
+from partitioner.table.entry import Entry
+from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from partitioner.evaluations import Cost, SearchResult, Step
-from partitioner.lookup_table import LookupTable
 from partitioner.seeded_search import seeded_search
-from partitioner.table_entry import Entry, scaled
+from partitioner.table.entry import Entry, scaled
+from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 
 NEARLY_BEST = 0.003

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partitioner.fingerprint import link_text
-from partitioner.lookup_table import LookupTable
+from partitioner.table.fingerprint import link_text
+from partitioner.table.lookup_table import LookupTable
 from runahead.whole_file import write_whole
 
 if TYPE_CHECKING:

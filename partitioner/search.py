@@ -13,8 +13,8 @@ from launch.program import run_program
 from partitioner.options import Method, Objective, SearchRun
 
 if TYPE_CHECKING:
-    from partitioner.fingerprint import Fingerprint
-    from partitioner.lookup_table import LookupTable
+    from partitioner.table.fingerprint import Fingerprint
+    from partitioner.table.lookup_table import LookupTable
     from runahead.ranks.ranks import Ranks
 
 HELP = """\
@@ -59,12 +59,12 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from partitioner.calibration import Calibration, link_between
-    from partitioner.fingerprint import Fingerprint
     from partitioner.live_search import LiveSearch
-    from partitioner.lookup_table import LookupTable
     from partitioner.pictures import save_pictures
     from partitioner.search_progress import SearchProgress
     from partitioner.simulated_search import SimulatedSearch
+    from partitioner.table.fingerprint import Fingerprint
+    from partitioner.table.lookup_table import LookupTable
     from runahead.model.model import Model
 
     counts = run.search.ranks or list(range(1, ranks.size + 1))
@@ -135,7 +135,7 @@ def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
 
 def _existing(path: Path, fingerprint: Fingerprint) -> LookupTable | None:
     """The table that is there already, to be added to."""
-    from partitioner.lookup_table import LookupTable
+    from partitioner.table.lookup_table import LookupTable
 
     if not path.exists():
         return None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from partitioner.fingerprint import link_text
-from partitioner.lookup_table import WORTHWHILE, LookupTable
 from partitioner.pictures import save_pictures
-from partitioner.table_entry import Entry
+from partitioner.table.entry import Entry
+from partitioner.table.fingerprint import link_text
+from partitioner.table.lookup_table import WORTHWHILE, LookupTable
 from runahead.picture_style import seconds
 
 HELP = """\

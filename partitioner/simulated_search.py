@@ -17,13 +17,13 @@ from math import ceil, inf, log
 from partitioner.evaluations import SearchResult, Step, remembered
 from partitioner.grid_search import grid_search
 from partitioner.lookup_fit import NEARLY_BEST, fit_entry
-from partitioner.lookup_table import LookupTable
 from partitioner.options import Method, SearchOptions
 from partitioner.planning import best_split, simulated_cost
 from partitioner.search_progress import SearchProgress
 from partitioner.seeded_search import seeded_search
 from partitioner.simulation.cluster import Cluster
-from partitioner.table_entry import Entry, scaled
+from partitioner.table.entry import Entry, scaled
+from partitioner.table.lookup_table import LookupTable
 from partitioner.valley_change import valley_change
 from runahead.context import ContextPartition
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.lines import Line2D
 
-from partitioner.lookup_table import LookupTable
-from partitioner.table_entry import Entry
+from partitioner.table.entry import Entry
+from partitioner.table.lookup_table import LookupTable
 from runahead.picture_style import (
     ACCENT,
     INK,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partitioner.evaluations import Cost, SearchResult
-from partitioner.table_entry import scaled
+from partitioner.table.entry import scaled
 from runahead.context import ContextPartition
 
 EQUAL = 0.0005

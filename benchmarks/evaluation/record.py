@@ -14,7 +14,7 @@ from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks import TASKS, Task
 from benchmarks.evaluation.tasks.base import Case, Outcome
 from benchmarks.lines import Line, is_above_0, is_number, is_text, or_none
-from partitioner.fingerprint import now
+from partitioner.table.fingerprint import now
 from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
 

@@ -23,8 +23,8 @@ import atheris
 
 PARSERS = (
     "policies.prompt_cache",
-    "partitioner.table_format",
-    "partitioner.table_entry",
+    "partitioner.table.format",
+    "partitioner.table.entry",
     "partitioner.search_record",
     "partitioner.cost.measured",
     "launch.prompts",

@@ -16,11 +16,11 @@ from benchmarks.evaluation import record, summary
 from benchmarks.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost
-from partitioner.lookup_table import LookupTable, TableWarning
 from partitioner.points import Points
 from partitioner.search_record import SearchRecord, record_path
 from partitioner.show import table_text
-from partitioner.table_format import parse_table, table_json
+from partitioner.table.format import parse_table, table_json
+from partitioner.table.lookup_table import LookupTable, TableWarning
 from tests.bench.made_lines import line as bench_line
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
@@ -213,7 +213,7 @@ def as_lines(values: list[Any]) -> bytes:
 TARGETS = (
     Target(
         name="lookup tables",
-        reads="partitioner/lookup_table.py LookupTable.load",
+        reads="partitioner/table/lookup_table.py LookupTable.load",
         inputs=changed_json([TABLE]) | changed_bytes([json.dumps(TABLE, indent=1).encode()]),
         check=check_table,
         share=15,

@@ -18,10 +18,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
-from partitioner.fingerprint import Fingerprint, ModelShape
-from partitioner.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
 from partitioner.planning import best_split
-from partitioner.table_format import parse_table, table_json
+from partitioner.table.fingerprint import Fingerprint, ModelShape
+from partitioner.table.format import parse_table, table_json
+from partitioner.table.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
 from runahead import Model
 from runahead.config import PrefillOptions, Transfer
 from tests.families import build, throughout

@@ -21,12 +21,12 @@ from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.evaluations import Evaluations, SearchResult
 from partitioner.grid_search import grid_search
-from partitioner.lookup_table import LookupTable
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
+from partitioner.table.lookup_table import LookupTable
 from partitioner.table_pictures import agreement_png, ratios_png, ttft_png
 from runahead.config import Transfer
 from runahead.context import ContextPartition

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from partitioner.lookup_table import LookupTable
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
 from partitioner.points import Points
 from partitioner.search import SEARCH, main
+from partitioner.table.lookup_table import LookupTable
 from runahead import ContextPartition, PrefillOptions, Ranks, even
 from tests.conftest import RankPools
 from tests.ranks.tasks import tiny_model

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from partitioner.lookup_table import LookupTable
 from partitioner.search_record import record_path
 from partitioner.show import main, table_text
+from partitioner.table.lookup_table import LookupTable
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,13 +10,13 @@ import pytest
 
 from partitioner.evaluations import Cost
 from partitioner.lookup_fit import NEARLY_BEST
-from partitioner.lookup_table import LookupTable
 from partitioner.options import Objective, SearchOptions
 from partitioner.planning import best_split, simulated_cost
 from partitioner.search_progress import SearchProgress
 from partitioner.simulated_search import SimulatedSearch
 from partitioner.simulation.cluster import Cluster
-from partitioner.table_entry import Entry
+from partitioner.table.entry import Entry
+from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 from tests.partitioner.clusters import llama, llama_cluster
 from tests.partitioner.test_lookup_table import FINGERPRINT

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launch.partitions import TablePartition, check_table, kvr_name, partitioner
-from partitioner.fingerprint import Fingerprint
+from partitioner.table.fingerprint import Fingerprint
 from runahead import Ranks, even
 from runahead.config import PartitionOptions, PrefillOptions, RunOptions, Transfer, ineffective_settings
 from runahead.ranks.ranks import SharedError

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from partitioner.fingerprint import now
 from partitioner.options import Objective
+from partitioner.table.fingerprint import now
 from runahead.context import ContextPartition
 
 TRUST = {Objective.modelled.name: 0, Objective.replayed.name: 1, Objective.measured.name: 2}

@@ -12,8 +12,8 @@ from types import NoneType
 from typing import Any, TypeVar, get_type_hints
 
 from partitioner.cost.link import Link
-from partitioner.fingerprint import Fingerprint, ModelShape
-from partitioner.table_entry import DATE, Entry, shown
+from partitioner.table.entry import DATE, Entry, shown
+from partitioner.table.fingerprint import Fingerprint, ModelShape
 from runahead.user_file import read_user_file
 
 FORMAT = "runahead lookup table"

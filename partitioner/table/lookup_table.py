@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
-from partitioner.fingerprint import Fingerprint
-from partitioner.table_entry import Entry, from_shares
-from partitioner.table_format import read_table, table_json, table_name
+from partitioner.table.entry import Entry, from_shares
+from partitioner.table.fingerprint import Fingerprint
+from partitioner.table.format import read_table, table_json, table_name
 from runahead.context import ContextPartition, Partitioner
 from runahead.whole_file import write_whole
 
