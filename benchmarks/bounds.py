@@ -12,7 +12,7 @@ from benchmarks.traffic import kv_bytes_per_token
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
-from partitioner.planning import best_num_ranks, practical_bound
+from partitioner.searches.planning import best_num_ranks, practical_bound
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster

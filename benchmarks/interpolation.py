@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from partitioner.cost.fitted import FittedCost  # noqa: E402
 from partitioner.cost.link import Link, Links  # noqa: E402
 from partitioner.options import Objective, SearchOptions  # noqa: E402
-from partitioner.planning import best_split, simulated_cost  # noqa: E402
-from partitioner.search_progress import SearchProgress  # noqa: E402
-from partitioner.simulated_search import SimulatedSearch  # noqa: E402
+from partitioner.searches.planning import best_split, simulated_cost  # noqa: E402
+from partitioner.searches.progress import SearchProgress  # noqa: E402
+from partitioner.searches.simulated import SimulatedSearch  # noqa: E402
 from partitioner.simulation.cluster import Cluster  # noqa: E402
 from partitioner.table.fingerprint import Fingerprint, ModelShape  # noqa: E402
 from partitioner.table.lookup_table import LookupTable  # noqa: E402

@@ -28,10 +28,10 @@ from benchmarks.paper_relations_tables import tables  # noqa: E402
 from partitioner.cost.compute import ComputeCost  # noqa: E402
 from partitioner.cost.fitted import FittedCost  # noqa: E402
 from partitioner.cost.link import Link, Links  # noqa: E402
-from partitioner.equal_work import equal_work  # noqa: E402
-from partitioner.evaluations import SearchResult  # noqa: E402
-from partitioner.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
-from partitioner.seeded_search import seeded_search  # noqa: E402
+from partitioner.searches.equal_work import equal_work  # noqa: E402
+from partitioner.searches.evaluations import SearchResult  # noqa: E402
+from partitioner.searches.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
+from partitioner.searches.seeded import seeded_search  # noqa: E402
 from partitioner.simulation.bounds import ttft_star  # noqa: E402
 from partitioner.simulation.chain import simulate  # noqa: E402
 from partitioner.simulation.cluster import Cluster  # noqa: E402

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from partitioner.measure import LiveCost, probe_compute  # noqa: E402
-from partitioner.planning import practical_bound  # noqa: E402
+from partitioner.searches.planning import practical_bound  # noqa: E402
 from partitioner.simulation.chain import simulate  # noqa: E402
 from partitioner.simulation.cluster import Cluster  # noqa: E402
 from partitioner.table.lookup_table import LookupTable, TableWarning  # noqa: E402

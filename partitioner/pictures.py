@@ -11,8 +11,8 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from partitioner.evaluations import SearchResult
     from partitioner.search_record import SearchRecord
+    from partitioner.searches.evaluations import SearchResult
     from partitioner.simulation.cluster import Cluster
 
 MOST_CHUNKS = 4
@@ -111,7 +111,7 @@ def _without_communication(length: int, cluster: Cluster) -> float:
 
     Then equal work is within a token of the best split: no rank waits for another.
     """
-    from partitioner.equal_work import equal_work
+    from partitioner.searches.equal_work import equal_work
     from partitioner.simulation.chain import simulate
 
     partition = equal_work(length, cluster.num_ranks, cluster.compute, cluster.speed)

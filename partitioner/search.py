@@ -59,10 +59,10 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from partitioner.calibration import Calibration, link_between
-    from partitioner.live_search import LiveSearch
     from partitioner.pictures import save_pictures
-    from partitioner.search_progress import SearchProgress
-    from partitioner.simulated_search import SimulatedSearch
+    from partitioner.searches.live import LiveSearch
+    from partitioner.searches.progress import SearchProgress
+    from partitioner.searches.simulated import SimulatedSearch
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
     from runahead.model.model import Model

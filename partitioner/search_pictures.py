@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from partitioner.evaluations import SearchResult, Step
+from partitioner.searches.evaluations import SearchResult, Step
 from runahead.picture_style import (
     ACCENT,
     INK,

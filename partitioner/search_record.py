@@ -16,7 +16,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.evaluations import SearchResult, Step
+from partitioner.searches.evaluations import SearchResult, Step
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition

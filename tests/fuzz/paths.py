@@ -17,7 +17,7 @@ from benchmarks.evaluation import plot as evaluation_plot
 from launch.prompt_cache import read_prompt_cache
 from launch.prompts import read_prompts
 from partitioner.calibration import read_measured
-from partitioner.points import Points
+from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from policies.skewing import Skew
 from runahead.config import ModelOptions, PolicyName, PolicyOptions, PromptOptions

@@ -16,8 +16,8 @@ from benchmarks.evaluation import record, summary
 from benchmarks.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost
-from partitioner.points import Points
 from partitioner.search_record import SearchRecord, record_path
+from partitioner.searches.points import Points
 from partitioner.show import table_text
 from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import LookupTable, TableWarning
@@ -241,7 +241,7 @@ TARGETS = (
     ),
     Target(
         name="points of a search",
-        reads="partitioner/points.py Points.read",
+        reads="partitioner/searches/points.py Points.read",
         inputs=changed_bytes([as_lines([POINT, POINT | {"cost_s": 2}])]) | changed_json([POINT]),
         check=check_points,
         share=4,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from partitioner.cost.compute import rank_s
 from partitioner.cost.link import Link, Links
-from partitioner.planning import best_split
+from partitioner.searches.planning import best_split
 from partitioner.simulation.bounds import tsp_tokens
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.peers import simulate_tsp, simulate_zigzag

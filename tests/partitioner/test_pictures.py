@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.evaluations import Evaluations, SearchResult
-from partitioner.grid_search import grid_search
 from partitioner.pictures import pictures, save_pictures
 from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.search_record import SearchRecord, record_path
+from partitioner.searches.evaluations import Evaluations, SearchResult
+from partitioner.searches.grid import grid_search
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable

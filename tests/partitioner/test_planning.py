@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from partitioner.cost.link import Link, Links
-from partitioner.planning import best_num_ranks, best_order, best_split, practical_bound
+from partitioner.searches.planning import best_num_ranks, best_order, best_split, practical_bound
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama, llama_cluster

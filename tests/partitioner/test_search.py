@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
-from partitioner.points import Points
 from partitioner.search import SEARCH, main
+from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from runahead import ContextPartition, PrefillOptions, Ranks, even
 from tests.conftest import RankPools

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from partitioner import grid_search, seeded_search
-from partitioner.equal_work import equal_work
-from partitioner.evaluations import Step
 from partitioner.options import Method, Objective, SearchOptions
-from partitioner.planning import simulated_cost
-from partitioner.search_progress import SearchProgress
+from partitioner.searches import grid as grid_search
+from partitioner.searches import seeded as seeded_search
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.evaluations import Step
+from partitioner.searches.planning import simulated_cost
+from partitioner.searches.progress import SearchProgress
 from runahead.context import even
 from tests.partitioner.clusters import llama, llama_cluster
 
@@ -53,7 +54,7 @@ def test_a_grids_estimate(num_ranks: int, least: int) -> None:
 
 def test_time_left_counts_later_searches_by_their_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("partitioner.search_progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("partitioner.searches.progress.time.perf_counter", lambda: now[0])
     options = SearchOptions(objective=Objective.measured, method=Method.seeded)
     with SearchProgress([(1024, 2), (2048, 2), (2048, 4)], options, shown=False) as progress:
         progress.begin(1024, 2)

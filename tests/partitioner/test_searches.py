@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.equal_work import equal_work
-from partitioner.evaluations import Cost, SearchResult, Step
-from partitioner.grid_search import grid_search
-from partitioner.seeded_search import seeded_search
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.evaluations import Cost, SearchResult, Step
+from partitioner.searches.grid import grid_search
+from partitioner.searches.seeded import seeded_search
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama_cluster, random_cluster

@@ -8,12 +8,12 @@ from math import log2
 
 import pytest
 
-from partitioner.evaluations import Cost
-from partitioner.lookup_fit import NEARLY_BEST
 from partitioner.options import Objective, SearchOptions
-from partitioner.planning import best_split, simulated_cost
-from partitioner.search_progress import SearchProgress
-from partitioner.simulated_search import SimulatedSearch
+from partitioner.searches.evaluations import Cost
+from partitioner.searches.lookup_fit import NEARLY_BEST
+from partitioner.searches.planning import best_split, simulated_cost
+from partitioner.searches.progress import SearchProgress
+from partitioner.searches.simulated import SimulatedSearch
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.entry import Entry
 from partitioner.table.lookup_table import LookupTable
@@ -92,7 +92,7 @@ def test_where_the_best_valley_changes_no_length_is_between(
     monkeypatch: pytest.MonkeyPatch, per_doubling: float
 ) -> None:
     cost = two_valleys(5000, per_doubling)
-    monkeypatch.setattr("partitioner.simulated_search.simulated_cost", lambda cluster: cost)
+    monkeypatch.setattr("partitioner.searches.simulated.simulated_cost", lambda cluster: cost)
     cluster, lengths = llama_cluster(2, 100), [1024 * 2**i for i in range(5)]
     # Of an earlier search, so that this one finds both.
     known = [

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
-from partitioner.equal_work import equal_work
-from partitioner.evaluations import Cost, SearchResult, Step
-from partitioner.seeded_search import seeded_search
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.evaluations import Cost, SearchResult, Step
+from partitioner.searches.seeded import seeded_search
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even

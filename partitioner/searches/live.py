@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from partitioner.calibration import Calibration
-from partitioner.equal_work import equal_work
-from partitioner.evaluations import Cost, SearchResult
-from partitioner.grid_search import grid_search
 from partitioner.measure import LiveCost
 from partitioner.options import Method, SearchRun
-from partitioner.points import Points
-from partitioner.search_progress import SearchProgress
-from partitioner.seeded_search import seeded_search
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.evaluations import Cost, SearchResult
+from partitioner.searches.grid import grid_search
+from partitioner.searches.points import Points
+from partitioner.searches.progress import SearchProgress
+from partitioner.searches.seeded import seeded_search
 from partitioner.table.entry import Entry
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition

@@ -14,17 +14,17 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil, inf, log
 
-from partitioner.evaluations import SearchResult, Step, remembered
-from partitioner.grid_search import grid_search
-from partitioner.lookup_fit import NEARLY_BEST, fit_entry
 from partitioner.options import Method, SearchOptions
-from partitioner.planning import best_split, simulated_cost
-from partitioner.search_progress import SearchProgress
-from partitioner.seeded_search import seeded_search
+from partitioner.searches.evaluations import SearchResult, Step, remembered
+from partitioner.searches.grid import grid_search
+from partitioner.searches.lookup_fit import NEARLY_BEST, fit_entry
+from partitioner.searches.planning import best_split, simulated_cost
+from partitioner.searches.progress import SearchProgress
+from partitioner.searches.seeded import seeded_search
+from partitioner.searches.valley_change import valley_change
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.entry import Entry, scaled
 from partitioner.table.lookup_table import LookupTable
-from partitioner.valley_change import valley_change
 from runahead.context import ContextPartition
 
 APART = 1.2

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from partitioner.evaluations import Cost, SearchResult, Step
-from partitioner.seeded_search import seeded_search
+from partitioner.searches.evaluations import Cost, SearchResult, Step
+from partitioner.searches.seeded import seeded_search
 from partitioner.table.entry import Entry, scaled
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition

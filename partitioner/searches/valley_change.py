@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from partitioner.evaluations import Cost, SearchResult
+from partitioner.searches.evaluations import Cost, SearchResult
 from partitioner.table.entry import scaled
 from runahead.context import ContextPartition
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 
-from partitioner.evaluations import Evaluations, on_grid
+from partitioner.searches.evaluations import Evaluations, on_grid
 
 PROMISING = 0.6
 """A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, with p

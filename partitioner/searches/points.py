@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from partitioner.evaluations import Cost
+from partitioner.searches.evaluations import Cost
 from runahead.context import ContextPartition
 from runahead.user_file import read_user_file
 

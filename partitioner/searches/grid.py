@@ -8,8 +8,8 @@ from contextlib import suppress
 from itertools import pairwise, product
 from math import inf
 
-from partitioner.chains import Chain, search_all_ranks, search_other_chains
-from partitioner.evaluations import (
+from partitioner.searches.chains import Chain, search_all_ranks, search_other_chains
+from partitioner.searches.evaluations import (
     Cost,
     Evaluations,
     OutOfEvaluations,

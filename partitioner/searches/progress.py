@@ -10,9 +10,10 @@ from statistics import median
 
 from tqdm import tqdm
 
-from partitioner import grid_search, seeded_search
-from partitioner.evaluations import Cost, Step
 from partitioner.options import Method, SearchOptions
+from partitioner.searches import grid as grid_search
+from partitioner.searches import seeded as seeded_search
+from partitioner.searches.evaluations import Cost, Step
 from runahead.context import ContextPartition
 
 REMEMBERED = 15

@@ -1,0 +1,1 @@
+"""Searches for the context partition with the earliest first token."""
