@@ -92,7 +92,7 @@ def medians(costs: list[MeasuredCost]) -> MeasuredCost:
 
 def report(lines: list[dict[str, Any]], picture: str) -> None:
     """Print the points, append them, and draw them."""
-    from partitioner.table_pictures import agreement_png
+    from partitioner.pictures.table_pictures import agreement_png
 
     with (ROOT / "benchmarks" / "results" / "prediction.jsonl").open("a") as file:
         for line in lines:

@@ -59,7 +59,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from partitioner.calibration import Calibration, link_between
-    from partitioner.pictures import save_pictures
+    from partitioner.pictures.save import save_pictures
     from partitioner.searches.live import LiveSearch
     from partitioner.searches.progress import SearchProgress
     from partitioner.searches.simulated import SimulatedSearch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from partitioner.pictures import save_pictures
+from partitioner.pictures.save import save_pictures
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text
 from partitioner.table.lookup_table import WORTHWHILE, LookupTable

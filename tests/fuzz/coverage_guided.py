@@ -25,7 +25,7 @@ PARSERS = (
     "policies.prompt_cache",
     "partitioner.table.format",
     "partitioner.table.entry",
-    "partitioner.search_record",
+    "partitioner.pictures.search_record",
     "partitioner.cost.measured",
     "launch.prompts",
     "benchmarks.lines",

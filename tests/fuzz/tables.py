@@ -16,7 +16,7 @@ from benchmarks.evaluation import record, summary
 from benchmarks.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost
-from partitioner.search_record import SearchRecord, record_path
+from partitioner.pictures.search_record import SearchRecord, record_path
 from partitioner.searches.points import Points
 from partitioner.show import table_text
 from partitioner.table.format import parse_table, table_json
@@ -220,7 +220,7 @@ TARGETS = (
     ),
     Target(
         name="records of searches",
-        reads="partitioner/search_record.py SearchRecord.beside",
+        reads="partitioner/pictures/search_record.py SearchRecord.beside",
         inputs=changed_json([RECORD]) | changed_bytes([as_json(RECORD)]),
         check=check_record,
         share=6,

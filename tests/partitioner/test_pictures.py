@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.pictures import pictures, save_pictures
-from partitioner.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
-from partitioner.search_record import SearchRecord, record_path
+from partitioner.pictures.save import pictures, save_pictures
+from partitioner.pictures.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
+from partitioner.pictures.search_record import SearchRecord, record_path
+from partitioner.pictures.table_pictures import agreement_png, ratios_png, ttft_png
 from partitioner.searches.evaluations import Evaluations, SearchResult
 from partitioner.searches.grid import grid_search
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
-from partitioner.table_pictures import agreement_png, ratios_png, ttft_png
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.picture_style import rows_and_columns, seconds, tokens

@@ -11,7 +11,7 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from partitioner.search_record import SearchRecord
+    from partitioner.pictures.search_record import SearchRecord
     from partitioner.searches.evaluations import SearchResult
     from partitioner.simulation.cluster import Cluster
 
@@ -42,7 +42,7 @@ def save_pictures(
         ValueError: what earlier runs kept is damaged.
         OSError: a file cannot be written.
     """
-    from partitioner.search_record import SearchRecord
+    from partitioner.pictures.search_record import SearchRecord
 
     record = SearchRecord.beside(path)
     if trails or clusters:
@@ -63,8 +63,8 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
     timeline-p: what every rank does in the best split of the longest prompt over p ranks, where it was simulated.
     """
     # Late: a search should not wait for matplotlib before it begins.
-    from partitioner.search_pictures import boundary_png, grids_png
-    from partitioner.table_pictures import ratios_png, ttft_png
+    from partitioner.pictures.search_pictures import boundary_png, grids_png
+    from partitioner.pictures.table_pictures import ratios_png, ttft_png
 
     if not table.entries:
         return
