@@ -20,8 +20,8 @@ from benchmarks.infinigen_mass import (
     SAMPLE_TURNED,
     VARIANTS,
 )
+from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
-from runahead.whole_file import write_whole
 
 Line = dict[str, Any]
 

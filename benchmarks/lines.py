@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runahead.user_file import read_user_file
-from runahead.whole_file import write_whole
+from runahead.files import read_user_file, write_whole
 
 Line = dict[str, Any]
 

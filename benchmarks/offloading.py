@@ -51,12 +51,12 @@ from runahead.cache.host_layer import HostLayer  # noqa: E402
 from runahead.cache.host_memory import host_empty  # noqa: E402
 from runahead.cache.kept import KeptLayer  # noqa: E402
 from runahead.cache.slabs import KVCache  # noqa: E402
+from runahead.files import write_whole  # noqa: E402
 from runahead.model.model import set_attention  # noqa: E402
 from runahead.model.seam import ATTENTION_NAME  # noqa: E402
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
 from runahead.retrieval.attention import RetrievingAttention  # noqa: E402
 from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
-from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"
 PICTURE = ROOT / "docs" / "offloading.png"

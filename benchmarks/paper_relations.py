@@ -38,7 +38,7 @@ from partitioner.simulation.cluster import Cluster  # noqa: E402
 from partitioner.simulation.peers import simulate_tsp, simulate_zigzag  # noqa: E402
 from runahead.config import Attention, Transfer  # noqa: E402
 from runahead.context import ContextPartition, even  # noqa: E402
-from runahead.whole_file import ensure_writable, write_whole  # noqa: E402
+from runahead.files import ensure_writable, write_whole  # noqa: E402
 
 MATMUL_FLOPS = 200e12
 """Of 312e12 that an A100 is rated for in fp16."""

@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
 from partitioner.table.lookup_table import WORTHWHILE
+from runahead.files import write_whole
 from runahead.picture_style import (
     ACCENT,
     INK,
@@ -28,7 +29,6 @@ from runahead.picture_style import (
     set_title,
     tokens,
 )
-from runahead.whole_file import write_whole
 
 Text = Callable[[Line], str]
 

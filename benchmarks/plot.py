@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.comparison import Comparison, comparisons, read
 from benchmarks.pictures import PICTURES
 from benchmarks.tables import document
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -29,9 +29,9 @@ from partitioner.table.fingerprint import now
 from policies.prompt_cache.placement import LINK_TOKENS
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead.files import write_whole
 from runahead.report import GenerationBatch, library_versions
 from runahead.reuse.store import SegmentStore, StoreLimits
-from runahead.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache.jsonl"

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
-from runahead.whole_file import write_whole
 
 Line = dict[str, Any]
 

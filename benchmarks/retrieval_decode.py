@@ -36,9 +36,9 @@ from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
 from policies.base import Policy  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
 from runahead.conversation import Conversation  # noqa: E402
+from runahead.files import write_whole  # noqa: E402
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
 from runahead.ranks.devices import keep_freed_memory  # noqa: E402
-from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_decode.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_decode.png"

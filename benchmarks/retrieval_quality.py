@@ -38,8 +38,8 @@ from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
 from partitioner.table.fingerprint import now  # noqa: E402
 from policies import POLICIES, Offload  # noqa: E402
 from runahead import Model, ModelOptions  # noqa: E402
+from runahead.files import write_whole  # noqa: E402
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402
-from runahead.whole_file import write_whole  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_quality.png"

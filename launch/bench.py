@@ -140,10 +140,10 @@ def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     from benchmarks import comparison
     from benchmarks.bounds import read_compute
     from benchmarks.measurement import prefill_options
+    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
-    from runahead.whole_file import ensure_writable
 
     ensure_writable(run.bench.results, option="bench.results")
     comparison.read(run.bench.results)

@@ -130,9 +130,9 @@ def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
     from benchmarks.evaluation.plot import read
     from benchmarks.evaluation.record import Record
     from benchmarks.evaluation.tasks import TASKS
+    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
-    from runahead.whole_file import ensure_writable
 
     if ranks.size > 1:
         raise ValueError(
@@ -234,7 +234,7 @@ def _write(run: EvaluateRun, plan: Plan, found: Sequence[Line]) -> None:
     import json
 
     from benchmarks.evaluation import plot, summary
-    from runahead.whole_file import write_whole
+    from runahead.files import write_whole
 
     assert run.report is not None
     written = plot.draw(found, Path(run.report).with_suffix(""))

@@ -121,12 +121,12 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
     from launch.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.prompts import check_lengths, read_prompts
+    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
     from runahead.thinning.text_limits import check_chunk_tokens
     from runahead.timeline.trace import picture_path
-    from runahead.whole_file import ensure_writable
 
     if run.report is not None:
         ensure_writable(run.report, option="report")
@@ -179,9 +179,9 @@ def _write_files(
     partition: Partitioner,
 ) -> None:
     from launch.partitions import kvr_name
+    from runahead.files import write_whole
     from runahead.report import report_json
     from runahead.timeline.trace import write_timeline
-    from runahead.whole_file import write_whole
 
     dtype = str(model.dtype).removeprefix("torch.")
     if run.report is not None:

@@ -99,8 +99,8 @@ def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:
 
     Raises: ValueError if it was asked for and cannot be written.
     """
+    from runahead.files import ensure_writable
     from runahead.ranks.fault_report import fault_path
-    from runahead.whole_file import ensure_writable
 
     if run.ranks.fault_report is not None:
         path = fault_path(run.ranks.fault_report, rank)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from policies.prompt_cache.chat_template import render
 from runahead.config import Chat, PrefillOptions, PromptOptions
-from runahead.user_file import read_user_file
+from runahead.files import read_user_file
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt

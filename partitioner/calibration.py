@@ -16,10 +16,9 @@ from partitioner.options import Objective, SearchRun
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
 from runahead.failures import first_line
+from runahead.files import read_user_file, write_whole
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-from runahead.user_file import read_user_file
-from runahead.whole_file import write_whole
 
 SHORTEST_PROBE = 64
 

@@ -108,9 +108,9 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
 
 def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
     """On rank 0, before the model is loaded: what can be wrong and is cheap to find out. Returns the model's layers."""
+    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
-    from runahead.whole_file import ensure_writable
 
     assert run.table is not None
     ensure_writable(run.table, option="table")

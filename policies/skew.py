@@ -84,8 +84,8 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from launch.progress import Bar
+    from runahead.files import write_whole
     from runahead.model.model import Model
-    from runahead.whole_file import write_whole
 
     ids_S = ranks.agree("the options", lambda: _prepare(run, ranks))
     model = Model.load(run.model, ranks.device, progress=True)
@@ -100,9 +100,9 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample. Everything that can be wrong and is cheap to find out."""
     from launch.prompts import read_text
+    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
-    from runahead.whole_file import ensure_writable
 
     if ranks.size > 1:
         raise ValueError(

@@ -12,11 +12,31 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import PolicyOptions, Positions, RunOptions
-from runahead.retrieval_report import RetrievalReport
+from runahead.files import ensure_writable, write_whole
 from runahead.timeline.span import Span
-from runahead.whole_file import ensure_writable, write_whole
 
 __all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "report_json", "write_whole"]
+
+
+@dataclass(kw_only=True)
+class RetrievalReport:
+    """What was retrieved while decoding, layer by layer; None in layers that attend to everything.
+
+    `fetched_share` is the mean share of the stored slots, `hit_mass` the mean attention probability of what attention
+    saw, in the steps that were sampled. `evicted` slots of each row and KV head were given up to stay within the pool's
+    limit. `host_bytes` are those of the pool.
+    """
+
+    fetched_share: list[float | None]
+    hit_mass: list[float | None]
+    evicted: list[int]
+    host_bytes: int
+
+    @property
+    def mean_fetched_share(self) -> float | None:
+        """Over the layers that retrieve."""
+        shares = [share for share in self.fetched_share if share is not None]
+        return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from benchmarks.evaluation.pictures import pictures
 from benchmarks.evaluation.summary import Row
 from benchmarks.lines import Line
 from benchmarks.tables import markdown
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 
 
 def main(args: Sequence[str] | None = None) -> int:

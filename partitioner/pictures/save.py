@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from partitioner.table.fingerprint import link_text
 from partitioner.table.lookup_table import LookupTable
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 
 if TYPE_CHECKING:
     from partitioner.pictures.search_record import SearchRecord

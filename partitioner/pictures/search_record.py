@@ -20,8 +20,7 @@ from partitioner.searches.evaluations import SearchResult, Step
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition
-from runahead.user_file import read_user_file
-from runahead.whole_file import write_whole
+from runahead.files import read_user_file, write_whole
 
 FORMAT = "runahead search record"
 VERSION = 1

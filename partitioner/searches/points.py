@@ -10,7 +10,7 @@ from typing import Any
 
 from partitioner.searches.evaluations import Cost
 from runahead.context import ContextPartition
-from runahead.user_file import read_user_file
+from runahead.files import read_user_file
 
 Key = tuple[int, ...]
 

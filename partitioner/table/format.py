@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from partitioner.cost.link import Link
 from partitioner.table.entry import DATE, Entry, shown
 from partitioner.table.fingerprint import Fingerprint, ModelShape
-from runahead.user_file import read_user_file
+from runahead.files import read_user_file
 
 FORMAT = "runahead lookup table"
 VERSION = 1

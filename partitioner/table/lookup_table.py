@@ -17,7 +17,7 @@ from partitioner.table.entry import Entry, from_shares
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.format import read_table, table_json, table_name
 from runahead.context import ContextPartition, Partitioner
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 
 SHORTEST_CHUNK = 16
 """Tokens. Of a prompt shorter than all of a table's, ranks that would get less get none: their hop would cost more than

@@ -17,7 +17,7 @@ from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-from runahead.retrieval_report import RetrievalReport
+from runahead.report import RetrievalReport
 from runahead.reuse.attention import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.span import Span

@@ -88,7 +88,7 @@ def option_facts(options: Any, leave_out: Sequence[str] = ()) -> dict[str, str]:
 def library_facts() -> dict[str, str]:
     """What computes: versions of the libraries, and this project's own code."""
     facts = {package: metadata.version(package) for package in ("transformers", "numpy")} | {"torch": torch.__version__}
-    root, code = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    root, code = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
     for path in sorted(path for package in CODE for path in (root / package).rglob("*.py")):
         code.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return facts | {"the code of runahead": DIGEST + code.hexdigest()}

@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from runahead.files import write_whole
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
-from runahead.whole_file import write_whole
 
 DUMP_S = 2.0
 """NCCL's flight recorder is not waited for longer: it may need a lock that somebody holds for ever."""

@@ -25,9 +25,9 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.slabs import KVSlab
 from runahead.model.model import Model
+from runahead.report import RetrievalReport
 from runahead.retrieval.fetched import Fetched, Gather, fetch_all
 from runahead.retrieval.query_prediction import FoldedProjection, LayerInput
-from runahead.retrieval_report import RetrievalReport
 
 REMEMBERED_EVERY = 4
 """Of the queries that an index was made of, every how many-th is kept to make it anew."""

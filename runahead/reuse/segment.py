@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 
 FORMAT = "runahead segment 1"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runahead.files import write_whole
 from runahead.timeline.span import Span
-from runahead.whole_file import write_whole
 
 KINDS = ("compute", "wait", "send")
 

@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # run as a script
 
 from benchmarks import lines as json_lines
 from benchmarks.network.interruptions import signals_raise
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 from tests.faults import models
 from tests.faults.drilling import Drilling
 from tests.faults.drills import drill

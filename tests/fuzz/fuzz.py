@@ -31,8 +31,8 @@ from tqdm import tqdm
 from benchmarks import lines as json_lines
 from benchmarks.machine import commit, hardware
 from policies.prompt_cache import chat_template
+from runahead.files import write_whole
 from runahead.report import library_versions
-from runahead.whole_file import write_whole
 from tests.fuzz.fuzzing import Batch, run_batch
 from tests.fuzz.table import with_table
 from tests.fuzz.target import Target

@@ -21,8 +21,8 @@ from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from policies.skewing import Skew
 from runahead.config import ModelOptions, PolicyName, PolicyOptions, PromptOptions
+from runahead.files import ensure_writable
 from runahead.model import loading
-from runahead.whole_file import ensure_writable
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.models import whole
 from tests.fuzz.prompts import VOCAB_SIZE

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from launch.summary import summary
-from runahead import whole_file
+from runahead import files
 from runahead.config import PartitionOptions, RunOptions
+from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, report_json
-from runahead.whole_file import ensure_writable, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,7 +145,7 @@ def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monk
     def disk_is_full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole_file.os, "fsync", disk_is_full)
+    monkeypatch.setattr(files.os, "fsync", disk_is_full)
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "new")
     assert path.read_text() == "old"
@@ -154,7 +154,7 @@ def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monk
 
 WRITES_ALL_THE_TIME = """
 import itertools, sys
-from runahead.whole_file import write_whole
+from runahead.files import write_whole
 for number in itertools.count():
     write_whole(f"{sys.argv[1]}/{number}", "x" * 1_000_000)
     if number == 0:

@@ -16,9 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
+from runahead.files import read_user_file
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.quiet import one_line, quiet
-from runahead.user_file import read_user_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
