@@ -12,9 +12,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.options import BenchRun, Network, ineffective_settings
 from benchmarks.variants import VARIANTS, Split
-from launch.compose import Program
-from launch.ending import say
-from launch.program import run_program
+from launch.program.compose import Program
+from launch.program.ending import say
+from launch.program.run import run_program
 from runahead.config import PartitionName, PrefillOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.lines import Line
     from benchmarks.measurement import Contenders, Run
     from benchmarks.record import Record
-    from launch.progress import Bar
+    from launch.program.progress import Bar
     from partitioner.cost.link import Link
     from runahead.context import Partitioner
     from runahead.model.model import Model
@@ -84,7 +84,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     from benchmarks.network.interruptions import signals_raise
     from benchmarks.record import Record
     from launch.partitions import check_table, partitioner
-    from launch.progress import Bar
+    from launch.program.progress import Bar
     from partitioner.table.fingerprint import Fingerprint
 
     given = partitioner(run.partition, ranks)

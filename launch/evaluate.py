@@ -12,9 +12,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
-from launch.compose import Program
-from launch.ending import say
-from launch.program import run_program
+from launch.program.compose import Program
+from launch.program.ending import say
+from launch.program.run import run_program
 
 if TYPE_CHECKING:
     from benchmarks.evaluation.contenders import Contender
@@ -185,7 +185,7 @@ def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: list[tuple[str
     """Each measurement is written as soon as it is there."""
     from benchmarks import lines
     from benchmarks.evaluation.tasks.base import Runtime
-    from launch.progress import Bar
+    from launch.program.progress import Bar
     from runahead.model.model import Model
 
     if not missing:

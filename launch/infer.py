@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.compose import INFER
-from launch.program import run_program
+from launch.program.compose import INFER
+from launch.program.run import run_program
 from runahead.config import PolicyName, RunOptions, ineffective_settings
 
 if TYPE_CHECKING:

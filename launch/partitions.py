@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from launch.ending import say
+from launch.program.ending import say
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.compose import Program
-from launch.program import run_program
+from launch.program.compose import Program
+from launch.program.run import run_program
 from partitioner.options import Method, Objective, SearchRun
 
 if TYPE_CHECKING:

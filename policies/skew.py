@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.compose import Program
-from launch.program import run_program
+from launch.program.compose import Program
+from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from launch.progress import Bar
+    from launch.program.progress import Bar
     from policies.skewing import Skew
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
@@ -83,7 +83,7 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 
     Raises: ValueError and OSError for a user's mistakes.
     """
-    from launch.progress import Bar
+    from launch.program.progress import Bar
     from runahead.files import write_whole
     from runahead.model.model import Model
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launch.compose import Program
-from launch.program import run_program
+from launch.program.compose import Program
+from launch.program.run import run_program
 from policies.byte_size import num_bytes
 from runahead.config import ModelOptions, PolicyName, PolicyOptions, RanksOptions
 

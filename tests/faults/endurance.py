@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks import lines as json_lines
 from benchmarks.machine import commit, hardware
-from launch.compose import compose_run
+from launch.program.compose import compose_run
 from runahead.model import loading
 from runahead.model.model import max_positions
 from runahead.report import library_versions

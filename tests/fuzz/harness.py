@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from launch.ending import end_with
+from launch.program.ending import end_with
 from policies.prompt_cache import PMLError
 
 LIMIT_S = 20.0
@@ -160,7 +160,7 @@ def _wording(line: str, names: Sequence[str]) -> list[str]:
 
 
 def _end_of_program(error: BaseException) -> str:
-    """The lines of launch/ending.py, which goes on to standard error."""
+    """The lines of launch/program/ending.py, which goes on to standard error."""
     with printed() as output, patch("os._exit", _end), suppress(Ended):
         end_with(error, None)
     sys.stderr.write(output.text)

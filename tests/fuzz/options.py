@@ -18,9 +18,9 @@ from benchmarks.evaluation.options import ineffective_settings as without_effect
 from benchmarks.options import ineffective_settings as without_effect_in_bench
 from launch import infer
 from launch.bench import BENCH
-from launch.compose import INFER, CommandLine, Program, _option_names
 from launch.evaluate import EVALUATE
 from launch.policies import rank_policies
+from launch.program.compose import INFER, CommandLine, Program, _option_names
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.compose import compose_run
 from launch.infer import main
+from launch.program.compose import compose_run
 from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from launch.compose import compose_run
 from launch.infer import infer
+from launch.program.compose import compose_run
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.prefill.chain_attention import ChainAttention

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launch.compose import CONF, HELP, _option_names, compose_run, read_command_line
+from launch.program.compose import CONF, HELP, _option_names, compose_run, read_command_line
 from runahead.config import Chat, ModelName, PartitionName, PolicyName, PrefillName, RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from launch.launcher import first_host, follow_launcher, slurm_place, tasks_per_node
+from launch.program.launcher import first_host, follow_launcher, slurm_place, tasks_per_node
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "5",
@@ -94,7 +94,7 @@ def test_tasks_are_counted_by_node(text, counts):
 
 RANK = """
 import sys, time
-from launch.launcher import follow_launcher
+from launch.program.launcher import follow_launcher
 follow_launcher()
 print("follows", flush=True)
 time.sleep(100)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch.compose import compose_run
 from launch.policies import rank_policies
+from launch.program.compose import compose_run
 from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
 from policies.snapkv import Pool
 from runahead.config import PolicyName

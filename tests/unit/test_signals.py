@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.signals import Terminated, ending_signals
+from launch.program.signals import Terminated, ending_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 

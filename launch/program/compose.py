@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runahead.config import RunOptions
 
 # Beside the package that this file is in, in a checkout as in site-packages.
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 
 # What follows the first "=" of these is free text: neither Hydra's grammar nor OmegaConf's ${...} gets to see
 # it.

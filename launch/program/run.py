@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 # A lost connection is told in our one line; PyTorch's own warning about it brings a C++ stack trace.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from launch.compose import Program, this_rank
-from launch.ending import end_with, say
-from launch.launcher import follow_launcher
-from launch.signals import ending_signals
+from launch.program.compose import Program, this_rank
+from launch.program.ending import end_with, say
+from launch.program.launcher import follow_launcher
+from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launch.compose import this_rank
-from launch.signals import Terminated, signals_ignored
+from launch.program.compose import this_rank
+from launch.program.signals import Terminated, signals_ignored
 from runahead.failures import PeerFailure, SharedError, first_line
 
 if TYPE_CHECKING:

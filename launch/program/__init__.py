@@ -1,0 +1,1 @@
+"""A program from its command line to its exit status."""
