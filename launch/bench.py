@@ -83,7 +83,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     from benchmarks.measurement import Contenders, load_model
     from benchmarks.network.interruptions import signals_raise
     from benchmarks.record import Record
-    from launch.partitions import check_table, partitioner
+    from launch.inputs.partitions import check_table, partitioner
     from launch.program.progress import Bar
     from partitioner.table.fingerprint import Fingerprint
 

@@ -17,7 +17,7 @@ from launch.program.run import run_program
 from runahead.config import PolicyName, RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
-    from launch.prompts import Prompts
+    from launch.inputs.prompts import Prompts
     from runahead.context import Partitioner
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
@@ -39,14 +39,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _print_layout(run: RunOptions) -> bool:
-    from launch.prompt_cache import print_layout
+    from launch.inputs.prompt_cache import print_layout
 
     return print_layout(run)
 
 
 def _answer(run: RunOptions, ranks: Ranks) -> None:
-    from launch.partitions import partitioner
-    from launch.policies import rank_policies
+    from launch.inputs.partitions import partitioner
+    from launch.inputs.policies import rank_policies
 
     policies = ranks.agree("the policies", lambda: rank_policies(run.policy))
     infer(run, ranks, partitioner(run.partition, ranks), policies)
@@ -60,8 +60,8 @@ def infer(
     Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
     """
     from launch.answers import Answers, AnswerStream
-    from launch.partitions import check_table
-    from launch.prompt_cache import open_store
+    from launch.inputs.partitions import check_table
+    from launch.inputs.prompt_cache import open_store
     from launch.summary import summary
     from runahead.engine import Engine
     from runahead.model.model import Model
@@ -119,8 +119,8 @@ def infer(
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
-    from launch.prompt_cache import read_prompt_cache, read_reusing_prompts
-    from launch.prompts import check_lengths, read_prompts
+    from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
+    from launch.inputs.prompts import check_lengths, read_prompts
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
@@ -178,7 +178,7 @@ def _write_files(
     ranks: Ranks,
     partition: Partitioner,
 ) -> None:
-    from launch.partitions import kvr_name
+    from launch.inputs.partitions import kvr_name
     from runahead.files import write_whole
     from runahead.report import report_json
     from runahead.timeline.trace import write_timeline

@@ -99,7 +99,7 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample. Everything that can be wrong and is cheap to find out."""
-    from launch.prompts import read_text
+    from launch.inputs.prompts import read_text
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from launch.policies import policies_of
+from launch.inputs.policies import policies_of
 from policies import POLICIES
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select

@@ -75,7 +75,7 @@ def _print_layout(run: EncodeOptions) -> bool:
 
 def _read(run: EncodeOptions) -> PromptCache:
     """The schema, laid out for the model. Raises: ValueError."""
-    from launch.prompt_cache import read_prompt_cache
+    from launch.inputs.prompt_cache import read_prompt_cache
     from runahead.model import loading
 
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)

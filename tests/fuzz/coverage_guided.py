@@ -27,7 +27,7 @@ PARSERS = (
     "partitioner.table.entry",
     "partitioner.pictures.search_record",
     "partitioner.cost.measured",
-    "launch.prompts",
+    "launch.inputs.prompts",
     "benchmarks.lines",
 )
 

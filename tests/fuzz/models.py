@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors.torch import load, save
 
-from launch.prompts import check_lengths, read_prompts
+from launch.inputs.prompts import check_lengths, read_prompts
 from runahead import Engine, Model
 from runahead.config import GenerationOptions, ModelOptions, PromptOptions
 from runahead.model import loading

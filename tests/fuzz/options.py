@@ -19,7 +19,7 @@ from benchmarks.options import ineffective_settings as without_effect_in_bench
 from launch import infer
 from launch.bench import BENCH
 from launch.evaluate import EVALUATE
-from launch.policies import rank_policies
+from launch.inputs.policies import rank_policies
 from launch.program.compose import INFER, CommandLine, Program, _option_names
 from partitioner.search import SEARCH
 from policies import POLICIES

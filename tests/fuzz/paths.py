@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from benchmarks import comparison
 from benchmarks.bounds import read_compute
 from benchmarks.evaluation import plot as evaluation_plot
-from launch.prompt_cache import read_prompt_cache
-from launch.prompts import read_prompts
+from launch.inputs.prompt_cache import read_prompt_cache
+from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable

@@ -152,7 +152,7 @@ def cities() -> PromptCache:
 def check_schema(content: bytes, folder: Path) -> Outcome:
     from transformers import LlamaConfig
 
-    from launch.prompt_cache import read_prompt_cache
+    from launch.inputs.prompt_cache import read_prompt_cache
 
     write_sources(folder)
     path = folder / "schema.xml"
@@ -186,13 +186,13 @@ def _attribute(text: str) -> str:
 
 
 def check_prompt(content: bytes, folder: Path) -> Outcome:
-    from launch.prompt_cache import read_reusing_prompts
+    from launch.inputs.prompt_cache import read_reusing_prompts
 
     path = folder / "prompt.xml"
     path.write_bytes(content)
 
     def use(found: object) -> None:
-        from launch.prompts import Prompts
+        from launch.inputs.prompts import Prompts
 
         assert isinstance(found, Prompts) and found.reusing is not None
         for prompt in found.reusing:
@@ -207,14 +207,14 @@ def check_prompt(content: bytes, folder: Path) -> Outcome:
 TARGETS = (
     Target(
         name="prompt cache, schemas",
-        reads="launch/prompt_cache.py read_prompt_cache",
+        reads="launch/inputs/prompt_cache.py read_prompt_cache",
         inputs=changed_bytes([SCHEMA.encode(), SMALL.encode()], XML_PIECES) | markup(),
         check=check_schema,
         share=12,
     ),
     Target(
         name="prompt cache, prompts",
-        reads="launch/prompt_cache.py read_reusing_prompts",
+        reads="launch/inputs/prompt_cache.py read_reusing_prompts",
         inputs=changed_bytes([prompt.encode() for prompt in PROMPTS], XML_PIECES),
         check=check_prompt,
         share=8,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from launch.prompts import Prompts, check_lengths, read_prompts
+from launch.inputs.prompts import Prompts, check_lengths, read_prompts
 from runahead.config import PromptOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
@@ -64,7 +64,7 @@ def _checked_as(name: str) -> Callable[[PromptFile, Path], Outcome]:
     return lambda given, folder: check_prompt_file(given, folder, name=name)
 
 
-READER = "launch/prompts.py read_prompts"
+READER = "launch/inputs/prompts.py read_prompts"
 
 TARGETS = (
     Target(

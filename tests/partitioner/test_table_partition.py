@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.partitions import TablePartition, check_table, kvr_name, partitioner
+from launch.inputs.partitions import TablePartition, check_table, kvr_name, partitioner
 from partitioner.table.fingerprint import Fingerprint
 from runahead import Ranks, even
 from runahead.config import PartitionOptions, PrefillOptions, RunOptions, Transfer, ineffective_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.policies import rank_policies
+from launch.inputs.policies import rank_policies
 from launch.program.compose import compose_run
 from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
 from policies.snapkv import Pool

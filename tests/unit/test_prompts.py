@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.prompts import check_lengths, read_prompts
+from launch.inputs.prompts import check_lengths, read_prompts
 from runahead.config import PromptOptions
 from tests.unit.tokenizers_for_tests import byte_level, sentencepiece
 

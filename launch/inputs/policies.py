@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from launch.prompt_cache import check_options
+from launch.inputs.prompt_cache import check_options
 from policies import POLICIES
 from policies.base import Policy
 from runahead.config import PolicyName, PolicyOptions

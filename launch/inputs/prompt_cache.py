@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from launch.prompts import Prompts, is_jsonl, jsonl_texts, read_text
+from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, read_text
 from policies.byte_size import num_bytes
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.placement import LINK_TOKENS
