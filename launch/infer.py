@@ -59,10 +59,10 @@ def infer(
 
     Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
     """
-    from launch.answers import Answers, AnswerStream
     from launch.inputs.partitions import check_table
     from launch.inputs.prompt_cache import open_store
-    from launch.summary import summary
+    from launch.outputs.answers import Answers, AnswerStream
+    from launch.outputs.summary import summary
     from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.prefill import PREFILLS

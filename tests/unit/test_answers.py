@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.answers import Answers, AnswerStream
+from launch.outputs.answers import Answers, AnswerStream
 from runahead.report import Generation
 from tests.unit.tokenizers_for_tests import byte_level
 

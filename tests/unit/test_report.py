@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.summary import summary
+from launch.outputs.summary import summary
 from runahead import files
 from runahead.config import PartitionOptions, RunOptions
 from runahead.files import ensure_writable, write_whole

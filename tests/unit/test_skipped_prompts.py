@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from launch.answers import Answers
 from launch.infer import main
 from launch.inputs.prompts import Prompts, check_lengths, read_prompts
+from launch.outputs.answers import Answers
 from launch.program.compose import compose_run
 from runahead.config import PromptOptions, ineffective_settings
 from tests.unit.tokenizers_for_tests import byte_level

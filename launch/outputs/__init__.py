@@ -1,0 +1,1 @@
+"""What the user gets: answers on standard output, a summary on standard error."""
