@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import lines
-from benchmarks.lines import Line, fits, is_above_0, is_count, is_number, is_text, or_none
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line, fits, is_above_0, is_count, is_number, is_text, or_none
 from benchmarks.variants import VARIANTS
 
 PLACE = ("model", "dtype", "ranks", "threads", "backend", "device", "hardware", "layers_in_flight", "commit")
@@ -44,7 +44,7 @@ FIELDS: dict[str, Any] = {
     "flops": lambda flops: flops is None or fits(flops, {"matmul": is_number, "attention": is_number}),
     "peak_flops": is_above_0,
 }
-"""What the tables and pictures need of a line, as in `benchmarks.lines.fits`."""
+"""What the tables and pictures need of a line, as in `benchmarks.harness.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)

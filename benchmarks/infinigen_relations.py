@@ -34,7 +34,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import lines, machine  # noqa: E402
+from benchmarks.harness import lines, machine  # noqa: E402
 from benchmarks.infinigen_mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read  # noqa: E402
 from benchmarks.infinigen_pictures import draw, tables  # noqa: E402
 from partitioner.table.fingerprint import now  # noqa: E402

@@ -36,7 +36,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import machine  # noqa: E402
+from benchmarks.harness import machine  # noqa: E402
 from partitioner.table.fingerprint import now  # noqa: E402
 from policies import SnapKV, StreamingLLM  # noqa: E402
 from policies.base import Policy  # noqa: E402

@@ -37,8 +37,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import lines, machine  # noqa: E402
-from benchmarks.lines import Line  # noqa: E402
+from benchmarks.harness import lines, machine  # noqa: E402
+from benchmarks.harness.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import weight_bytes  # noqa: E402
 from partitioner.table.fingerprint import device_name, now  # noqa: E402
 from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402

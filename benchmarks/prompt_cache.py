@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import lines, machine
+from benchmarks.harness import lines, machine
 from benchmarks.prompt_cache_pictures import ttft_png
 from partitioner.table.fingerprint import now
 from policies.prompt_cache.placement import LINK_TOKENS

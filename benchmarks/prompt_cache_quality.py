@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import lines, machine
 from benchmarks.evaluation.tasks.retrieval import number_in
+from benchmarks.harness import lines, machine
 from partitioner.table.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions

@@ -35,8 +35,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import machine  # noqa: E402
 from benchmarks.evaluation.tasks.base import nll_S  # noqa: E402
+from benchmarks.harness import machine  # noqa: E402
 from benchmarks.pyramid_pictures import Line, draw, tables  # noqa: E402
 from partitioner.table.fingerprint import now  # noqa: E402
 from policies import PyramidInfer  # noqa: E402

@@ -6,9 +6,9 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import lines, machine
 from benchmarks.bounds import Bounds
-from benchmarks.lines import Line
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
 from benchmarks.measurement import Run
 from benchmarks.options import BenchRun, Network
 from benchmarks.traffic import formula_bytes, kv_bytes_per_token

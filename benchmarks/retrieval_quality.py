@@ -31,8 +31,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import lines, machine  # noqa: E402
-from benchmarks.lines import Line  # noqa: E402
+from benchmarks.harness import lines, machine  # noqa: E402
+from benchmarks.harness.lines import Line  # noqa: E402
 from benchmarks.retrieval_decode import fetched_share  # noqa: E402
 from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
 from partitioner.table.fingerprint import now  # noqa: E402

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
-from benchmarks.lines import Line
+from benchmarks.harness.lines import Line
 from benchmarks.variants import BASELINE, BOUND, OURS
 from runahead.picture_style import seconds, tokens
 

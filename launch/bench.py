@@ -19,7 +19,7 @@ from runahead.config import PartitionName, PrefillOptions, RunOptions
 
 if TYPE_CHECKING:
     from benchmarks.bounds import Bounds, Compute
-    from benchmarks.lines import Line
+    from benchmarks.harness.lines import Line
     from benchmarks.measurement import Contenders, Run
     from benchmarks.record import Record
     from launch.program.progress import Bar
@@ -255,7 +255,7 @@ def _measure(
 def _keep(
     run: BenchRun, model: Model, record: Record, length: int, rounds: list[dict[str, Run]], bounds: Bounds
 ) -> list[Line]:
-    from benchmarks import lines
+    from benchmarks.harness import lines
 
     written = [record.line(name, length, [each[name] for each in rounds], bounds, model) for name in run.bench.variants]
     lines.append(run.bench.results, written)
@@ -264,7 +264,8 @@ def _keep(
 
 def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
     """Rounds to run by length. All variants of a length run together, since ratios are taken round by round."""
-    from benchmarks import comparison, lines
+    from benchmarks import comparison
+    from benchmarks.harness import lines
 
     if not run.bench.resume:
         return dict.fromkeys(run.bench.lengths, run.bench.pairs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.evaluation.record import Record
     from benchmarks.evaluation.tasks import Task
     from benchmarks.evaluation.tasks.base import Case, Runtime
-    from benchmarks.lines import Line
+    from benchmarks.harness.lines import Line
     from runahead.ranks.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,8 +183,8 @@ def _text(run: EvaluateRun) -> Text:
 
 def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: list[tuple[str, Case, Contender]]) -> list[Line]:
     """Each measurement is written as soon as it is there."""
-    from benchmarks import lines
     from benchmarks.evaluation.tasks.base import Runtime
+    from benchmarks.harness import lines
     from launch.program.progress import Bar
     from runahead.model.model import Model
 

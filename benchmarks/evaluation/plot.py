@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import lines
 from benchmarks.evaluation import record, summary
 from benchmarks.evaluation.pictures import pictures
 from benchmarks.evaluation.summary import Row
-from benchmarks.lines import Line
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line
 from benchmarks.tables import markdown
 from runahead.files import write_whole
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import lines, machine
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Text
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks import TASKS, Task
 from benchmarks.evaluation.tasks.base import Case, Outcome
-from benchmarks.lines import Line, is_above_0, is_number, is_text, or_none
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line, is_above_0, is_number, is_text, or_none
 from partitioner.table.fingerprint import now
 from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
     "details": {},
     **dict.fromkeys(("key", "comparison", "model", "dtype", "device"), is_text),
 }
-"""What the report and the pictures need of a line, as in `benchmarks.lines.fits`."""
+"""What the report and the pictures need of a line, as in `benchmarks.harness.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)

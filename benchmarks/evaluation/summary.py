@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.tasks import TASKS
-from benchmarks.lines import Line
+from benchmarks.harness.lines import Line
 from benchmarks.tables import Rows, mebibytes
 from policies.base import Budget
 from runahead.picture_style import seconds

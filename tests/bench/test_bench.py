@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks import lines, machine
 from benchmarks.bounds import read_compute
+from benchmarks.harness import lines, machine
 from benchmarks.measurement import Contenders, Run
 from benchmarks.network.shaped_network import check_machine
 from benchmarks.plot import main as plot

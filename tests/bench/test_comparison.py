@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import comparison, lines
+from benchmarks import comparison
 from benchmarks.comparison import NetworkKind, comparisons
+from benchmarks.harness import lines
 from benchmarks.tables import COLUMNS, document, noise_rows, rows
 from tests.bench.made_lines import line
 

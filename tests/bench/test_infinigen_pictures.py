@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.lines import Line
 from benchmarks.infinigen_mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
 from benchmarks.infinigen_pictures import SIMILARITY, draw, groups, mass, ratios, subject, tables
-from benchmarks.lines import Line
 
 RATIOS = ("0.1", "0.2", "0.3")
 

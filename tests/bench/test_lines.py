@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lines
+from benchmarks.harness import lines
 from tests.bench.made_lines import line
 
 

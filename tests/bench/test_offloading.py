@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import lines, offloading
-from benchmarks.lines import Line
+from benchmarks import offloading
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line
 from benchmarks.offloading import FULL, POLICIES, TRANSFORMERS, Bytes
 
 CONTEXT = 256

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import lines, pictures
+from benchmarks import pictures
 from benchmarks.comparison import comparisons
+from benchmarks.harness import lines
 from benchmarks.plot import main
 from tests.bench.made_lines import line
 

@@ -21,7 +21,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import lines as json_lines
+from benchmarks.harness import lines as json_lines
 from benchmarks.network.interruptions import signals_raise
 from runahead.files import write_whole
 from tests.faults import models

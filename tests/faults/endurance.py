@@ -30,8 +30,8 @@ if __package__ in (None, ""):  # run as a script
 
 import psutil
 
-from benchmarks import lines as json_lines
-from benchmarks.machine import commit, hardware
+from benchmarks.harness import lines as json_lines
+from benchmarks.harness.machine import commit, hardware
 from launch.program.compose import compose_run
 from runahead.model import loading
 from runahead.model.model import max_positions

@@ -28,7 +28,7 @@ PARSERS = (
     "partitioner.pictures.search_record",
     "partitioner.cost.measured",
     "launch.inputs.prompts",
-    "benchmarks.lines",
+    "benchmarks.harness.lines",
 )
 
 with atheris.instrument_imports(include=list(PARSERS)):

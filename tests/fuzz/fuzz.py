@@ -28,8 +28,8 @@ if __package__ in (None, ""):  # run as a script
 import torch
 from tqdm import tqdm
 
-from benchmarks import lines as json_lines
-from benchmarks.machine import commit, hardware
+from benchmarks.harness import lines as json_lines
+from benchmarks.harness.machine import commit, hardware
 from policies.prompt_cache import chat_template
 from runahead.files import write_whole
 from runahead.report import library_versions

@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import comparison, lines, plot
+from benchmarks import comparison, plot
 from benchmarks.bounds import Compute, read_compute
 from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.evaluation import record, summary
+from benchmarks.harness import lines
 from benchmarks.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost

@@ -14,7 +14,7 @@ import torch
 
 from partitioner.table.fingerprint import device_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 MEASURED = ("runahead", "policies", "partitioner")
 """Packages whose code decides what is measured."""
 

@@ -1,0 +1,1 @@
+"""What every benchmark shares: JSON lines, the machine's description, tables."""
