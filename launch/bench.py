@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.options import BenchRun, Network, ineffective_settings
-from benchmarks.variants import VARIANTS, Split
+from benchmarks.ttft.options import BenchRun, Network, ineffective_settings
+from benchmarks.ttft.variants import VARIANTS, Split
 from launch.program.compose import Program
 from launch.program.ending import say
 from launch.program.run import run_program
 from runahead.config import PartitionName, PrefillOptions, RunOptions
 
 if TYPE_CHECKING:
-    from benchmarks.bounds import Bounds, Compute
     from benchmarks.harness.lines import Line
-    from benchmarks.measurement import Contenders, Run
-    from benchmarks.record import Record
+    from benchmarks.ttft.bounds import Bounds, Compute
+    from benchmarks.ttft.measurement import Contenders, Run
+    from benchmarks.ttft.record import Record
     from launch.program.progress import Bar
     from partitioner.cost.link import Link
     from runahead.context import Partitioner
@@ -33,7 +33,7 @@ usage: torchrun --nproc-per-node=N launch/bench.py [name=value ...]
        python launch/bench.py bench.network=netns link.gbps=1 [name=value ...]     (as root; starts its own ranks)
 
 States what compute allows, then runs variants in turn (A B C A B C ...) on the same prompts, prints a table per length
-and appends a JSON line per variant and length to bench.results. python -m benchmarks.plot draws and tabulates them.
+and appends a JSON line per variant and length to bench.results. python -m benchmarks.ttft.plot draws and tabulates.
 
   bench.variants=[single,kvr_s,zigzag,tsp]   of {", ".join(list(VARIANTS)[:7])},
                                              {", ".join(list(VARIANTS)[7:12])},
@@ -68,7 +68,7 @@ def _on_shaped_network(run: BenchRun, args: Sequence[str]) -> bool:
     """Start the ranks on hosts of their own, if that is asked for."""
     if run.bench.network is not Network.netns:
         return False
-    from benchmarks.shaped_runs import run_on_shaped_network
+    from benchmarks.ttft.shaped_runs import run_on_shaped_network
 
     run_on_shaped_network(run, Path(__file__).resolve(), args)
     return True
@@ -79,10 +79,10 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 
     Raises: ValueError and OSError for a user's mistakes, or if variants that must agree do not.
     """
-    from benchmarks.bounds import bounds_of, measure_compute, peak_flops
-    from benchmarks.measurement import Contenders, load_model
     from benchmarks.network.interruptions import signals_raise
-    from benchmarks.record import Record
+    from benchmarks.ttft.bounds import bounds_of, measure_compute, peak_flops
+    from benchmarks.ttft.measurement import Contenders, load_model
+    from benchmarks.ttft.record import Record
     from launch.inputs.partitions import check_table, partitioner
     from launch.program.progress import Bar
     from partitioner.table.fingerprint import Fingerprint
@@ -137,9 +137,9 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 
 def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     """On rank 0, before the model is loaded: what can be wrong and is cheap to find out."""
-    from benchmarks import comparison
-    from benchmarks.bounds import read_compute
-    from benchmarks.measurement import prefill_options
+    from benchmarks.ttft import comparison
+    from benchmarks.ttft.bounds import read_compute
+    from benchmarks.ttft.measurement import prefill_options
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
@@ -189,8 +189,8 @@ def _set_split(
     link: Link | None,
     bounds: Bounds,
 ) -> None:
-    from benchmarks.bounds import searched
-    from benchmarks.measurement import prefill_options
+    from benchmarks.ttft.bounds import searched
+    from benchmarks.ttft.measurement import prefill_options
 
     split, options = VARIANTS[name].split, prefill_options(name, run.prefill.layers_in_flight)
     if split is Split.free:
@@ -218,8 +218,8 @@ def _measure(
     bar: Bar,
 ) -> None:
     """All rounds of one length. What was measured before an interruption is kept."""
-    from benchmarks.measurement import check_agreement, prompt
     from benchmarks.network.interruptions import signals_deferred
+    from benchmarks.ttft.measurement import check_agreement, prompt
 
     ids = prompt(length, model.vocab_size, run.model.seed)
     names = run.bench.variants
@@ -264,8 +264,8 @@ def _keep(
 
 def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
     """Rounds to run by length. All variants of a length run together, since ratios are taken round by round."""
-    from benchmarks import comparison
     from benchmarks.harness import lines
+    from benchmarks.ttft import comparison
 
     if not run.bench.resume:
         return dict.fromkeys(run.bench.lengths, run.bench.pairs)
@@ -278,8 +278,8 @@ def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
 
 
 def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
-    from benchmarks.record import Record
-    from benchmarks.tables import bounds_rows, text
+    from benchmarks.ttft.record import Record
+    from benchmarks.ttft.tables import bounds_rows, text
     from partitioner.table.fingerprint import link_text
 
     stated = [{"length": length, **Record.of_bounds(each)} for length, each in bounds.items()]
@@ -290,8 +290,8 @@ def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
 
 
 def _table_of(written: list[Line], length: int) -> str:
-    from benchmarks.comparison import comparisons
-    from benchmarks.tables import COLUMNS, rows, text
+    from benchmarks.ttft.comparison import comparisons
+    from benchmarks.ttft.tables import COLUMNS, rows, text
 
     [comparison] = comparisons(written)
     [(network, _)] = comparison.points

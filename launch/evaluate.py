@@ -105,7 +105,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
     from itertools import groupby
 
     from benchmarks.evaluation import summary
-    from benchmarks.tables import text
+    from benchmarks.ttft.tables import text
 
     plan = ranks.agree("the evaluation's options", lambda: _prepare(run, ranks))
     missing = plan.missing()

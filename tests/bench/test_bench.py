@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.bounds import read_compute
 from benchmarks.harness import lines, machine
-from benchmarks.measurement import Contenders, Run
 from benchmarks.network.shaped_network import check_machine
-from benchmarks.plot import main as plot
+from benchmarks.ttft.bounds import read_compute
+from benchmarks.ttft.measurement import Contenders, Run
+from benchmarks.ttft.plot import main as plot
 from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import comparison
-from benchmarks.comparison import NetworkKind, comparisons
 from benchmarks.harness import lines
-from benchmarks.tables import COLUMNS, document, noise_rows, rows
+from benchmarks.ttft import comparison
+from benchmarks.ttft.comparison import NetworkKind, comparisons
+from benchmarks.ttft.tables import COLUMNS, document, noise_rows, rows
 from tests.bench.made_lines import line
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.flops import layer_matrices, matmul_rate, prompt_flops
+from benchmarks.ttft.flops import layer_matrices, matmul_rate, prompt_flops
 from runahead.model.model import Model
 from tests.families import build
 

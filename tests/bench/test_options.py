@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.options import BenchRun, Network, ineffective_settings
-from benchmarks.pictures import LOOKS
-from benchmarks.variants import VARIANTS
+from benchmarks.ttft.options import BenchRun, Network, ineffective_settings
+from benchmarks.ttft.pictures import LOOKS
+from benchmarks.ttft.variants import VARIANTS
 from launch.bench import BENCH, HELP, main
 from runahead.config import PrefillName, PrefillOptions
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import pictures
-from benchmarks.comparison import comparisons
 from benchmarks.harness import lines
-from benchmarks.plot import main
+from benchmarks.ttft import pictures
+from benchmarks.ttft.comparison import comparisons
+from benchmarks.ttft.plot import main
 from tests.bench.made_lines import line
 
 SHAPED = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.traffic import formula_bytes, kv_bytes_per_token, narrowed_tokens, wanted_zigzag_tokens
-from benchmarks.variants import Traffic
+from benchmarks.ttft.traffic import formula_bytes, kv_bytes_per_token, narrowed_tokens, wanted_zigzag_tokens
+from benchmarks.ttft.variants import Traffic
 from policies.pyramidinfer import PyramidInfer
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model

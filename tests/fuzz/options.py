@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from benchmarks.evaluation.contenders import contenders
 from benchmarks.evaluation.options import ineffective_settings as without_effect_in_evaluate
-from benchmarks.options import ineffective_settings as without_effect_in_bench
+from benchmarks.ttft.options import ineffective_settings as without_effect_in_bench
 from launch import infer
 from launch.bench import BENCH
 from launch.evaluate import EVALUATE

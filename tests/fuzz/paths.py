@@ -11,9 +11,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks import comparison
-from benchmarks.bounds import read_compute
 from benchmarks.evaluation import plot as evaluation_plot
+from benchmarks.ttft import comparison
+from benchmarks.ttft.bounds import read_compute
 from launch.inputs.prompt_cache import read_prompt_cache
 from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured

@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import comparison, plot
-from benchmarks.bounds import Compute, read_compute
 from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.evaluation import record, summary
 from benchmarks.harness import lines
-from benchmarks.tables import markdown
+from benchmarks.ttft import comparison, plot
+from benchmarks.ttft.bounds import Compute, read_compute
+from benchmarks.ttft.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost
 from partitioner.pictures.search_record import SearchRecord, record_path
@@ -235,7 +235,7 @@ TARGETS = (
     ),
     Target(
         name="measured compute of a benchmark",
-        reads="benchmarks/bounds.py read_compute",
+        reads="benchmarks/ttft/bounds.py read_compute",
         inputs=changed_json([COMPUTE]) | changed_bytes([as_json(COMPUTE)]),
         check=check_compute,
         share=4,
@@ -249,7 +249,7 @@ TARGETS = (
     ),
     Target(
         name="lines of benchmarks",
-        reads="benchmarks/plot.py read",
+        reads="benchmarks/ttft/plot.py read",
         inputs=changed_bytes([as_lines(BENCH_LINES)]) | changed_json([BENCH_LINES[0]]),
         check=check_bench_lines,
         share=6,

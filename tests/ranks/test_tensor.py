@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.plain_transformers import PlainTransformers
+from benchmarks.ttft.plain_transformers import PlainTransformers
 from runahead import GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.config import ModelName, PrefillName
 from runahead.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line, fits, is_above_0, is_count, is_number, is_text, or_none
-from benchmarks.variants import VARIANTS
+from benchmarks.ttft.variants import VARIANTS
 
 PLACE = ("model", "dtype", "ranks", "threads", "backend", "device", "hardware", "layers_in_flight", "commit")
 """Fields of a line that must agree for figures to stand side by side."""

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bounds import Compute, practical
 from benchmarks.network import Noise, ShapedNetwork, run_in
 from benchmarks.network.shaped_network import check_machine, check_rate
-from benchmarks.options import BenchRun
+from benchmarks.ttft.bounds import Compute, practical
+from benchmarks.ttft.options import BenchRun
 from partitioner.cost.link import BITS_PER_BYTE
 from runahead.model import loading
 

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.compute_only import ComputeOnly
-from benchmarks.memory import PeakMemory
-from benchmarks.options import BenchRun
-from benchmarks.plain_transformers import PlainTransformers
-from benchmarks.traffic import NetworkCards
-from benchmarks.variants import BOUND, VARIANTS, Split, Traffic
+from benchmarks.ttft.compute_only import ComputeOnly
+from benchmarks.ttft.memory import PeakMemory
+from benchmarks.ttft.options import BenchRun
+from benchmarks.ttft.plain_transformers import PlainTransformers
+from benchmarks.ttft.traffic import NetworkCards
+from benchmarks.ttft.variants import BOUND, VARIANTS, Split, Traffic
 from runahead import context
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner

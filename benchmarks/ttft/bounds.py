@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.flops import PromptFlops, matmul_rate, prompt_flops
-from benchmarks.traffic import kv_bytes_per_token
+from benchmarks.ttft.flops import PromptFlops, matmul_rate, prompt_flops
+from benchmarks.ttft.traffic import kv_bytes_per_token
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from benchmarks.variants import Traffic
+from benchmarks.ttft.variants import Traffic
 from partitioner.simulation.bounds import chain_tokens, tsp_tokens
 from policies.base import Policy
 from runahead.cache.slabs import KVShape

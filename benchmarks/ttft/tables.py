@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.harness.lines import Line
-from benchmarks.variants import BASELINE, BOUND, OURS
+from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.ttft.variants import BASELINE, BOUND, OURS
 from runahead.picture_style import seconds, tokens
 
 COLUMNS = (

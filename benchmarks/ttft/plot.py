@@ -1,6 +1,6 @@
 """Draws and tabulates what launch/bench.py measured, from its lines only:
 
-python -m benchmarks.plot [--results benchmarks/results/bench.jsonl] [--out docs] [--table]
+python -m benchmarks.ttft.plot [--results benchmarks/results/bench.jsonl] [--out docs] [--table]
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.comparison import Comparison, comparisons, read
-from benchmarks.pictures import PICTURES
-from benchmarks.tables import document
+from benchmarks.ttft.comparison import Comparison, comparisons, read
+from benchmarks.ttft.pictures import PICTURES
+from benchmarks.ttft.tables import document
 from runahead.files import write_whole
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 something is wrong with the lines or files, 2 the command line is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--results", default="benchmarks/results/bench.jsonl", help="JSON lines of launch/bench.py")
     parser.add_argument("--out", default="docs", help="folder for the pictures")
     parser.add_argument("--table", action="store_true", help="print tables in Markdown instead of drawing")

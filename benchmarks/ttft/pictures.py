@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
-from benchmarks.comparison import Comparison, NetworkKind, Point, Spread
-from benchmarks.tables import noise_pairs
-from benchmarks.variants import BASELINE, VARIANTS, Traffic
+from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.ttft.tables import noise_pairs
+from benchmarks.ttft.variants import BASELINE, VARIANTS, Traffic
 from runahead.picture_style import (
     INK,
     MUTED,

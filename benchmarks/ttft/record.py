@@ -6,13 +6,13 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.bounds import Bounds
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.measurement import Run
-from benchmarks.options import BenchRun, Network
-from benchmarks.traffic import formula_bytes, kv_bytes_per_token
-from benchmarks.variants import VARIANTS, Split
+from benchmarks.ttft.bounds import Bounds
+from benchmarks.ttft.measurement import Run
+from benchmarks.ttft.options import BenchRun, Network
+from benchmarks.ttft.traffic import formula_bytes, kv_bytes_per_token
+from benchmarks.ttft.variants import VARIANTS, Split
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.table.fingerprint import Fingerprint, now
 from runahead.context import ContextPartition, even

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from benchmarks.variants import VARIANTS, Split, check_names
+from benchmarks.ttft.variants import VARIANTS, Split, check_names
 from runahead.config import ModelOptions, PartitionName, PartitionOptions, PrefillOptions, RanksOptions
 
 
@@ -48,7 +48,7 @@ class BenchOptions:
     """What is measured, and where the lines go.
 
     Attributes:
-        variants: names in `benchmarks.variants.VARIANTS`; they run in turn (A B C A B C).
+        variants: names in `benchmarks.ttft.variants.VARIANTS`; they run in turn (A B C A B C).
         lengths: of the prompt, tokens.
         pairs: rounds: how often each variant runs. 0 states the bounds and ends.
         warmup: runs of each variant and length before them.

@@ -1,0 +1,1 @@
+"""Time to first token of all prefills in turn: what launch/bench.py measures."""
