@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.lines import Line
-from benchmarks.infinigen_mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
-from benchmarks.infinigen_pictures import SIMILARITY, draw, groups, mass, ratios, subject, tables
+from benchmarks.studies.infinigen_mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
+from benchmarks.studies.infinigen_pictures import SIMILARITY, draw, groups, mass, ratios, subject, tables
 
 RATIOS = ("0.1", "0.2", "0.3")
 

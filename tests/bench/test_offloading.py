@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import offloading
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
-from benchmarks.offloading import FULL, POLICIES, TRANSFORMERS, Bytes
+from benchmarks.studies import offloading
+from benchmarks.studies.offloading import FULL, POLICIES, TRANSFORMERS, Bytes
 
 CONTEXT = 256
 

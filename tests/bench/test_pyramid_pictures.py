@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pyramid_pictures import Line, Samples, draw, tables
-from benchmarks.pyramid_relations import FULL, UNSEEN, configurations
+from benchmarks.studies.pyramid_pictures import Line, Samples, draw, tables
+from benchmarks.studies.pyramid_relations import FULL, UNSEEN, configurations
 
 STARTS = (0, 1000, 2000)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import offloading
 from benchmarks.harness import lines
+from benchmarks.studies import offloading
 from policies import ExactTopK, Full, InfiniGen, Offload, Quest
 from policies.base import Policy
 from runahead.cache.host_layer import HostLayer

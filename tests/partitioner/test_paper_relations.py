@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.paper_relations import main
-from benchmarks.paper_relations_tables import best_ranks
+from benchmarks.studies.paper_relations import main
+from benchmarks.studies.paper_relations_tables import best_ranks
 
 PICTURES = ["bounds", "published", "ranks", "transfer", "winners"]
 # Sums of the same seconds in another order.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.infinigen_mass import (
+from benchmarks.studies.infinigen_mass import (
     ALL_COLUMNS,
     HINDSIGHT,
     NONE,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, edges_of, loss
+from benchmarks.studies.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, edges_of, loss
 from policies.reuse import Segment
 from runahead import Model, ModelOptions
 from runahead.reuse.encoding import encode_segment

@@ -1,6 +1,6 @@
 """What a lookup table is worth on two live ranks: KVR-S, and KVR-P without the entry, against KVR-E and one rank.
 
-    torchrun --nproc-per-node=2 benchmarks/split_quality.py --table tables/smollm2-cpu-2.json --lengths 2048 4096
+    torchrun --nproc-per-node=2 -m benchmarks.studies.split_quality --table tables/smollm2-cpu-2.json --lengths 4096
 
 Measures the compute of one rank first and says how much faster than even chunks it lets any split be, then runs all
 variants in turn (A B C A B C). Appends a JSON line per length to benchmarks/results/split_quality.jsonl.
@@ -11,23 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from partitioner.measure import LiveCost, probe_compute  # noqa: E402
-from partitioner.searches.planning import practical_bound  # noqa: E402
-from partitioner.simulation.chain import simulate  # noqa: E402
-from partitioner.simulation.cluster import Cluster  # noqa: E402
-from partitioner.table.lookup_table import LookupTable, TableWarning  # noqa: E402
-from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, even  # noqa: E402
-from runahead.context import ContextPartition  # noqa: E402
+from benchmarks.harness.machine import ROOT
+from partitioner.measure import LiveCost, probe_compute
+from partitioner.searches.planning import practical_bound
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
+from partitioner.table.lookup_table import LookupTable, TableWarning
+from runahead import Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, even
+from runahead.context import ContextPartition
 
 PROBES = [256, 512, 1024, 2048, 4096]
 

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/prompt_cache.py, from its lines."""
+"""The picture of benchmarks/studies/prompt_cache.py, from its lines."""
 
 from __future__ import annotations
 

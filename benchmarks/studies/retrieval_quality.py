@@ -1,8 +1,8 @@
 """What retrieval costs in quality, over its settings: a passage that comes again, and text that goes on.
 
-    python benchmarks/retrieval_quality.py --text wikitext2.txt --lengths 4096 --samples 2
-    python benchmarks/retrieval_quality.py --text wikitext2.txt --groups pool --lengths 2048
-    python benchmarks/retrieval_quality.py --draw-only
+    python -m benchmarks.studies.retrieval_quality --text wikitext2.txt --lengths 4096 --samples 2
+    python -m benchmarks.studies.retrieval_quality --text wikitext2.txt --groups pool --lengths 2048
+    python -m benchmarks.studies.retrieval_quality --draw-only
 
 A sample is a piece of the text as the prompt. Behind it come, token by token as in decoding, a passage of that prompt
 again (copy-NLL) and the tokens that really follow (perplexity). Groups of settings: `default`; `alpha` and `ratio`, the
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -28,18 +27,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import lines, machine  # noqa: E402
-from benchmarks.harness.lines import Line  # noqa: E402
-from benchmarks.retrieval_decode import fetched_share  # noqa: E402
-from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
-from partitioner.table.fingerprint import now  # noqa: E402
-from policies import POLICIES, Offload  # noqa: E402
-from runahead import Model, ModelOptions  # noqa: E402
-from runahead.files import write_whole  # noqa: E402
-from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title  # noqa: E402
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.retrieval_decode import fetched_share
+from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
+from partitioner.table.fingerprint import now
+from policies import POLICIES, Offload
+from runahead import Model, ModelOptions
+from runahead.files import write_whole
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_quality.png"

@@ -1,7 +1,7 @@
 """Time to first token with cached modules against the full prefill, by length and by cached share.
 
-    python -m benchmarks.prompt_cache
-    python -m benchmarks.prompt_cache --plot-only
+    python -m benchmarks.studies.prompt_cache
+    python -m benchmarks.studies.prompt_cache --plot-only
 
 Every point is a prompt of random tokens, of which some are cached in modules and the others are new. Variants run in
 turn: the full prefill, modules in host memory, modules in files that are mapped (page cache warm), and the bound: the
@@ -24,7 +24,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import lines, machine
-from benchmarks.prompt_cache_pictures import ttft_png
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.prompt_cache_pictures import ttft_png
 from partitioner.table.fingerprint import now
 from policies.prompt_cache.placement import LINK_TOKENS
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
@@ -33,7 +34,6 @@ from runahead.files import write_whole
 from runahead.report import GenerationBatch, library_versions
 from runahead.reuse.store import SegmentStore, StoreLimits
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache.jsonl"
 PICTURE = ROOT / "docs" / "prompt_cache_ttft.png"
 ANSWER_TOKENS = 5

@@ -1,6 +1,6 @@
-"""What kvpress keeps of given prompts. Runs in an environment of its own, which benchmarks/kvpress_agreement.py makes.
+"""What kvpress keeps of given prompts, in an environment of its own that kvpress_agreement.py makes.
 
-    python benchmarks/kvpress_kept.py REQUEST ANSWER
+    python -m benchmarks.studies.kvpress_kept REQUEST ANSWER
 
 Both are files of torch.save. REQUEST: {"model": folder, "cases": [{"press", "options", "budget", "rows", "following"},
 ...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come behind.

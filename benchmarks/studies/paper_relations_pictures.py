@@ -12,7 +12,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
+from benchmarks.studies.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
 from partitioner.table.lookup_table import WORTHWHILE
 from runahead.files import write_whole
 from runahead.picture_style import (

@@ -1,8 +1,8 @@
 """What InfiniGen rests on, as relations: similar inputs of consecutive layers, and columns that tell scores apart.
 
-    python benchmarks/infinigen_relations.py --text book.txt --samples 4 --prompt 3840
-    python benchmarks/infinigen_relations.py --distances --text book.txt
-    python benchmarks/infinigen_relations.py --draw-only
+    python -m benchmarks.studies.infinigen_relations --text book.txt --samples 4 --prompt 3840
+    python -m benchmarks.studies.infinigen_relations --distances --text book.txt
+    python -m benchmarks.studies.infinigen_relations --draw-only
 
 A sample is a piece of the text: a prompt, and tokens behind it that ask what of it they attend to. "Sample text" is
 another text, whose first tokens queries are collected from offline. Measured are
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import lines, machine  # noqa: E402
-from benchmarks.infinigen_mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read  # noqa: E402
-from benchmarks.infinigen_pictures import draw, tables  # noqa: E402
-from partitioner.table.fingerprint import now  # noqa: E402
-from policies.skew import skew_of  # noqa: E402
-from policies.skewing import Skew  # noqa: E402
-from runahead import Model, ModelOptions  # noqa: E402
+from benchmarks.harness import lines, machine
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.infinigen_mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read
+from benchmarks.studies.infinigen_pictures import draw, tables
+from partitioner.table.fingerprint import now
+from policies.skew import skew_of
+from policies.skewing import Skew
+from runahead import Model, ModelOptions
 
 RESULTS = ROOT / "benchmarks" / "results" / "infinigen_relations.jsonl"
 EXAMPLE = ROOT / "examples" / "frankenstein_letters.txt"

@@ -1,7 +1,7 @@
 """The paper's relations by simulation: KV-Runahead against TSP, zigzag and its bounds, far beyond this machine.
 
-    python benchmarks/paper_relations.py
-    python benchmarks/paper_relations.py --draw-only
+    python -m benchmarks.studies.paper_relations
+    python -m benchmarks.studies.paper_relations --draw-only
 
 Simulates everything and writes a JSON line per configuration to benchmarks/results/paper_relations.jsonl, as a whole;
 draws docs/paper_relations_*.png and prints the tables of docs/paper_relations.md from these lines.
@@ -20,25 +20,23 @@ from typing import Any
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.paper_relations_pictures import draw  # noqa: E402
-from benchmarks.paper_relations_tables import tables  # noqa: E402
-from partitioner.cost.compute import ComputeCost  # noqa: E402
-from partitioner.cost.fitted import FittedCost  # noqa: E402
-from partitioner.cost.link import Link, Links  # noqa: E402
-from partitioner.searches.equal_work import equal_work  # noqa: E402
-from partitioner.searches.evaluations import SearchResult  # noqa: E402
-from partitioner.searches.planning import best_num_ranks, best_split, practical_bound  # noqa: E402
-from partitioner.searches.seeded import seeded_search  # noqa: E402
-from partitioner.simulation.bounds import ttft_star  # noqa: E402
-from partitioner.simulation.chain import simulate  # noqa: E402
-from partitioner.simulation.cluster import Cluster  # noqa: E402
-from partitioner.simulation.peers import simulate_tsp, simulate_zigzag  # noqa: E402
-from runahead.config import Attention, Transfer  # noqa: E402
-from runahead.context import ContextPartition, even  # noqa: E402
-from runahead.files import ensure_writable, write_whole  # noqa: E402
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.paper_relations_pictures import draw
+from benchmarks.studies.paper_relations_tables import tables
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.evaluations import SearchResult
+from partitioner.searches.planning import best_num_ranks, best_split, practical_bound
+from partitioner.searches.seeded import seeded_search
+from partitioner.simulation.bounds import ttft_star
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
+from partitioner.simulation.peers import simulate_tsp, simulate_zigzag
+from runahead.config import Attention, Transfer
+from runahead.context import ContextPartition, even
+from runahead.files import ensure_writable, write_whole
 
 MATMUL_FLOPS = 200e12
 """Of 312e12 that an A100 is rated for in fp16."""

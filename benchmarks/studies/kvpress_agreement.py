@@ -1,7 +1,7 @@
 """Do SnapKV and StreamingLLM keep the tokens that kvpress keeps, and who is right about padding?
 
-    python benchmarks/kvpress_agreement.py
-    python benchmarks/kvpress_agreement.py --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
+    python -m benchmarks.studies.kvpress_agreement
+    python -m benchmarks.studies.kvpress_agreement --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
 
 kvpress 0.5 needs another transformers than Runahead, so it gets an environment of its own in the cache folder
 (RUNAHEAD_CACHE), made with pip on the first run. Both read the same folder of weights and the same prompts. Then:
@@ -33,19 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import machine  # noqa: E402
-from partitioner.table.fingerprint import now  # noqa: E402
-from policies import SnapKV, StreamingLLM  # noqa: E402
-from policies.base import Policy  # noqa: E402
-from policies.snapkv import Pool  # noqa: E402
-from runahead import Model, ModelOptions  # noqa: E402
-from runahead.conversation import Conversation  # noqa: E402
-from runahead.model import loading  # noqa: E402
-from runahead.model.loading.smollm2 import cache_folder  # noqa: E402
-from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
+from benchmarks.harness import machine
+from benchmarks.harness.machine import ROOT
+from partitioner.table.fingerprint import now
+from policies import SnapKV, StreamingLLM
+from policies.base import Policy
+from policies.snapkv import Pool
+from runahead import Model, ModelOptions
+from runahead.conversation import Conversation
+from runahead.model import loading
+from runahead.model.loading.smollm2 import cache_folder
+from runahead.thinning.rank_policies import RankPolicies
 
 RESULTS = ROOT / "benchmarks" / "results" / "kvpress.jsonl"
 TEXT = ROOT / "examples" / "frankenstein_letters.txt"
@@ -191,7 +189,7 @@ def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], di
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.pt", Path(scratch) / "answer.pt"
         torch.save({"model": model, "cases": list(requests.values())}, request)
-        script = ROOT / "benchmarks" / "kvpress_kept.py"
+        script = ROOT / "benchmarks" / "studies" / "kvpress_kept.py"
         quiet = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         subprocess.run([python, script, request, answer], check=True, env=quiet, cwd=scratch)
         answered = torch.load(answer, weights_only=True)

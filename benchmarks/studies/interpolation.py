@@ -1,6 +1,6 @@
 """KVR-P against KVR-S by simulation: what do lengths that were left out of a table lose?
 
-    python benchmarks/interpolation.py --ranks 2 4 8 --gbps 800 100 25 10
+    python -m benchmarks.studies.interpolation --ranks 2 4 8 --gbps 800 100 25 10
 
 Plans a 7B model (Llama 7B, and the same with 8 K,V heads) with tables of several spacings, as
 `python -m partitioner.search search.objective=modelled` does, with lengths added (its default) and with none. Then
@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import median
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from partitioner.cost.fitted import FittedCost  # noqa: E402
-from partitioner.cost.link import Link, Links  # noqa: E402
-from partitioner.options import Objective, SearchOptions  # noqa: E402
-from partitioner.searches.planning import best_split, simulated_cost  # noqa: E402
-from partitioner.searches.progress import SearchProgress  # noqa: E402
-from partitioner.searches.simulated import SimulatedSearch  # noqa: E402
-from partitioner.simulation.cluster import Cluster  # noqa: E402
-from partitioner.table.fingerprint import Fingerprint, ModelShape  # noqa: E402
-from partitioner.table.lookup_table import LookupTable  # noqa: E402
+from benchmarks.harness.machine import ROOT
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.options import Objective, SearchOptions
+from partitioner.searches.planning import best_split, simulated_cost
+from partitioner.searches.progress import SearchProgress
+from partitioner.searches.simulated import SimulatedSearch
+from partitioner.simulation.cluster import Cluster
+from partitioner.table.fingerprint import Fingerprint, ModelShape
+from partitioner.table.lookup_table import LookupTable
 
 KV_HEADS = {"MHA": 32, "GQA": 8}
 SPACINGS = {

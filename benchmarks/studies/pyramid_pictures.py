@@ -1,4 +1,4 @@
-"""Pictures and tables of benchmarks/pyramid_relations.py, from its lines."""
+"""Pictures and tables of benchmarks/studies/pyramid_relations.py, from its lines."""
 
 from __future__ import annotations
 

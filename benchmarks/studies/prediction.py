@@ -1,6 +1,6 @@
 """Replayed against measured TTFT: does a simulation from one device's compute predict two live ranks?
 
-    torchrun --nproc-per-node=2 benchmarks/prediction.py --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
+    torchrun --nproc-per-node=2 -m benchmarks.studies.prediction --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
 
 Measures compute and runs every split, in turn, round after round, so that a machine whose speed drifts does not decide;
 then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl and
@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from partitioner.cost.link import Links  # noqa: E402
-from partitioner.cost.measured import MeasuredCost  # noqa: E402
-from partitioner.measure import LiveCost, ping, probe_compute  # noqa: E402
-from partitioner.simulation.chain import Cluster, simulate  # noqa: E402
-from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios  # noqa: E402
+from benchmarks.harness.machine import ROOT
+from partitioner.cost.link import Links
+from partitioner.cost.measured import MeasuredCost
+from partitioner.measure import LiveCost, ping, probe_compute
+from partitioner.simulation.chain import Cluster, simulate
+from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """PyramidInfer's Table 3 and Fig. 8 as relations: the shape of the pyramid, and how many recent tokens vote.
 
-    python benchmarks/pyramid_relations.py --text book.txt --samples 16
-    python benchmarks/pyramid_relations.py --draw-only
+    python -m benchmarks.studies.pyramid_relations --text book.txt --samples 16
+    python -m benchmarks.studies.pyramid_relations --draw-only
 
 A sample is a piece of the text: a passage, then other text. Behind the prompt, of which the policy chose what stays,
 three things are measured without cutting back any more:
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -32,17 +31,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.evaluation.tasks.base import nll_S  # noqa: E402
-from benchmarks.harness import machine  # noqa: E402
-from benchmarks.pyramid_pictures import Line, draw, tables  # noqa: E402
-from partitioner.table.fingerprint import now  # noqa: E402
-from policies import PyramidInfer  # noqa: E402
-from runahead import Model, ModelOptions  # noqa: E402
-from runahead.conversation import Conversation  # noqa: E402
-from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
+from benchmarks.evaluation.tasks.base import nll_S
+from benchmarks.harness import machine
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.pyramid_pictures import Line, draw, tables
+from partitioner.table.fingerprint import now
+from policies import PyramidInfer
+from runahead import Model, ModelOptions
+from runahead.conversation import Conversation
+from runahead.thinning.rank_policies import RankPolicies
 
 RESULTS = ROOT / "benchmarks" / "results" / "pyramid_relations.jsonl"
 TEXT = ROOT / "examples" / "frankenstein_letters.txt"

@@ -1,7 +1,7 @@
 """Time per token while decoding, over the prompt's length: retrieving policies against the full cache.
 
-    python benchmarks/retrieval_decode.py --lengths 1024 2048 4096 8192
-    python benchmarks/retrieval_decode.py --draw-only
+    python -m benchmarks.studies.retrieval_decode --lengths 1024 2048 4096 8192
+    python -m benchmarks.studies.retrieval_decode --draw-only
 
 The bound is in bytes, since a step of one token reads each of them once: weights and all K,V for the full cache;
 weights, the query projections once more for predictions, partial keys, and the K,V that were fetched. Its gain is the
@@ -14,7 +14,6 @@ benchmarks/results/retrieval_decode.jsonl and draws docs/retrieval_decode.png fr
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,20 +24,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import lines, machine  # noqa: E402
-from benchmarks.harness.lines import Line  # noqa: E402
-from benchmarks.retrieved_prompt import FullCache, RetrievedPrompt  # noqa: E402
-from partitioner.table.fingerprint import now  # noqa: E402
-from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
-from policies.base import Policy  # noqa: E402
-from runahead import Model, ModelOptions  # noqa: E402
-from runahead.conversation import Conversation  # noqa: E402
-from runahead.files import write_whole  # noqa: E402
-from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
-from runahead.ranks.devices import keep_freed_memory  # noqa: E402
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
+from partitioner.table.fingerprint import now
+from policies import ExactTopK, InfiniGen, Offload, Quest
+from policies.base import Policy
+from runahead import Model, ModelOptions
+from runahead.conversation import Conversation
+from runahead.files import write_whole
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
+from runahead.ranks.devices import keep_freed_memory
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_decode.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_decode.png"

@@ -1,8 +1,8 @@
 """Decoding with K,V in host memory, on a GPU: time per token against what memory and the host's link allow.
 
-    python benchmarks/offloading.py --shape llama2-7b --contexts 2048 8192 32768 --batch 1 4 20
-    python benchmarks/offloading.py --shape llama2-13b --layers 10 --variants full infinigen offload --trace trace.json
-    python benchmarks/offloading.py --draw-only
+    python -m benchmarks.studies.offloading --shape llama2-7b --contexts 2048 8192 32768 --batch 1 4 20
+    python -m benchmarks.studies.offloading --shape llama2-13b --layers 10 --trace trace.json
+    python -m benchmarks.studies.offloading --draw-only
 
 Weights and K,V are random, of a real model's shapes: a decoding step takes as long whatever they say, and no prompt has
 to be computed first. What they say decides how many tokens are within alpha: with random K,V more than max_fetch
@@ -34,29 +34,27 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import lines, machine  # noqa: E402
-from benchmarks.harness.lines import Line  # noqa: E402
-from benchmarks.retrieval_decode import weight_bytes  # noqa: E402
-from partitioner.table.fingerprint import device_name, now  # noqa: E402
-from policies import ExactTopK, InfiniGen, Offload, Quest  # noqa: E402
-from policies.retriever import Retriever  # noqa: E402
-from runahead import Model  # noqa: E402
-from runahead.attention.causal import CausalAttention  # noqa: E402
-from runahead.attention.partial import AttentionTerms  # noqa: E402
-from runahead.cache.copy_stream import CopyStream, copies_for  # noqa: E402
-from runahead.cache.host_layer import HostLayer  # noqa: E402
-from runahead.cache.host_memory import host_empty  # noqa: E402
-from runahead.cache.kept import KeptLayer  # noqa: E402
-from runahead.cache.slabs import KVCache  # noqa: E402
-from runahead.files import write_whole  # noqa: E402
-from runahead.model.model import set_attention  # noqa: E402
-from runahead.model.seam import ATTENTION_NAME  # noqa: E402
-from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens  # noqa: E402
-from runahead.retrieval.attention import RetrievingAttention  # noqa: E402
-from runahead.thinning.rank_policies import RankPolicies  # noqa: E402
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import ROOT
+from benchmarks.studies.retrieval_decode import weight_bytes
+from partitioner.table.fingerprint import device_name, now
+from policies import ExactTopK, InfiniGen, Offload, Quest
+from policies.retriever import Retriever
+from runahead import Model
+from runahead.attention.causal import CausalAttention
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.copy_stream import CopyStream, copies_for
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.host_memory import host_empty
+from runahead.cache.kept import KeptLayer
+from runahead.cache.slabs import KVCache
+from runahead.files import write_whole
+from runahead.model.model import set_attention
+from runahead.model.seam import ATTENTION_NAME
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
+from runahead.retrieval.attention import RetrievingAttention
+from runahead.thinning.rank_policies import RankPolicies
 
 RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"
 PICTURE = ROOT / "docs" / "offloading.png"

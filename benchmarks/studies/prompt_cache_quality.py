@@ -1,6 +1,6 @@
 """What reuse of modules costs in quality: plain prompts, independent modules, link tokens, a sink prefix, scaffolds.
 
-    python -m benchmarks.prompt_cache_quality
+    python -m benchmarks.studies.prompt_cache_quality
 
 Three questions to a real model, each with a context that is cut into modules. Perplexity: of the text that follows.
 Copy-NLL: a passage is in the first module, and how well does the model expect it behind the last one? Keys: every
@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.evaluation.tasks.retrieval import number_in
 from benchmarks.harness import lines, machine
+from benchmarks.harness.machine import ROOT
 from partitioner.table.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
@@ -33,7 +34,6 @@ from runahead.reuse.attention import ReusedAttention
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache_quality.jsonl"
 PASSAGE, FOLLOWING = 128, 128
 CONTEXT = 768

@@ -1,4 +1,4 @@
-"""Pictures and tables of benchmarks/infinigen_relations.py, from its lines."""
+"""Pictures and tables of benchmarks/studies/infinigen_relations.py, from its lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.infinigen_mass import (
+from benchmarks.studies.infinigen_mass import (
     ALL_COLUMNS,
     HINDSIGHT,
     NONE,
