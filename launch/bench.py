@@ -12,10 +12,11 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.ttft.options import BenchRun, Network, ineffective_settings
 from benchmarks.ttft.variants import VARIANTS, Split
+from launch.inputs.options import PartitionName, RunOptions
 from launch.program.compose import Program
 from launch.program.ending import say
 from launch.program.run import run_program
-from runahead.config import PartitionName, PrefillOptions, RunOptions
+from runahead.config import PrefillOptions
 
 if TYPE_CHECKING:
     from benchmarks.harness.lines import Line

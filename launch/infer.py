@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.program.compose import INFER
+from launch.inputs.options import PolicyName, RunOptions, ineffective_settings
+from launch.program.compose import Program
 from launch.program.run import run_program
-from runahead.config import PolicyName, RunOptions, ineffective_settings
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
@@ -23,6 +23,66 @@ if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
     from runahead.thinning.rank_policies import RankPolicies
+
+
+HELP = """\
+usage: torchrun --nproc-per-node=N launch/infer.py [name=value ...]     (or: python launch/infer.py ..., one
+rank)
+
+Reads a long prompt on several ranks with KV-Runahead and streams the answer to standard output.
+
+  model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
+                               model.dtype=auto|float32|bfloat16|float16
+                               model.seed=0   model.layers=<n>   model.trust_remote_code=false
+  one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
+                               prompt.random_tokens=<n>
+  and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
+                               prompt.skip_invalid=false
+  prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
+          tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
+                               prefill.chunk_tokens=<n, on one rank>
+  partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
+                               partition.force=false
+  ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
+                               ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
+  policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
+                               policy.positions=original|reencoded
+                               policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
+                               policy.window=32   policy.kernel=7   policy.pool=max|avg
+                               policy.recent_share=0.5   policy.beta=20
+         pyramidinfer          policy.mean_keep=0.6   policy.recent_ratio=0.2   policy.min_tokens=64
+                               policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
+                               policy.voters=<n>   policy.newest_weight=1.2   policy.budget=<tokens>
+                               policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
+         prompt_cache          policy.schema=<xml>   policy.store=<folder>   policy.link_tokens=4   policy.sinks=<n>
+                               policy.device_bytes=2GiB   policy.host_bytes=8GiB   policy.disk_bytes=64GiB
+         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=7
+                               policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
+                               policy.min_tokens=<n>
+                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false|null
+                               policy.first_ahead=<n>
+                               policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
+         quest|exact_topk      policy.fetch=<tokens, or a share>   policy.page=16   policy.pool....: as infinigen
+         offload               policy.pool....: as infinigen
+         sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
+         per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
+  generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
+                               generation.temperature=1   generation.top_p=1   generation.top_k=0
+                               generation.repetition_penalty=1   generation.seed=0
+                               generation.stop=<text or JSON list>   generation.ignore_eos=false
+  experiment=<name>            report=<json>   timeline=<json>   warmup=0
+
+prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
+--cfg job prints the composed options; --help prints this. --layout prints where the modules of policy.schema stand.
+
+  torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
+  torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
+      partition=ratios partition.ratios=[0.6,0.4] report=run.json timeline=trace.json
+  cat notes.txt | python launch/infer.py prompt.file=- prompt.question="What is to be done?"
+  generation.stop=END
+"""
+
+INFER = Program(name="infer", options=RunOptions, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -179,6 +239,7 @@ def _write_files(
     partition: Partitioner,
 ) -> None:
     from launch.inputs.partitions import kvr_name
+    from launch.inputs.policies import given_options
     from runahead.files import write_whole
     from runahead.report import report_json
     from runahead.timeline.trace import write_timeline
@@ -186,8 +247,11 @@ def _write_files(
     dtype = str(model.dtype).removeprefix("torch.")
     if run.report is not None:
         text = report_json(
-            run,
             batches,
+            prefill=run.prefill,
+            partition=run.partition.name.name,
+            policy=given_options(run.policy),
+            warmup=run.warmup,
             model=model.name,
             dtype=dtype,
             device=str(ranks.device),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from runahead.config import PolicyOptions, Positions, RunOptions
+from runahead.config import PrefillOptions
 from runahead.files import ensure_writable, write_whole
 from runahead.timeline.span import Span
 
@@ -127,9 +127,12 @@ class GenerationBatch:
 
 
 def report_json(
-    run: RunOptions,
     batches: Sequence[GenerationBatch],
     *,
+    prefill: PrefillOptions,
+    partition: str,
+    policy: Mapping[str, Any],
+    warmup: int,
     model: str,
     dtype: str,
     device: str,
@@ -143,6 +146,9 @@ def report_json(
     each, in order, and `batch` tells which of them ran together and share their times and bytes.
 
     Args:
+        partition: name of the way in which prompts were split.
+        policy: name and given options of the cache policy, as JSON can hold them.
+        warmup: runs before the measured ones.
         kvr_names: what the paper calls each batch's partition (KVR-E, KVR-S, KVR-P), None if it has no name for it.
         skipped: prompts that were left out: place among all, and what is wrong with them. If there are any, each
             prompt has its place, too.
@@ -153,14 +159,14 @@ def report_json(
         "model": model,
         "dtype": dtype,
         "device": device,
-        "policy": _what_was_set(run.policy),
-        "prefill": {"strategy": run.prefill.name.name, "transfer": run.prefill.transfer.name}
-        | ({} if run.prefill.chunk_tokens is None else {"chunk_tokens": run.prefill.chunk_tokens}),
-        "warmup": run.warmup,
+        "policy": dict(policy),
+        "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
+        | ({} if prefill.chunk_tokens is None else {"chunk_tokens": prefill.chunk_tokens}),
+        "warmup": warmup,
         "versions": library_versions(),
     }
     prompts = [
-        _prompt_fields(run, generation, batch, kvr_name) | {"batch": number}
+        _prompt_fields(generation, batch, partition, kvr_name) | {"batch": number}
         for number, (batch, kvr_name) in enumerate(zip(batches, kvr_names, strict=True))
         for generation in batch.generations
     ]
@@ -177,23 +183,12 @@ def report_json(
     return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
-def _what_was_set(policy: PolicyOptions) -> dict[str, Any]:
-    """The policy's name and the options that were given."""
-    places = {place: value for place, value in asdict(policy.ranks).items() if value is not None}
-    given = {name: value for name, value in asdict(policy).items() if value is not None and name != "ranks"}
-    if policy.positions is Positions.original:
-        del given["positions"]
-    else:
-        given["positions"] = policy.positions.name
-    return given | {"name": policy.name.name} | ({"ranks": places} if places else {})
-
-
 def _prompt_fields(
-    run: RunOptions, generation: Generation, batch: GenerationBatch, kvr_name: str | None
+    generation: Generation, batch: GenerationBatch, partition_name: str, kvr_name: str | None
 ) -> dict[str, Any]:
     # JSON has no NaN and no infinity, and a broken model should still get its report.
     top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in generation.first_token_logits_top5]
-    partition: dict[str, Any] = {"name": run.partition.name.name}
+    partition: dict[str, Any] = {"name": partition_name}
     if kvr_name is not None:
         partition["kvr"] = kvr_name
     return {

@@ -8,7 +8,8 @@ from enum import Enum
 from typing import Any
 
 from benchmarks.ttft.variants import VARIANTS, Split, check_names
-from runahead.config import ModelOptions, PartitionName, PartitionOptions, PrefillOptions, RanksOptions
+from launch.inputs.options import PartitionName, PartitionOptions
+from runahead.config import ModelOptions, PrefillOptions, RanksOptions
 
 
 class Network(Enum):

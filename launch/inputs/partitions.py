@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from launch.program.ending import say
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
-from runahead.config import PartitionName, PartitionOptions, RunOptions
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 

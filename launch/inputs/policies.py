@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
+from launch.inputs.options import PolicyName, PolicyOptions
 from launch.inputs.prompt_cache import check_options
 from policies import POLICIES
 from policies.base import Policy
-from runahead.config import PolicyName, PolicyOptions
+from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -28,6 +29,17 @@ def rank_policies(options: PolicyOptions) -> RankPolicies:
         last=policies_of(options.ranks.last or "full", "policy.ranks.last"),
         others=policies_of(options.ranks.others or "full", "policy.ranks.others"),
     )
+
+
+def given_options(options: PolicyOptions) -> dict[str, Any]:
+    """The policy's name and the options that were given, as JSON can hold them."""
+    places = {place: value for place, value in asdict(options.ranks).items() if value is not None}
+    given = {name: value for name, value in asdict(options).items() if value is not None and name != "ranks"}
+    if options.positions is Positions.original:
+        del given["positions"]
+    else:
+        given["positions"] = options.positions.name
+    return given | {"name": options.name.name} | ({"ranks": places} if places else {})
 
 
 SHARED = ("ranks", "positions")

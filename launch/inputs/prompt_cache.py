@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from launch.inputs.options import Chat, PolicyName, PolicyOptions, PromptOptions, RunOptions
 from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, read_text
 from policies.byte_size import num_bytes
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.placement import LINK_TOKENS
-from runahead.config import Chat, PolicyName, PolicyOptions, Positions, PromptOptions, RunOptions
+from runahead.config import Positions
 
 if TYPE_CHECKING:
     from runahead.model.model import Model

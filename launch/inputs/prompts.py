@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.inputs.options import Chat, PromptOptions
 from policies.prompt_cache.chat_template import render
-from runahead.config import Chat, PrefillOptions, PromptOptions
+from runahead.config import PrefillOptions
 from runahead.files import read_user_file
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runahead.config import RunOptions
-
 # Beside the package that this file is in, in a checkout as in site-packages.
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 
@@ -53,64 +51,6 @@ FILE_NAMES = (
     "bench.results",
     "bench.compute",
 )
-
-HELP = """\
-usage: torchrun --nproc-per-node=N launch/infer.py [name=value ...]     (or: python launch/infer.py ..., one
-rank)
-
-Reads a long prompt on several ranks with KV-Runahead and streams the answer to standard output.
-
-  model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
-                               model.dtype=auto|float32|bfloat16|float16
-                               model.seed=0   model.layers=<n>   model.trust_remote_code=false
-  one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
-                               prompt.random_tokens=<n>
-  and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
-                               prompt.skip_invalid=false
-  prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
-          tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
-                               prefill.chunk_tokens=<n, on one rank>
-  partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
-                               partition.force=false
-  ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
-                               ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
-  policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
-                               policy.positions=original|reencoded
-                               policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
-                               policy.window=32   policy.kernel=7   policy.pool=max|avg
-                               policy.recent_share=0.5   policy.beta=20
-         pyramidinfer          policy.mean_keep=0.6   policy.recent_ratio=0.2   policy.min_tokens=64
-                               policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
-                               policy.voters=<n>   policy.newest_weight=1.2   policy.budget=<tokens>
-                               policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
-         prompt_cache          policy.schema=<xml>   policy.store=<folder>   policy.link_tokens=4   policy.sinks=<n>
-                               policy.device_bytes=2GiB   policy.host_bytes=8GiB   policy.disk_bytes=64GiB
-         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=7
-                               policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
-                               policy.min_tokens=<n>
-                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false|null
-                               policy.first_ahead=<n>
-                               policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
-         quest|exact_topk      policy.fetch=<tokens, or a share>   policy.page=16   policy.pool....: as infinigen
-         offload               policy.pool....: as infinigen
-         sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
-         per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
-  generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
-                               generation.temperature=1   generation.top_p=1   generation.top_k=0
-                               generation.repetition_penalty=1   generation.seed=0
-                               generation.stop=<text or JSON list>   generation.ignore_eos=false
-  experiment=<name>            report=<json>   timeline=<json>   warmup=0
-
-prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
---cfg job prints the composed options; --help prints this. --layout prints where the modules of policy.schema stand.
-
-  torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
-  torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
-      partition=ratios partition.ratios=[0.6,0.4] report=run.json timeline=trace.json
-  cat notes.txt | python launch/infer.py prompt.file=- prompt.question="What is to be done?"
-  generation.stop=END
-"""
-
 
 T = TypeVar("T")
 
@@ -168,19 +108,6 @@ class Program(Generic[T]):
                 raise ValueError(f"{found[1]} does not go with the other options; leave it out") from error
             raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
         return _with_verbatim(_typed(composed, self.options), verbatim)
-
-
-INFER = Program(name="infer", options=RunOptions, help=HELP)
-
-
-def read_command_line(args: Sequence[str]) -> CommandLine[RunOptions]:
-    """The command line of launch/infer.py."""
-    return INFER.read(args)
-
-
-def compose_run(overrides: Sequence[str]) -> RunOptions:
-    """The options of launch/infer.py."""
-    return INFER.compose(overrides)
 
 
 def _split_flags(args: Sequence[str]) -> tuple[set[str], list[str]]:

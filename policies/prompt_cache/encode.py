@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from launch.inputs.options import PolicyName, PolicyOptions
 from launch.program.compose import Program
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
-from runahead.config import ModelOptions, PolicyName, PolicyOptions, RanksOptions
+from runahead.config import ModelOptions, RanksOptions
 
 if TYPE_CHECKING:
     from policies.prompt_cache import PromptCache

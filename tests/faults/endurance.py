@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks.harness import lines as json_lines
 from benchmarks.harness.machine import commit, hardware
-from launch.program.compose import compose_run
+from launch import infer
 from runahead.model import loading
 from runahead.model.model import max_positions
 from runahead.report import library_versions
@@ -129,7 +129,7 @@ def endurance(seed: int, count: int, longest: int, num_fresh: int, overrides: Se
 def make_prompts(seed: int, count: int, longest: int, overrides: Sequence[str]) -> Prompts:
     """Pieces of a text, of 1 to `longest` tokens, as many of 1 to 10 as of 1,000 to 10,000; a few are invalid."""
     draw = random.Random(seed)
-    model = compose_run(overrides).model
+    model = infer.INFER.compose(overrides).model
     tokenizer = loading.load_tokenizer(model)
     limit = max_positions(loading.load_config(model).get_text_config(decoder=True))
     assert tokenizer is not None and limit is not None and limit > longest

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from safetensors.torch import load, save
 
+from launch.inputs.options import PromptOptions
 from launch.inputs.prompts import check_lengths, read_prompts
 from runahead import Engine, Model
-from runahead.config import GenerationOptions, ModelOptions, PromptOptions
+from runahead.config import GenerationOptions, ModelOptions
 from runahead.model import loading
 from runahead.model.model import max_positions
 from tests.fuzz.harness import Outcome, judged

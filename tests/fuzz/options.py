@@ -19,15 +19,16 @@ from benchmarks.ttft.options import ineffective_settings as without_effect_in_be
 from launch import infer
 from launch.bench import BENCH
 from launch.evaluate import EVALUATE
+from launch.infer import INFER
+from launch.inputs.options import PolicyName, ineffective_settings
 from launch.inputs.policies import rank_policies
-from launch.program.compose import INFER, CommandLine, Program, _option_names
+from launch.program.compose import CommandLine, Program, _option_names
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes
 from policies.prompt_cache.encode import ENCODE
 from policies.skew import SKEW
 from runahead import context
-from runahead.config import PolicyName, ineffective_settings
 from tests.fuzz.harness import Outcome, judged, run_main
 from tests.fuzz.models import tiny_model
 from tests.fuzz.target import Target

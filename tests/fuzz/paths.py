@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import read_compute
+from launch.inputs.options import PolicyName, PolicyOptions, PromptOptions
 from launch.inputs.prompt_cache import read_prompt_cache
 from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from policies.skewing import Skew
-from runahead.config import ModelOptions, PolicyName, PolicyOptions, PromptOptions
+from runahead.config import ModelOptions
 from runahead.files import ensure_writable
 from runahead.model import loading
 from tests.fuzz.harness import Outcome, judged

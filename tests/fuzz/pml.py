@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from launch.inputs.options import PolicyName, PolicyOptions, PromptOptions
 from policies.prompt_cache import PromptCache, Schema
-from runahead.config import PolicyName, PolicyOptions, PromptOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, changed_bytes
 from tests.fuzz.target import Target

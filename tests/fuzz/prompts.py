@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from launch.inputs.options import PromptOptions
 from launch.inputs.prompts import Prompts, check_lengths, read_prompts
-from runahead.config import PromptOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.fuzz.target import Target

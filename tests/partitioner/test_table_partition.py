@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import TablePartition, check_table, kvr_name, partitioner
 from partitioner.table.fingerprint import Fingerprint
 from runahead import Ranks, even
-from runahead.config import PartitionOptions, PrefillOptions, RunOptions, Transfer, ineffective_settings
+from runahead.config import PrefillOptions, Transfer
 from runahead.ranks.ranks import SharedError
 from runahead.report import report_json
 from tests.conftest import RankPools
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_report import batch, generation
+from tests.unit.test_report import OF_A_RUN, batch, generation
 
 TABLE = table_of(entry([0, 60, 100]), entry([0, 120, 200]))
 
@@ -85,9 +86,7 @@ def test_the_papers_names_are_in_the_report() -> None:
     assert kvr_name(RunOptions(prefill=PrefillOptions(name="single")), even, [0, 100, 100]) is None  # type: ignore[arg-type]
     ratios = RunOptions(partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4]))  # type: ignore[arg-type]
     assert kvr_name(ratios, lambda *_: even(100, 2), [0, 50, 100]) is None
-    text = report_json(
-        run, [batch(generation())], model="m", dtype="float32", device="cpu", world_size=2, kvr_names=["KVR-P"]
-    )
+    text = report_json([batch(generation())], **OF_A_RUN | {"partition": "table"}, kvr_names=["KVR-P"])
     assert json.loads(text)["partition"] == {"name": "table", "kvr": "KVR-P", "boundaries": [0, 6, 10]}
 
 

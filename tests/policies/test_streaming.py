@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.infer import main
-from launch.program.compose import compose_run
+from launch.infer import INFER, main
+from launch.inputs.options import ineffective_settings
 from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.config import Device, Positions, PrefillName, ineffective_settings
+from runahead.config import Device, Positions, PrefillName
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.text_limits import check_chunk_tokens, remedy
@@ -322,9 +322,9 @@ def test_the_program_takes_a_prompt_longer_than_the_model(
 
 
 def test_settings_without_effect_are_told() -> None:
-    said = ineffective_settings(compose_run(["policy.positions=reencoded"]))
+    said = ineffective_settings(INFER.compose(["policy.positions=reencoded"]))
     assert said == ["policy.positions has no effect with policy=full"]
-    said = ineffective_settings(compose_run(["prefill=tsp", "prefill.chunk_tokens=16"]))
+    said = ineffective_settings(INFER.compose(["prefill=tsp", "prefill.chunk_tokens=16"]))
     assert said == ["prefill.chunk_tokens has no effect with prefill=tsp"]
 
 

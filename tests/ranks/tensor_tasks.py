@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from launch.infer import infer
-from launch.program.compose import compose_run
+from launch.infer import INFER, infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.prefill.chain_attention import ChainAttention
@@ -135,7 +134,7 @@ def shared_model_in_other_engine(ranks: Ranks) -> None:
 
 
 def run_program(ranks: Ranks, overrides: list[str]) -> None:
-    infer(compose_run(overrides), ranks, even)
+    infer(INFER.compose(overrides), ranks, even)
 
 
 def make_ready(ranks: Ranks) -> None:

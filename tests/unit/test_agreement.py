@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runahead.config import GenerationOptions, ModelOptions, RunOptions
+from launch.inputs.options import RunOptions
+from runahead.config import GenerationOptions, ModelOptions
 from runahead.ranks.agreement import disagreement, fact, library_facts, option_facts, secret
 from runahead.ranks.ranks import SharedError
 from runahead.ranks.rendezvous import Presence, meet

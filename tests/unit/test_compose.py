@@ -12,8 +12,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launch.program.compose import CONF, HELP, _option_names, compose_run, read_command_line
-from runahead.config import Chat, ModelName, PartitionName, PolicyName, PrefillName, RunOptions
+from launch.infer import HELP, INFER
+from launch.inputs.options import Chat, PartitionName, PolicyName, RunOptions
+from launch.program.compose import CONF, _option_names
+from runahead.config import ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,13 +27,13 @@ ARGUMENTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["
 
 
 def run_of(*args: str) -> RunOptions:
-    run = read_command_line(args).run
+    run = INFER.read(args).run
     assert run is not None
     return run
 
 
 def test_files_in_conf_hold_the_defaults_of_the_dataclasses():
-    assert compose_run([]) == RunOptions()
+    assert INFER.compose([]) == RunOptions()
 
 
 def test_every_file_in_conf_composes():
@@ -47,7 +49,7 @@ def test_every_file_in_conf_composes():
     assert files
     for path in files:
         choice = f"{path.parent.name}/{path.stem}"
-        compose_run([choice.replace("/", "="), *needed.get(choice, [])])
+        INFER.compose([choice.replace("/", "="), *needed.get(choice, [])])
 
 
 def test_every_choice_has_a_file():
@@ -168,7 +170,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("args", "message"), MISTAKES)
 def test_a_mistake_is_one_line_with_the_remedy(args, message):
     with pytest.raises(ValueError) as error:
-        read_command_line(args)
+        INFER.read(args)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -180,13 +182,13 @@ def test_a_mistake_is_one_line_with_the_remedy(args, message):
 @example(name="model", value="a/../b")
 def test_any_argument_is_read_or_refused_in_one_line(name, value):
     try:
-        read_command_line([f"{name}={value}"])
+        INFER.read([f"{name}={value}"])
     except ValueError as error:
         assert len(str(error).splitlines()) == 1
 
 
 def test_help_names_every_option():
-    to_print = read_command_line(["--help", "no=such.option"]).to_print
+    to_print = INFER.read(["--help", "no=such.option"]).to_print
     assert to_print == HELP
     for name in _option_names(RunOptions)[1]:
         group = name.removesuffix(".name")
@@ -194,7 +196,7 @@ def test_help_names_every_option():
 
 
 def test_cfg_job_prints_what_would_run():
-    to_print = read_command_line(["--cfg", "job", "prompt.text=${x}: 'y'", "prefill.transfer=direct"]).to_print
+    to_print = INFER.read(["--cfg", "job", "prompt.text=${x}: 'y'", "prefill.transfer=direct"]).to_print
     assert to_print is not None
     printed = yaml.safe_load(to_print)
     assert printed["prompt"]["text"] == "${x}: 'y'"

@@ -5,20 +5,8 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
-from runahead.config import (
-    Chat,
-    DType,
-    GenerationOptions,
-    ModelName,
-    ModelOptions,
-    PartitionOptions,
-    PrefillOptions,
-    PromptOptions,
-    RanksOptions,
-    RunOptions,
-    Transfer,
-    ineffective_settings,
-)
+from launch.inputs.options import Chat, PartitionOptions, PromptOptions, RunOptions, ineffective_settings
+from runahead.config import DType, GenerationOptions, ModelName, ModelOptions, PrefillOptions, RanksOptions, Transfer
 
 
 def test_defaults_are_a_valid_run():

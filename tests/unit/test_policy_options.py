@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from launch.infer import INFER
+from launch.inputs.options import PolicyName
 from launch.inputs.policies import rank_policies
-from launch.program.compose import compose_run
 from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
 from policies.snapkv import Pool
-from runahead.config import PolicyName
 from runahead.thinning.rank_policies import RankPolicies
 
 
 def policies(*overrides: str) -> RankPolicies:
-    return rank_policies(compose_run(overrides).policy)
+    return rank_policies(INFER.compose(overrides).policy)
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:

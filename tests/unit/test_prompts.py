@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from launch.inputs.options import PromptOptions
 from launch.inputs.prompts import check_lengths, read_prompts
-from runahead.config import PromptOptions
 from tests.unit.tokenizers_for_tests import byte_level, sentencepiece
 
 TEMPLATE = (

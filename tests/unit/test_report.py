@@ -9,12 +9,13 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.outputs.summary import summary
 from runahead import files
-from runahead.config import PartitionOptions, RunOptions
+from runahead.config import PrefillOptions
 from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, report_json
 
@@ -54,9 +55,20 @@ def batch(*generations: Generation, warm: bool = False) -> GenerationBatch:
     )
 
 
+OF_A_RUN: dict[str, Any] = {
+    "prefill": PrefillOptions(),
+    "partition": "ratios",
+    "policy": {"name": "full"},
+    "warmup": 0,
+    "model": "smollm2",
+    "dtype": "float32",
+    "device": "cpu",
+    "world_size": 2,
+}
+
+
 def report(*batches: GenerationBatch) -> dict:
-    run = RunOptions(partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4]))
-    return json.loads(report_json(run, batches, model="smollm2", dtype="float32", device="cpu", world_size=2))
+    return json.loads(report_json(batches, **OF_A_RUN))
 
 
 OF_A_PROMPT = {
@@ -154,6 +166,7 @@ def test_a_failing_write_keeps_the_old_content_and_leaves_nothing(tmp_path, monk
 
 WRITES_ALL_THE_TIME = """
 import itertools, sys
+from runahead.config import PrefillOptions
 from runahead.files import write_whole
 for number in itertools.count():
     write_whole(f"{sys.argv[1]}/{number}", "x" * 1_000_000)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from launch.infer import main
+from launch.infer import INFER, main
+from launch.inputs.options import PromptOptions, ineffective_settings
 from launch.inputs.prompts import Prompts, check_lengths, read_prompts
 from launch.outputs.answers import Answers
-from launch.program.compose import compose_run
-from runahead.config import PromptOptions, ineffective_settings
 from tests.unit.tokenizers_for_tests import byte_level
 
 LINES = [
@@ -107,10 +106,10 @@ def test_skipped_prompts_have_their_lines_in_order(tmp_path):
 
 def test_it_is_said_where_it_changes_nothing():
     warning = "prompt.skip_invalid has no effect on a single prompt"
-    one = compose_run(["prompt.text=a", "prompt.skip_invalid=true"])
+    one = INFER.compose(["prompt.text=a", "prompt.skip_invalid=true"])
     assert warning in ineffective_settings(one)
     for several in ("prompt.file=a.jsonl", "prompt.ids_file=a.json"):
-        assert warning not in ineffective_settings(compose_run([several, "prompt.skip_invalid=true"]))
+        assert warning not in ineffective_settings(INFER.compose([several, "prompt.skip_invalid=true"]))
 
 
 def test_a_run_answers_the_others_and_reports_all(tmp_path, capfd):
