@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.inputs.options import PolicyName, RunOptions, ineffective_settings
+from launch.inputs.options import RunOptions, ineffective_settings
+from launch.inputs.policies import NAMES
+from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.run import run_program
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from runahead.thinning.rank_policies import RankPolicies
 
 
-HELP = """\
+HELP = f"""\
 usage: torchrun --nproc-per-node=N launch/infer.py [name=value ...]     (or: python launch/infer.py ..., one
 rank)
 
@@ -45,27 +47,9 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
-  policy=full|window|streaming_llm|h2o|snapkv|pyramidkv    policy.budget=<tokens, or a share of the prompt>
-                               policy.positions=original|reencoded
-                               policy.sinks=<n>   policy.recent=<n>   policy.evict_every=16
-                               policy.window=32   policy.kernel=7   policy.pool=max|avg
-                               policy.recent_share=0.5   policy.beta=20
-         pyramidinfer          policy.mean_keep=0.6   policy.recent_ratio=0.2   policy.min_tokens=64
-                               policy.schedule=power|cosine|uniform|more   policy.cosine_start=0.9
-                               policy.voters=<n>   policy.newest_weight=1.2   policy.budget=<tokens>
-                               policy.select=top_k|top_p   policy.top_p=0.95   policy.decay=0.99
-         prompt_cache          policy.schema=<xml>   policy.store=<folder>   policy.link_tokens=4   policy.sinks=<n>
-                               policy.device_bytes=2GiB   policy.host_bytes=8GiB   policy.disk_bytes=64GiB
-         infinigen             policy.skew=auto|none|<safetensors>   policy.ratio=<share>   policy.alpha=7
-                               policy.max_fetch=<share>   policy.fetch=<tokens, or a share>   policy.first_layer=<n>
-                               policy.min_tokens=<n>
-                               policy.sinks=<n>   policy.recent=<n>   policy.observed=<n>   policy.ahead=true|false|null
-                               policy.first_ahead=<n>
-                               policy.pool.bytes=<2GiB>   policy.pool.victim=fifo|lru|counter   policy.sample_every=0
-         quest|exact_topk      policy.fetch=<tokens, or a share>   policy.page=16   policy.pool....: as infinigen
-         offload               policy.pool....: as infinigen
-         sequence              policy.steps=[pyramidinfer,{name:snapkv,budget:512}]
-         per_rank              policy.ranks.last=<policy>   policy.ranks.others=<policy>
+{choices("policy", NAMES)}
+                               policy.positions=original|reencoded, and options of its own, which
+                               policy=<name> --help lists: policy=snapkv policy.budget=0.2
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
                                generation.temperature=1   generation.top_p=1   generation.top_k=0
                                generation.repetition_penalty=1   generation.seed=0
@@ -82,7 +66,14 @@ prompt.text=, prompt.question= and generation.stop= take everything after the fi
   generation.stop=END
 """
 
-INFER = Program(name="infer", options=RunOptions, help=HELP)
+
+def help_on_policy(overrides: Sequence[str]) -> str | None:
+    """The options of the policy that is named, if one is."""
+    named = [value for option, _, value in (override.partition("=") for override in overrides) if option == "policy"]
+    return policy_help(named[-1]) if named and named[-1] in NAMES else None
+
+
+INFER = Program(name="infer", options=RunOptions, help=HELP, help_on=help_on_policy)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -107,7 +98,9 @@ def _print_layout(run: RunOptions) -> bool:
 def _answer(run: RunOptions, ranks: Ranks) -> None:
     from launch.inputs.partitions import partitioner
     from launch.inputs.policies import rank_policies
+    from launch.inputs.policy_file import load_files
 
+    load_files(run.policy, ranks)
     policies = ranks.agree("the policies", lambda: rank_policies(run.policy))
     infer(run, ranks, partitioner(run.partition, ranks), policies)
 
@@ -120,6 +113,7 @@ def infer(
     Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
     """
     from launch.inputs.partitions import check_table
+    from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import open_store
     from launch.outputs.answers import Answers, AnswerStream
     from launch.outputs.summary import summary
@@ -140,8 +134,8 @@ def infer(
     if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
     store = None
-    if run.policy.name is PolicyName.prompt_cache:
-        store = ranks.together("the store", lambda: open_store(run.policy, model))
+    if run.policy["name"] == "prompt_cache":
+        store = ranks.together("the store", lambda: open_store(prompt_cache_options(run.policy), model))
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
 
     answers, places = Answers(skipped=prompts.skipped), prompts.places
@@ -179,6 +173,7 @@ def infer(
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
+    from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import check_lengths, read_prompts
     from runahead.files import ensure_writable
@@ -199,10 +194,12 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     PREFILLS[run.prefill.name].check_config(config, num_ranks)
     tokenizer = loading.load_tokenizer(run.model)
-    if run.policy.name is PolicyName.prompt_cache:
+    if run.policy["name"] == "prompt_cache":
         from runahead.reuse.reuse import check_ends
 
-        reusing = read_reusing_prompts(run.prompt, read_prompt_cache(run.policy, tokenizer, config))
+        reusing = read_reusing_prompts(
+            run.prompt, read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
+        )
         limit = max_positions(config)
         check_ends(reusing.reusing or [], num_new=run.generation.max_new_tokens, max_positions=limit)
         return reusing
@@ -239,7 +236,7 @@ def _write_files(
     partition: Partitioner,
 ) -> None:
     from launch.inputs.partitions import kvr_name
-    from launch.inputs.policies import given_options
+    from launch.inputs.policies import reported
     from runahead.files import write_whole
     from runahead.report import report_json
     from runahead.timeline.trace import write_timeline
@@ -250,7 +247,7 @@ def _write_files(
             batches,
             prefill=run.prefill,
             partition=run.partition.name.name,
-            policy=given_options(run.policy),
+            policy=reported(run.policy),
             warmup=run.warmup,
             model=model.name,
             dtype=dtype,

@@ -92,8 +92,6 @@ class Policy:
 
     narrows: ClassVar[bool] = False
     """Does `narrow` ever drop tokens?"""
-    retrieves: ClassVar[bool] = False
-    """Do all K,V stay, and attention looks at some of them? (policies/retriever.py)"""
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         """Of a chunk of so many tokens, those that each layer computes: what ranks must know of each other's `narrow`.

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, best_slots, choice
+from policies.base import Budget, LayerView, Phase, Policy, best_slots, choice
 
 
 class Schedule(Enum):
@@ -71,7 +71,7 @@ class PyramidInfer(Policy):
 
     schedule: Schedule = Schedule.power
     mean_keep: float = 0.6
-    budget: int | None = None
+    budget: Budget | None = None
     recent_ratio: float = 0.2
     voters: int | None = 128
     newest_weight: float = 1.2

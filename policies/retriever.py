@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -192,7 +192,6 @@ class Retriever(Policy, ABC):
         ValueError: an option that is out of range.
     """
 
-    retrieves: ClassVar[bool] = True
     looks_ahead: ClassVar[bool | None] = False
     """Is a query predicted from the layer before, or the layer's own? None: predicted where K,V have to travel."""
     first_ahead: ClassVar[int] = 0
@@ -207,7 +206,7 @@ class Retriever(Policy, ABC):
     sinks: int = 4
     recent: int = 16
     fetch: Budget | None = None
-    pool: Any = field(default_factory=Pool)
+    pool: Pool = field(default_factory=Pool)
     sample_every: int = 0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ is kept is a piece of text rather than single tokens. Generated tokens are all k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from policies.base import LayerView, Phase, Scorer, choice
 
 
-class Pool(Enum):
+class Pooling(Enum):
     max = "max"
     avg = "avg"
 
@@ -27,15 +27,16 @@ class SnapKV(Scorer):
     Attributes:
         window: queries that vote.
         kernel: neighbours that a vote counts for, an odd number.
+        pooling: max or avg of the votes of these neighbours.
     """
 
     window: int = 32
     kernel: int = 7
-    pool: Pool = Pool.max
+    pooling: Pooling = field(default=Pooling.max, metadata={"formerly": "pool"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pool = choice("pool", Pool, self.pool)
+        self.pooling = choice("pooling", Pooling, self.pooling)
         if self.window < 1:
             raise ValueError(f"policy.window={self.window} must be at least 1 token")
         if self.kernel < 1 or self.kernel % 2 == 0:
@@ -47,7 +48,7 @@ class SnapKV(Scorer):
     def score(self, view: LayerView) -> Tensor:
         before = max(0, view.num_slots - self.window)
         votes_BKn = view.by_kv_head(view.signals.votes(self.window))
-        pooled = max_pool1d if self.pool is Pool.max else avg_pool1d
+        pooled = max_pool1d if self.pooling is Pooling.max else avg_pool1d
         # Only what is before the window is pooled: within it, later tokens had fewer voters.
         if before:
             votes_BKn[..., :before] = pooled(votes_BKn[..., :before], self.kernel, stride=1, padding=self.kernel // 2)

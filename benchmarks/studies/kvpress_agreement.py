@@ -36,9 +36,9 @@ from torch import Tensor
 from benchmarks.harness import machine
 from benchmarks.harness.machine import ROOT
 from partitioner.table.fingerprint import now
-from policies import SnapKV, StreamingLLM
 from policies.base import Policy
-from policies.snapkv import Pool
+from policies.snapkv import Pooling, SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
 from runahead.model import loading
@@ -51,9 +51,9 @@ REQUIREMENTS = ["kvpress>=0.5,<0.6", "transformers<5.3"]
 
 WINDOW, KERNEL, SINKS = 64, 5, 4
 """kvpress's defaults. It pools by the mean over neighbours, which commutes with the mean over a group's query heads."""
-ALIKE: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL, "pool": Pool.avg}
+ALIKE: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL, "pooling": Pooling.avg}
 DIFFERENT = {
-    "pool=max": ALIKE | {"pool": Pool.max},
+    "pool=max": ALIKE | {"pooling": Pooling.max},  # the name that result lines have
     "kernel=7": ALIKE | {"kernel": 7},
     "window=32": ALIKE | {"window": 32},
     "our defaults": {},

@@ -39,7 +39,10 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.studies.retrieval_decode import weight_bytes
 from partitioner.table.fingerprint import device_name, now
-from policies import ExactTopK, InfiniGen, Offload, Quest
+from policies.exact_topk import ExactTopK
+from policies.infinigen import InfiniGen
+from policies.offload import Offload
+from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
 from runahead.attention.causal import CausalAttention

@@ -36,7 +36,7 @@ from benchmarks.harness import machine
 from benchmarks.harness.machine import ROOT
 from benchmarks.studies.pyramid_pictures import Line, draw, tables
 from partitioner.table.fingerprint import now
-from policies import PyramidInfer
+from policies.pyramidinfer import PyramidInfer
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies

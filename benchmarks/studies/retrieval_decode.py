@@ -29,8 +29,11 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
 from partitioner.table.fingerprint import now
-from policies import ExactTopK, InfiniGen, Offload, Quest
 from policies.base import Policy
+from policies.exact_topk import ExactTopK
+from policies.infinigen import InfiniGen
+from policies.offload import Offload
+from policies.quest import Quest
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
 from runahead.files import write_whole

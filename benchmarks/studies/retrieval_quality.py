@@ -33,7 +33,8 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.studies.retrieval_decode import fetched_share
 from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
 from partitioner.table.fingerprint import now
-from policies import POLICIES, Offload
+from policies import POLICIES
+from policies.offload import Offload
 from runahead import Model, ModelOptions
 from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title

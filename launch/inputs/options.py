@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from launch.inputs.policies import checked
 from runahead.config import (
     GenerationOptions,
     ModelName,
@@ -33,23 +34,6 @@ class PartitionName(Enum):
     even = "even"
     ratios = "ratios"
     table = "table"
-
-
-class PolicyName(Enum):
-    full = "full"
-    window = "window"
-    streaming_llm = "streaming_llm"
-    h2o = "h2o"
-    snapkv = "snapkv"
-    pyramidkv = "pyramidkv"
-    pyramidinfer = "pyramidinfer"
-    infinigen = "infinigen"
-    quest = "quest"
-    exact_topk = "exact_topk"
-    offload = "offload"
-    prompt_cache = "prompt_cache"
-    sequence = "sequence"
-    per_rank = "per_rank"
 
 
 @dataclass(kw_only=True)
@@ -117,103 +101,36 @@ class PartitionOptions:
 
 
 @dataclass(kw_only=True)
-class PlacesOptions:
-    """Policies of the rank that decodes, and of those before it: each a name, or a name and options."""
-
-    last: Any = None
-    others: Any = None
-
-
-@dataclass(kw_only=True)
-class PolicyOptions:
-    """What stays in the KV cache. Each policy has some of these options, whose defaults are its own.
-
-    `steps` is for sequence, `ranks` for per_rank; a step is a name or {name: ..., option: ...}. `positions` is for all
-    policies, which decide what is kept and not where it stands.
-    """
-
-    name: PolicyName = PolicyName.full
-    positions: Positions = Positions.original
-    budget: Any = None
-    sinks: int | None = None
-    recent: int | None = None
-    evict_every: int | None = None
-    window: int | None = None
-    kernel: int | None = None
-    pool: Any = field(default=None, metadata={"members": ("bytes", "victim")})
-    recent_share: float | None = None
-    beta: float | None = None
-    schedule: str | None = None
-    mean_keep: float | None = None
-    recent_ratio: float | None = None
-    voters: int | None = None
-    newest_weight: float | None = None
-    min_tokens: int | None = None
-    cosine_start: float | None = None
-    select: str | None = None
-    top_p: float | None = None
-    decay: float | None = None
-    skew: str | None = None
-    ratio: float | None = None
-    alpha: float | None = None
-    max_fetch: float | None = None
-    fetch: Any = None
-    first_layer: int | None = None
-    first_ahead: int | None = None
-    observed: int | None = None
-    ahead: bool | None = None
-    sample_every: int | None = None
-    page: int | None = None
-    schema: str | None = None
-    store: str | None = None
-    link_tokens: int | None = None
-    device_bytes: Any = None
-    host_bytes: Any = None
-    disk_bytes: Any = None
-    steps: Any = None
-    ranks: PlacesOptions = field(default_factory=PlacesOptions)
-
-    def __post_init__(self) -> None:
-        self.name = choice("policy", PolicyName, self.name)
-        self.positions = choice("policy.positions", Positions, self.positions)
-        if self.name is not PolicyName.sequence and self.steps is not None:
-            raise ValueError(
-                f"policy.steps={self.steps} has no effect with policy={self.name.name}; add policy=sequence"
-            )
-        for place in ("last", "others"):
-            value = getattr(self.ranks, place)
-            if self.name is not PolicyName.per_rank and value is not None:
-                raise ValueError(
-                    f"policy.ranks.{place}={value} has no effect with policy={self.name.name}; add policy=per_rank"
-                )
-        if self.name is PolicyName.per_rank and self.ranks.last is None and self.ranks.others is None:
-            raise ValueError("policy=per_rank needs policy.ranks.last=<policy> or policy.ranks.others=<policy>")
-
-
-@dataclass(kw_only=True)
 class RunOptions:
-    """One run of launch/infer.py: groups, files to write, and the `warmup` runs before the measured one."""
+    """One run of launch/infer.py.
+
+    Attributes:
+        policy: name of the cache policy, positions, and the options that were given; see launch/inputs/policies.py.
+        report, timeline: files to write.
+        warmup: runs before the measured one.
+    """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt: PromptOptions = field(default_factory=PromptOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    policy: dict[str, Any] = field(default_factory=dict)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     report: str | None = None
     timeline: str | None = None
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        self.policy = checked(self.policy)
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
         keeps_all = self.prefill.name not in (PrefillName.kv_runahead, PrefillName.single)
-        if keeps_all and self.policy.name is not PolicyName.full:
+        if keeps_all and self.policy["name"] != "full":
             raise ValueError(
-                f"policy={self.policy.name.name} needs prefill=kv_runahead or prefill=single; "
-                f"prefill={self.prefill.name.name} keeps all K,V"
+                f"policy={self.policy['name']} needs prefill=kv_runahead or prefill=single; "
+                f"prefill={self.prefill.name.name} keeps all keys and values"
             )
-        if self.prompt.skip_invalid and self.policy.name is PolicyName.prompt_cache:
+        if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
             raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
 
 
@@ -238,7 +155,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
     if prefill not in (PrefillName.kv_runahead, PrefillName.single) and _changed(run.prefill, ["chunk_tokens"]):
         sentences.append(f"prefill.chunk_tokens has no effect with prefill={prefill.name}")
-    if run.policy.name is PolicyName.full and _changed(run.policy, ["positions"]):
+    if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
     if not run.prefill.takes_partition:
         for name in _changed(run.partition, ["name"]):

@@ -1,55 +1,162 @@
-"""From policy= options to policies: one, several that follow each other, or different ones on the last rank."""
+"""From policy= options to policies: one, several in sequence, different ones by rank, or one from a file."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import Any
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from launch.inputs.options import PolicyName, PolicyOptions
-from launch.inputs.prompt_cache import check_options
+from omegaconf import OmegaConf
+
+from launch.program.compose import merged_into, typed
 from policies import POLICIES
-from policies.base import Policy
-from runahead.config import Positions
-from runahead.thinning.rank_policies import RankPolicies
+from policies.prompt_cache.options import PromptCacheOptions
+from runahead.config import Positions, choice
+
+if TYPE_CHECKING:
+    from policies.base import Policy
+    from runahead.thinning.rank_policies import RankPolicies
 
 
-def rank_policies(options: PolicyOptions) -> RankPolicies:
+@dataclass(kw_only=True)
+class SequenceOptions:
+    """Policies one after another, each on what the one before keeps.
+
+    Attributes:
+        steps: names of policies, or {name: ..., option: ...}.
+    """
+
+    steps: Any = None
+
+
+@dataclass(kw_only=True)
+class RankPlaces:
+    """Policies by place in the chain: names, or {name: ..., option: ...}.
+
+    Attributes:
+        last: policy of the rank that decodes.
+        others: policy of the ranks before it.
+    """
+
+    last: Any = None
+    others: Any = None
+
+
+@dataclass(kw_only=True)
+class PerRankOptions:
+    """Different policies on the rank that decodes and on those before it.
+
+    Attributes:
+        ranks: policies by place; full where none is given.
+    """
+
+    ranks: RankPlaces = field(default_factory=RankPlaces)
+
+
+@dataclass(kw_only=True)
+class FileOptions:
+    """A policy that a Python file of your own defines.
+
+    Attributes:
+        path: file with one dataclass that inherits from policies.base.Policy.
+        options: values of its fields.
+    """
+
+    path: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+T = TypeVar("T")
+
+COMBINED: dict[str, type] = {
+    "prompt_cache": PromptCacheOptions,
+    "sequence": SequenceOptions,
+    "per_rank": PerRankOptions,
+    "file": FileOptions,
+}
+"""Choices of policy= that are no policy themselves: what they are made of."""
+
+NAMES = (*POLICIES, *COMBINED)
+
+
+def options_of(name: str) -> type:
+    """The dataclass whose fields are the options of a policy."""
+    return POLICIES[name] if name in POLICIES else COMBINED[name]
+
+
+def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, positions and given options of policy=, each option in its type. An option that is null was not given.
+
+    Raises:
+        ValueError: in one line, for an unknown name or option, or a value of another type. What else a policy refuses,
+            it refuses when it is made.
+    """
+    given = {option: value for option, value in policy.items() if value is not None}
+    name = given.pop("name", "full")
+    positions = choice("policy.positions", Positions, given.pop("positions", Positions.original))
+    if name not in NAMES:
+        raise ValueError(f"policy={name} is not one of {', '.join(NAMES)}")
+    shared = {"name": name, "positions": positions.name}
+    if not given:  # the module of the policy brings torch, for which nothing here has to wait
+        return shared
+    kind = options_of(name)
+    _require_known(name, kind, given, "policy")
+    merged = merged_into(kind, given, "policy")
+    return shared | _as_given(OmegaConf.to_container(merged, resolve=True, enum_to_str=True), given)
+
+
+def _as_given(values: Any, given: Any) -> Any:
+    """Of the values in their types, those that were given."""
+    if not isinstance(values, dict) or not isinstance(given, dict):
+        return values
+    return {option: _as_given(values[option], value) for option, value in given.items()}
+
+
+def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy's name and the options that were given, as JSON can hold them."""
+    given = {option: value for option, value in policy.items() if (option, value) != ("positions", "original")}
+    return {
+        option: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for option, value in given.items()
+    }
+
+
+def rank_policies(policy: Mapping[str, Any]) -> RankPolicies:
     """The policies of a run.
+
+    Args:
+        policy: name, positions and options.
 
     Raises:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
     """
-    if options.name is PolicyName.prompt_cache:  # reuses K,V rather than thinning them out
-        check_options(options)
+    from runahead.thinning.rank_policies import RankPolicies
+
+    positions = Positions[policy["positions"]]
+    step = {option: value for option, value in policy.items() if option != "positions"}
+    if step["name"] == "prompt_cache":  # reuses keys and values rather than thinning them out
+        prompt_cache_options(policy)
         return RankPolicies()
-    if options.name is not PolicyName.per_rank:
-        return RankPolicies.everywhere(policies_of(_given(options), "policy"), options.positions)
+    if step["name"] != "per_rank":
+        return RankPolicies.everywhere(policies_of(step, "policy"), positions)
+    places = step.get("ranks", {})
+    last, others = places.get("last"), places.get("others")
+    if last is None and others is None:
+        raise ValueError("policy=per_rank needs policy.ranks.last=<policy> or policy.ranks.others=<policy>")
     return RankPolicies(
-        positions=options.positions,
-        last=policies_of(options.ranks.last or "full", "policy.ranks.last"),
-        others=policies_of(options.ranks.others or "full", "policy.ranks.others"),
+        positions=positions,
+        last=policies_of(last or "full", "policy.ranks.last"),
+        others=policies_of(others or "full", "policy.ranks.others"),
     )
 
 
-def given_options(options: PolicyOptions) -> dict[str, Any]:
-    """The policy's name and the options that were given, as JSON can hold them."""
-    places = {place: value for place, value in asdict(options.ranks).items() if value is not None}
-    given = {name: value for name, value in asdict(options).items() if value is not None and name != "ranks"}
-    if options.positions is Positions.original:
-        del given["positions"]
-    else:
-        given["positions"] = options.positions.name
-    return given | {"name": options.name.name} | ({"ranks": places} if places else {})
-
-
-SHARED = ("ranks", "positions")
-"""Options that are no policy's own."""
-
-
-def _given(options: PolicyOptions) -> dict[str, Any]:
-    """The name and what was set beside it."""
-    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in SHARED}
-    return {"name": options.name.name} | {name: value for name, value in given.items() if value is not None}
+def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
+    """The options of policy=prompt_cache. Raises: ValueError."""
+    if policy["positions"] != Positions.original.name:
+        raise ValueError("policy.positions=reencoded does not go with policy=prompt_cache, whose positions are fixed")
+    settings = {option: value for option, value in policy.items() if option not in ("name", "positions")}
+    return _made("prompt_cache", PromptCacheOptions, settings, "policy")
 
 
 def policies_of(step: Any, option: str) -> list[Policy]:
@@ -61,14 +168,16 @@ def policies_of(step: Any, option: str) -> list[Policy]:
     Raises:
         ValueError: as `rank_policies`.
     """
+    from launch.inputs.policy_file import policy_class
+    from policies.base import Policy
+
     if isinstance(step, str):
         step = {"name": step}
-    if not isinstance(step, dict) or not isinstance(step.get("name"), str | PolicyName):
+    if not isinstance(step, dict) or not isinstance(step.get("name"), str):
         raise ValueError(f"{option}={step!r} is neither a policy's name nor {{name:<policy>,<option>:<value>}}")
     settings = dict(step)
     name = settings.pop("name")
-    name = name.name if isinstance(name, PolicyName) else name
-    if name == PolicyName.sequence.name:
+    if name == "sequence":
         steps = settings.pop("steps", None)
         if not isinstance(steps, list) or not steps or settings:
             raise ValueError(f"{option}=sequence needs steps and nothing else, such as policy.steps=[pyramidinfer,h2o]")
@@ -76,14 +185,36 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         if sum(type(policy).carry is not Policy.carry for policy in found) > 1:
             raise ValueError(f"{option}.steps has more than one policy that accumulates votes; use one of them")
         return found
+    if name == "file":
+        file = _made(name, FileOptions, settings, option)
+        kind = policy_class(file.path)
+        return [_made(kind.__name__, kind, file.options, option)]
     if name not in POLICIES:
-        raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, PolicyName.sequence.name])}")
-    known = [field.name for field in fields(POLICIES[name]) if field.init]  # type: ignore[arg-type]
-    for setting in settings:
-        if setting not in known:
-            has = f"it has {', '.join(known)}" if known else "it has no options"
-            raise ValueError(f"{option}: {name} has no option {setting}; {has}")
-    try:
-        return [] if name == PolicyName.full.name else [POLICIES[name](**settings)]
-    except TypeError as error:
-        raise ValueError(f"{option}: {name} cannot be made of {settings}: {error}") from error
+        raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, 'sequence', 'file'])}")
+    policy = _made(name, POLICIES[name], settings, option)
+    return [] if name == "full" else [policy]
+
+
+def _made(name: str, kind: type[T], settings: Mapping[str, Any], option: str) -> T:
+    _require_known(name, kind, settings, option)
+    return typed(settings, kind, "policy")
+
+
+def _require_known(name: str, kind: type, settings: Mapping[str, Any], option: str) -> None:
+    """Raise a ValueError for the first setting that is no option of the policy."""
+    options = [each for each in fields(kind) if each.init]
+    known = [each.name for each in options]
+    for setting, value in settings.items():
+        if setting in known:
+            continue
+        renamed = next((each.name for each in options if each.metadata.get("formerly") == setting), None)
+        if renamed is not None and not isinstance(value, dict):
+            raise ValueError(
+                f"policy.{setting}={value} is no option of {name}, which calls it {renamed}; "
+                f"use policy.{renamed}={value}"
+            )
+        others = [other for other in NAMES if setting in {each.name for each in fields(options_of(other))}]
+        if name == "full" and others:
+            raise ValueError(f"policy.{setting}={value} has no effect with policy=full; add policy={'|'.join(others)}")
+        has = f"it has {', '.join(known)}" if known else "it has no options"
+        raise ValueError(f"{option}: {name} has no option {setting}; {has}")

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from launch.inputs.options import Chat, PolicyName, PolicyOptions, PromptOptions, RunOptions
+from launch.inputs.options import Chat, PromptOptions, RunOptions
+from launch.inputs.policies import prompt_cache_options
 from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, read_text
-from policies.byte_size import num_bytes
 from policies.prompt_cache import PromptCache, Schema
-from policies.prompt_cache.placement import LINK_TOKENS
-from runahead.config import Positions
+from policies.prompt_cache.options import PromptCacheOptions
 
 if TYPE_CHECKING:
     from runahead.model.model import Model
     from runahead.reuse.store import SegmentStore
 
-LIMITS = ("device_bytes", "host_bytes", "disk_bytes")
-OPTIONS = ("schema", "store", "link_tokens", "sinks", *LIMITS)
 
-
-def check_options(policy: PolicyOptions) -> None:
-    """Raise a ValueError for options that do not fit policy=prompt_cache."""
-    if not policy.schema:
-        raise ValueError("policy=prompt_cache needs policy.schema=<xml file>")
-    for field in fields(policy):
-        given = getattr(policy, field.name) is not None and field.name not in ("name", "positions", "ranks")
-        if given and field.name not in OPTIONS:
-            raise ValueError(f"policy: prompt_cache has no option {field.name}; it has {', '.join(OPTIONS)}")
-    if policy.positions is not Positions.original:
-        raise ValueError("policy.positions=reencoded does not go with policy=prompt_cache, whose positions are fixed")
-    _limits(policy)
-
-
-def _limits(policy: PolicyOptions) -> dict[str, int]:
-    """Bytes per tier, as far as they were given. Raises: ValueError."""
-    given = {name: getattr(policy, name) for name in LIMITS if getattr(policy, name) is not None}
-    return {name: 0 if value == 0 else num_bytes(value, f"policy.{name}") for name, value in given.items()}
-
-
-def open_store(policy: PolicyOptions, model: Model) -> SegmentStore:
+def open_store(policy: PromptCacheOptions, model: Model) -> SegmentStore:
     """Where segments are kept. Raises: ValueError."""
     from runahead.reuse.store import SegmentStore, StoreLimits
 
-    return SegmentStore(model, policy.store, StoreLimits(**_limits(policy)))
+    return SegmentStore(model, policy.store, StoreLimits(**policy.limits))
 
 
-def read_prompt_cache(policy: PolicyOptions, tokenizer: Any | None, config: Any) -> PromptCache:
+def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config: Any) -> PromptCache:
     """The schema, laid out for a model.
 
     Args:
@@ -66,8 +42,8 @@ def read_prompt_cache(policy: PolicyOptions, tokenizer: Any | None, config: Any)
         Schema.from_xml(policy.schema),
         tokenizer,
         max_positions=max_positions(config),
-        link_tokens=LINK_TOKENS if policy.link_tokens is None else policy.link_tokens,
-        sinks=policy.sinks or 0,
+        link_tokens=policy.link_tokens,
+        sinks=policy.sinks,
     )
 
 
@@ -108,11 +84,11 @@ def print_layout(run: RunOptions) -> bool:
     """
     from runahead.model import loading
 
-    if run.policy.name is not PolicyName.prompt_cache:
+    if run.policy["name"] != "prompt_cache":
         raise ValueError("--layout is for policy=prompt_cache")
-    check_options(run.policy)
+    policy = prompt_cache_options(run.policy)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    cache = read_prompt_cache(run.policy, loading.load_tokenizer(run.model), config)
+    cache = read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
     if run.prompt.text is None and run.prompt.file is None:
         print(cache.table(), end="")
         return True

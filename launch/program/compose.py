@@ -6,12 +6,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, Union, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 # Beside the package that this file is in, in a checkout as in site-packages.
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
@@ -42,6 +42,7 @@ FILE_NAMES = (
     "policy.schema",
     "policy.store",
     "policy.skew",
+    "policy.path",
     "schema",
     "out",
     "report",
@@ -65,11 +66,20 @@ class CommandLine(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Program(Generic[T]):
-    """A program with a command line: conf/<name>.yaml holds the defaults, `options` is their schema."""
+    """A program with a command line.
+
+    Attributes:
+        name: conf/<name>.yaml holds the defaults.
+        options: dataclass that is their schema. A section that is a dictionary takes any option, and the dataclass
+            checks it.
+        help: what --help prints.
+        help_on: what --help prints for these overrides, where it is something else.
+    """
 
     name: str
     options: type[T]
     help: str
+    help_on: Callable[[Sequence[str]], str | None] = lambda overrides: None
 
     @property
     def groups(self) -> list[str]:
@@ -84,7 +94,7 @@ class Program(Generic[T]):
         """
         flags, overrides = _split_flags(args)
         if "--help" in flags:
-            return CommandLine(to_print=self.help)
+            return CommandLine(to_print=self.help_on(overrides) or self.help)
         run = self.compose(overrides)
         if "--cfg" in flags:
             plain = _plain(asdict(run))  # type: ignore[call-overload]
@@ -181,7 +191,8 @@ def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
         raise ValueError(f"cannot read {shown}; options are written name=value, see --help")
     name = text.partition("=")[0].lstrip("+")
     sections, leaves = _option_names(options)
-    if name not in leaves and name not in groups:
+    is_open = re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and name.partition(".")[0] in _open_sections(options)
+    if name not in leaves and name not in groups and not is_open:
         if name in sections:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
             raise ValueError(f"{name} is not one option but several: {members}")
@@ -189,7 +200,7 @@ def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
     value = text.partition("=")[2]
     if name in FILE_NAMES and value != "null" and value[:1] not in ("'", '"'):
         value = QuotedString(text=value, quote=Quote.double).with_quotes()
-    text = f"{name}={value}"
+    text = f"{'++' if is_open else ''}{name}={value}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -209,6 +220,11 @@ def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
     return text
 
 
+def _open_sections(options: type) -> list[str]:
+    """Sections that take any option, which the dataclass checks."""
+    return [name for name, kind in get_type_hints(options).items() if get_origin(kind) is dict]
+
+
 def _option_names(options: type) -> tuple[list[str], list[str]]:
     """The sections of the options (prompt, ...) and the full names of their members (prompt.file, report)."""
     sections, leaves = [], []
@@ -220,7 +236,7 @@ def _option_names(options: type) -> tuple[list[str], list[str]]:
             sections += [field.name, *(f"{field.name}.{inner}" for inner in inner_sections)]
             leaves += [f"{field.name}.{inner}" for inner in inner_leaves]
         else:
-            leaves += [field.name, *(f"{field.name}.{member}" for member in field.metadata.get("members", ()))]
+            leaves += [field.name]
     return sections, leaves
 
 
@@ -235,43 +251,87 @@ def _typed(composed: DictConfig, options: type[T]) -> T:
     # YAML and Hydra read chat=true as a bool, and the schema's enum wants the name.
     if "prompt" in composed and isinstance(composed.prompt.chat, bool):
         composed.prompt.chat = str(composed.prompt.chat).lower()
+    return typed(composed, options)
+
+
+def typed(values: Mapping[str, Any] | DictConfig, options: type[T], section: str = "") -> T:
+    """`values` as an object of the dataclass `options`, which is their schema.
+
+    Args:
+        section: of the options, for messages.
+
+    Raises:
+        ValueError: in one line, for a value of another type, and for what the dataclass itself refuses.
+    """
+    merged = merged_into(options, values, section)
     try:
-        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(options), composed))
+        made = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(_in_our_words(error, composed, options)) from error
-    assert isinstance(run, options), type(run)
-    return run
+        raise ValueError(_in_our_words(error, values, options, section)) from error
+    assert isinstance(made, options), type(made)
+    return made
+
+
+def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: str = "") -> DictConfig:
+    """`values` in the types of the dataclass `options`, and its defaults. Raises: ValueError, as `typed`."""
+    try:
+        schema = OmegaConf.structured(options)
+    except OmegaConfBaseException as error:  # a field has a type that no value of the command line has
+        raise ValueError(f"{options.__name__} cannot be used: {_one_line(error)}") from error
+    try:
+        merged = OmegaConf.merge(schema, values)
+    except OmegaConfBaseException as error:
+        raise ValueError(_in_our_words(error, values, options, section)) from error
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 # How the type of an option is told to a user.
-WORDS_FOR_TYPES = {
+WORDS_FOR_TYPES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "text",
+    int | float: "a whole number of tokens of at least 1, or a share of the prompt in (0, 1]",
+    dict[str, Any]: "a set of options such as {budget:512}",
     list[float]: "a list of numbers such as [0.6,0.4]",
     list[int]: "a list of whole numbers such as [1024,2048]",
     list[str]: "a list of names such as [single,kvr_s]",
 }
 
 
-def _in_our_words(error: OmegaConfBaseException, composed: DictConfig, options: type) -> str:
-    name = (error.full_key or "").partition("[")[0]
-    *sections, option = name.split(".")
+def _in_our_words(
+    error: OmegaConfBaseException, values: Mapping[str, Any] | DictConfig, options: type, section: str
+) -> str:
+    value: Any = OmegaConf.to_container(values, resolve=False) if isinstance(values, DictConfig) else values
     kinds = get_type_hints(options)
-    for section in sections:
-        kind = kinds.get(section)
+    key = (error.full_key or "").partition("[")[0]
+    if not key:  # OmegaConf does not say which section got a single value
+        sections = [name for name in value if is_dataclass(kinds.get(name)) and not isinstance(value[name], dict)]
+        key = sections[0] if sections else ""
+    name = f"{section}.{key}" if section else key
+    *outer, option = key.split(".")
+    for each in outer:
+        kind = kinds.get(each)
         kinds = get_type_hints(kind) if is_dataclass(kind) else {}
-    value = OmegaConf.to_container(composed, resolve=False)
-    for part in name.split("."):
+    for part in key.split("."):
         value = value[part] if isinstance(value, dict) and part in value else value
+    if isinstance(error, ConfigKeyError):
+        known = [f"{section}.{leaf}" if section else leaf for leaf in _option_names(options)[1]]
+        return f"unknown option {_shown(name)}; {_suggestion(name, known)}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{name} is missing; give a value"
     if option not in kinds or (isinstance(value, str) and "${" in value):
         return f"{name}={_shown(str(value))} cannot be used: {_one_line(error)}"
     kind = kinds[option]
-    if isinstance(kind, UnionType):
-        [kind] = [part for part in kind.__args__ if part is not type(None)]
-    expected = f"one of {', '.join(kind.__members__)}" if isinstance(kind, type) and issubclass(kind, Enum) else ""
-    what = expected or WORDS_FOR_TYPES.get(kind, "a value that it can take")
+    if isinstance(kind, UnionType) and type(None) in kind.__args__:
+        kind = Union[tuple(part for part in kind.__args__ if part is not type(None))]  # noqa: UP007 (it is computed)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        what = f"one of {', '.join(kind.__members__)}"
+    elif is_dataclass(kind):
+        what = f"one option but several: {', '.join(f'{name}.{member.name}' for member in fields(kind))}"
+    else:
+        what = WORDS_FOR_TYPES.get(kind, "a value that it can take")
     return f"{name}={_shown('null' if value is None else str(value))} is not {what}"
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launch.inputs.options import PolicyName, PolicyOptions
 from launch.program.compose import Program
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
+from policies.prompt_cache.options import PromptCacheOptions
 from runahead.config import ModelOptions, RanksOptions
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _read(run: EncodeOptions) -> PromptCache:
     from runahead.model import loading
 
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    policy = PolicyOptions(name=PolicyName.prompt_cache, schema=run.schema, sinks=run.sinks)
+    policy = PromptCacheOptions(schema=run.schema, sinks=run.sinks)
     return read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
 
 

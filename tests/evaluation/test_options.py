@@ -9,7 +9,9 @@ from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_s
 from benchmarks.evaluation.pictures import PYRAMID_FROM, TITLES
 from benchmarks.evaluation.tasks import TASKS
 from launch.evaluate import EVALUATE, HELP, main
-from policies import PyramidInfer, SnapKV, Window
+from policies.pyramidinfer import PyramidInfer
+from policies.snapkv import SnapKV
+from policies.window import Window
 from runahead.config import Positions
 
 

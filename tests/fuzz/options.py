@@ -20,8 +20,8 @@ from launch import infer
 from launch.bench import BENCH
 from launch.evaluate import EVALUATE
 from launch.infer import INFER
-from launch.inputs.options import PolicyName, ineffective_settings
-from launch.inputs.policies import rank_policies
+from launch.inputs.options import ineffective_settings
+from launch.inputs.policies import NAMES, options_of, rank_policies
 from launch.program.compose import CommandLine, Program, _option_names
 from partitioner.search import SEARCH
 from policies import POLICIES
@@ -175,7 +175,7 @@ CHOICES = {
     "partition": ("even", "ratios", "table"),
     "ranks": ("auto", "cpu", "cuda"),
     "generation": ("greedy", "sample"),
-    "policy": tuple(name.name for name in PolicyName),
+    "policy": NAMES,
     "experiment": ("two_laptop_ranks", "null"),
 }
 NO_OPTIONS = (
@@ -218,7 +218,10 @@ NO_OPTIONS = (
 
 @cache
 def option_names(program: Program[Any]) -> list[str]:
-    return _option_names(program.options)[1]
+    names = _option_names(program.options)[1]
+    if "policy" in names:
+        names += [f"policy.{option}" for name in NAMES for option in ("name", *_option_names(options_of(name))[1])]
+    return names
 
 
 @st.composite

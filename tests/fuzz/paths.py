@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import read_compute
-from launch.inputs.options import PolicyName, PolicyOptions, PromptOptions
+from launch.inputs.options import PromptOptions
 from launch.inputs.prompt_cache import read_prompt_cache
 from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
+from policies.prompt_cache.options import PromptCacheOptions
 from policies.skewing import Skew
 from runahead.config import ModelOptions
 from runahead.files import ensure_writable
@@ -36,8 +37,7 @@ def _prompt(**source: str) -> object:
 
 
 def _schema(path: str) -> object:
-    policy = PolicyOptions(name=PolicyName.prompt_cache, schema=path)
-    return read_prompt_cache(policy, byte_level(), object())
+    return read_prompt_cache(PromptCacheOptions(schema=path), byte_level(), object())
 
 
 def _model(path: str) -> object:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from launch.inputs.options import PolicyName, PolicyOptions, PromptOptions
+from launch.inputs.options import PromptOptions
 from policies.prompt_cache import PromptCache, Schema
+from policies.prompt_cache.options import PromptCacheOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, changed_bytes
 from tests.fuzz.target import Target
@@ -157,7 +158,7 @@ def check_schema(content: bytes, folder: Path) -> Outcome:
     write_sources(folder)
     path = folder / "schema.xml"
     path.write_bytes(content)
-    policy = PolicyOptions(name=PolicyName.prompt_cache, schema=str(path))
+    policy = PromptCacheOptions(schema=str(path))
     config = LlamaConfig(max_position_embeddings=MAX_POSITIONS)
 
     def use(found: PromptCache) -> None:

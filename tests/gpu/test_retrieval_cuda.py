@@ -11,8 +11,12 @@ import torch
 
 from benchmarks.harness import lines
 from benchmarks.studies import offloading
-from policies import ExactTopK, Full, InfiniGen, Offload, Quest
 from policies.base import Policy
+from policies.exact_topk import ExactTopK
+from policies.full import Full
+from policies.infinigen import InfiniGen
+from policies.offload import Offload
+from policies.quest import Quest
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions

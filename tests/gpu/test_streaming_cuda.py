@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policies import StreamingLLM
+from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies import Full
+from policies.full import Full
 from runahead.cache import copy_stream, host_memory
 from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
 from runahead.cache.host_layer import HostLayer

@@ -10,8 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM
 from policies.base import LayerView, Policy
+from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
+from policies.pyramidkv import PyramidKV
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead import Model
 from runahead.rotary import Pairs, Rotary
 from tests.families import Family, build, prompt, throughout

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import PyramidInfer
-from policies.pyramidinfer import Schedule
+from policies.pyramidinfer import PyramidInfer, Schedule
 from tests.families import prompt
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies import H2O, SnapKV, StreamingLLM
 from policies.base import Policy
+from policies.h2o import H2O
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model
@@ -66,7 +68,7 @@ POLICIES = {
         lambda attention, heads: snapkv(attention, heads, by_mean=False),
     ),
     "snapkv by the mean": (
-        SnapKV(budget=BUDGET, window=WINDOW, kernel=KERNEL, pool="avg"),  # type: ignore[arg-type]
+        SnapKV(budget=BUDGET, window=WINDOW, kernel=KERNEL, pooling="avg"),  # type: ignore[arg-type]
         lambda attention, heads: snapkv(attention, heads, by_mean=True),
     ),
     "h2o": (H2O(budget=BUDGET), h2o),

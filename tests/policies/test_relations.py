@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies import PyramidInfer, StreamingLLM
 from policies.base import Policy
+from policies.pyramidinfer import PyramidInfer
+from policies.streaming_llm import StreamingLLM
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies

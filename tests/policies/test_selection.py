@@ -10,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from policies import H2O, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
+from policies.h2o import H2O
+from policies.pyramidkv import PyramidKV
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
+from policies.window import Window
 from runahead.attention import probabilities as signals
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
@@ -117,14 +121,14 @@ def test_h2o_keeps_the_tokens_that_received_most() -> None:
         assert kept[head].tolist() == [*heavy[head].tolist(), *range(16, 20)]
 
 
-@pytest.mark.parametrize("pool", ["max", "avg"])
-def test_snapkv_keeps_what_the_window_votes_for(pool: str) -> None:
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+def test_snapkv_keeps_what_the_window_votes_for(pooling: str) -> None:
     n, window, kernel = 20, 4, 3
     votes = probabilities(*tensors(n, n), [0])[0, :, -window:, : n - window].mean(dim=1)
     votes = votes.unflatten(0, (KV_HEADS, -1)).mean(dim=1)
-    pooled = torch.nn.functional.pad(votes, (1, 1), value=-math.inf if pool == "max" else 0.0).unfold(1, kernel, 1)
-    scores = pooled.amax(dim=-1) if pool == "max" else pooled.mean(dim=-1)
-    kept = keep(SnapKV(budget=9, window=window, kernel=kernel, pool=pool), n)  # type: ignore[arg-type]
+    pooled = torch.nn.functional.pad(votes, (1, 1), value=-math.inf if pooling == "max" else 0.0).unfold(1, kernel, 1)
+    scores = pooled.amax(dim=-1) if pooling == "max" else pooled.mean(dim=-1)
+    kept = keep(SnapKV(budget=9, window=window, kernel=kernel, pooling=pooling), n)  # type: ignore[arg-type]
     for head in range(KV_HEADS):
         best_first = scores[head].sort(descending=True, stable=True).indices  # pooling makes equal scores
         expected = best_first[: 9 - window].sort().values.tolist()

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from launch.infer import INFER, main
 from launch.inputs.options import ineffective_settings
-from policies import H2O, PyramidInfer, PyramidKV, SnapKV, StreamingLLM, Window
 from policies.base import LayerView, Phase, Policy
+from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
+from policies.pyramidkv import PyramidKV
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
+from policies.window import Window
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Device, Positions, PrefillName
 from runahead.report import GenerationBatch

@@ -7,8 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from policies import H2O, ExactTopK, InfiniGen, Offload, PyramidInfer, PyramidKV, Quest, SnapKV, StreamingLLM
 from policies.base import Policy
+from policies.exact_topk import ExactTopK
+from policies.h2o import H2O
+from policies.infinigen import InfiniGen
+from policies.offload import Offload
+from policies.pyramidinfer import PyramidInfer
+from policies.pyramidkv import PyramidKV
+from policies.quest import Quest
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead import PrefillOptions
 from runahead.config import PrefillName, Transfer
 from runahead.report import GenerationBatch

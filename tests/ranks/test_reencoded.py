@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from policies import PyramidInfer, SnapKV, StreamingLLM
 from policies.base import Policy
+from policies.pyramidinfer import PyramidInfer
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.infer import HELP, INFER
-from launch.inputs.options import Chat, PartitionName, PolicyName, RunOptions
+from launch.inputs.options import Chat, PartitionName, RunOptions
 from launch.program.compose import CONF, _option_names
 from runahead.config import ModelName, PrefillName
 
@@ -57,7 +57,6 @@ def test_every_choice_has_a_file():
         "model": ModelName,
         "prefill": PrefillName,
         "partition": PartitionName,
-        "policy": PolicyName,
     }.items():
         assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(kind.__members__)
 

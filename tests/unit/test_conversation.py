@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies import H2O, PyramidInfer, SnapKV, StreamingLLM
 from policies.base import Policy
+from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead import Conversation, GenerationOptions
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, oracle_logits, oracle_tokens, prompt, throughout

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from launch.infer import INFER
-from launch.inputs.options import PolicyName
-from launch.inputs.policies import rank_policies
-from policies import H2O, POLICIES, PyramidInfer, SnapKV, StreamingLLM
-from policies.snapkv import Pool
+from launch.inputs.policies import NAMES, rank_policies
+from launch.program.compose import CONF
+from policies import POLICIES
+from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
+from policies.snapkv import Pooling, SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -17,7 +20,7 @@ def policies(*overrides: str) -> RankPolicies:
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
-    assert {*POLICIES, "prompt_cache", "sequence", "per_rank"} == set(PolicyName.__members__)
+    assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
 
 
 def test_nothing_said_keeps_everything() -> None:
@@ -31,8 +34,8 @@ def test_a_name_alone_is_the_policy_with_its_defaults(name: str) -> None:
 
 
 def test_options_reach_their_policy() -> None:
-    assert policies("policy=snapkv", "policy.budget=0.2", "policy.window=16", "policy.pool=avg") == (
-        RankPolicies.everywhere([SnapKV(budget=0.2, window=16, pool=Pool.avg)])
+    assert policies("policy=snapkv", "policy.budget=0.2", "policy.window=16", "policy.pooling=avg") == (
+        RankPolicies.everywhere([SnapKV(budget=0.2, window=16, pooling=Pooling.avg)])
     )
     assert policies("policy=h2o", "policy.budget=512") == RankPolicies.everywhere([H2O(budget=512)])
     assert policies("policy=pyramidinfer", "policy.mean_keep=0.7") == (
@@ -60,10 +63,13 @@ def test_ranks_may_differ() -> None:
     [
         (["policy=retroinfer"], "policy=retroinfer is not one of"),
         (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
-        (["policy=full", "policy.budget=3"], "full has no option budget"),
+        (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=window|"),
         (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
-        (["policy=snapkv", "policy.budget=half"], "policy.budget=half must be"),
-        (["policy=snapkv", "policy.pool=median"], "policy.pool=median is not one of max, avg"),
+        (
+            ["policy=snapkv", "policy.budget=half"],
+            "policy.budget=half is not a whole number of tokens of",
+        ),
+        (["policy=snapkv", "policy.pooling=median"], "policy.pooling=median is not one of max, avg"),
         (["policy=snapkv", "policy.window=wide"], "policy.window=wide is not a whole number"),
         (["policy=pyramidinfer", "policy.schedule=steep"], "policy.schedule=steep is not one of"),
         (["policy=sequence"], "needs steps"),
@@ -73,7 +79,17 @@ def test_ranks_may_differ() -> None:
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
         (["policy=per_rank"], "needs policy.ranks.last"),
         (["policy.ranks.last=h2o"], "add policy=per_rank"),
-        (["policy.ranks.first=h2o"], "unknown option policy.ranks.first"),
+        (["policy=per_rank", "policy.ranks.first=h2o"], "unknown option policy.ranks.first; did you mean policy.ranks"),
+        (["policy=h2o", "policy.sink=4"], "h2o has no option sink; it has budget, sinks"),
+        (["policy=snapkv", "policy.pool=avg"], "which calls it pooling; use policy.pooling=avg"),
+        (
+            ["policy=infinigen", "policy.pool.byte=1"],
+            "unknown option policy.pool.byte; did you mean",
+        ),
+        (["policy=infinigen", "policy.pool=max"], "policy.pool=max is not one option but several: policy.pool.bytes"),
+        (["policy=infinigen", "policy.pool.victim=random"], "policy.pool.victim=random is not one of fifo, lru"),
+        (["policy=pyramidinfer", "policy.budget=0.5"], "whole number of tokens for pyramidinfer; shares"),
+        (["policy.name=h3o"], "policy=h3o is not one of full, window"),
         (["policy=h2o", "prefill=tsp"], "needs prefill=kv_runahead or prefill=single"),
     ],
 )

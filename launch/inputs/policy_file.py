@@ -1,0 +1,76 @@
+"""policy=file: the policy that a Python file outside the repository defines."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from launch.inputs.prompts import read_text
+from policies.base import Policy
+from runahead.failures import first_line
+from runahead.ranks.agreement import secret
+
+if TYPE_CHECKING:
+    from runahead.ranks.ranks import Ranks
+
+
+def policy_class(path: str | None) -> type[Policy]:
+    """The one policy that the file defines. A file is loaded once.
+
+    Raises:
+        ValueError: in one line, for a file that cannot be loaded or does not define one dataclass that is a policy.
+    """
+    if path is None:
+        raise ValueError("policy=file needs policy.path=<python file>")
+    name = f"policy.path={path}"
+    source = read_text(path, name, pipes=False)
+    # Of the content alone: ranks send each other policies, which Python finds by the names of their modules.
+    module = ModuleType(f"policy_file_{hashlib.sha256(source.encode()).hexdigest()}")
+    if module.__name__ in sys.modules:
+        module = sys.modules[module.__name__]
+    else:
+        sys.modules[module.__name__] = module  # where a dataclass looks up the types of its fields
+        try:
+            exec(compile(source, path, "exec"), module.__dict__)
+        except Exception as error:
+            del sys.modules[module.__name__]
+            raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+    found = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, Policy)
+        and kind.__module__ == module.__name__
+        and not inspect.isabstract(kind)
+    ]
+    if len(found) != 1:
+        what = f"{len(found)} policies ({', '.join(kind.__name__ for kind in found)})" if found else "no policy"
+        raise ValueError(f"{name} defines {what}; define one dataclass that inherits from policies.base.Policy")
+    [policy] = found
+    if "__dataclass_fields__" not in vars(policy):
+        raise ValueError(f"{name}: {policy.__name__} is no dataclass; write @dataclass(kw_only=True) above it")
+    return policy
+
+
+def load_files(policy: Any, ranks: Ranks) -> None:
+    """Load the files that policy= names, also in steps, on every rank. Every rank makes the same call.
+
+    Raises:
+        ValueError: a file is wrong, or ranks have files of different content; SharedError on other ranks.
+    """
+    for path in _paths(policy):
+        kind = ranks.together("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]
+        ranks.require_same({f"policy.path={path}": secret(kind.__module__)}, "give every rank the same file")
+
+
+def _paths(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if value.get("name") == "file" and isinstance(value.get("path"), str):
+            yield value["path"]
+        value = list(value.values())
+    for each in value if isinstance(value, list) else []:
+        yield from _paths(each)

@@ -1,0 +1,73 @@
+"""What --help prints of policies: their names, and the options of one, from its dataclass."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from launch.inputs.policies import options_of
+from policies import POLICIES
+
+WIDTH, COLUMN = 118, 32
+"""Of a line, and where what an option means begins."""
+
+
+def choices(option: str, names: Sequence[str]) -> str:
+    """Lines of --help with all choices of an option."""
+    lines = textwrap.wrap("|".join(names).replace("|", "| "), width=100)
+    indent = " " * (len(option) + 3)
+    return f"  {option}=" + f"\n{indent}".join(line.replace("| ", "|") for line in lines)
+
+
+def policy_help(name: str) -> str:
+    """The options of a policy, their defaults and what they mean."""
+    kind = options_of(name)
+    about = [inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")] if name in POLICIES else []
+    about.append(inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nRaises:")[0])
+    lines = list(_lines(kind, "policy")) or ["It has no options."]
+    return "\n".join([f"policy={name}", "", *about, "", *lines, ""])
+
+
+def _lines(kind: type, section: str) -> Iterator[str]:
+    meanings = _meanings(kind)
+    for option in fields(kind):
+        default = _default(option)
+        if is_dataclass(default):
+            yield from _lines(type(default), f"{section}.{option.name}")
+        elif option.init:
+            shown = f"  {section}.{option.name}={_shown(default)}"
+            meaning = meanings.get(option.name, "")
+            if isinstance(default, Enum):
+                meaning += f" ({'|'.join(type(default).__members__)})"
+            yield textwrap.fill(meaning, WIDTH, initial_indent=f"{shown:<{COLUMN}}", subsequent_indent=" " * COLUMN)
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return None if option.default is MISSING else option.default
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, Enum):
+        return default.name
+    if isinstance(default, bool) or default is None:
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of its bases say of its options, under "Attributes:"."""
+    meanings: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        for names, meaning in re.findall(r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE):
+            text = re.sub(r"\bNone\b", "null", " ".join(meaning.split()))  # as the command line writes it
+            meanings |= {name.strip(): text for name in names.split(",")}
+    return meanings

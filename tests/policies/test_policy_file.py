@@ -1,0 +1,168 @@
+"""policy=file: a policy that a Python file outside the repository defines, on the command line and on several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evaluation.contenders import contenders
+from launch.infer import INFER, main
+from launch.inputs.policies import policies_of, rank_policies
+from launch.inputs.policy_file import load_files, policy_class
+from policies.pyramidinfer import PyramidInfer
+from runahead.ranks.ranks import Ranks
+from tests.rank_pool import RankPool
+from tests.ranks.test_infer import TEXT, model, options, our_lines, torchrun  # noqa: F401 (model is a fixture)
+
+SOURCE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from policies.base import LayerView, Scorer
+
+
+class Which(Enum):
+    even = "even"
+    odd = "odd"
+
+
+@dataclass(kw_only=True)
+class EverySecond(Scorer):
+    which: Which = Which.odd
+
+    def score(self, view: LayerView):
+        slots_n = view.k_BKnH.new_ones(len(view.pads), 1, view.num_slots).cumsum(dim=-1)
+        return (slots_n % 2 == (self.which is Which.odd)) + slots_n * 1e-6
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "my policy.py").write_text(SOURCE, encoding="utf-8")
+    return tmp_path / "my policy.py"
+
+
+def made(*overrides: str) -> list[Any]:
+    return rank_policies(INFER.compose(overrides).policy).last
+
+
+def test_options_are_fields_of_its_dataclass(path: Path) -> None:
+    [policy] = made("policy=file", f"policy.path={path}", "policy.options={budget:0.5,which:even}")
+    assert type(policy) is policy_class(str(path))
+    assert (policy.budget, policy.which.name, policy.evict_every) == (0.5, "even", 16)
+    assert made("policy=file", f"policy.path={path}", "policy.options.budget=0.5")[0].budget == 0.5
+
+
+def test_it_may_be_a_step_and_work_on_some_ranks(path: Path) -> None:
+    step = {"name": "file", "path": str(path), "options": {"budget": 64}}
+    first, second = policies_of({"name": "sequence", "steps": ["pyramidinfer", step]}, "policy")
+    assert (first, second.budget) == (PyramidInfer(), 64)
+    [policy] = made("policy=per_rank", f"policy.ranks.last={{name:file,path:'{path}',options:{{budget:32}}}}")
+    assert policy.budget == 32
+
+
+def test_it_is_compared_with_others(path: Path) -> None:
+    found = contenders([{"name": "file", "path": str(path), "options": {"budget": 0.5}}, "window"], [0.5])
+    assert [contender.policies.last[0].budget for contender in found] == [0.5, 0.5]
+
+
+def test_it_is_sent_from_rank_to_rank(path: Path) -> None:
+    [policy] = made("policy=file", f"policy.path={path}")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+TWO = SOURCE + "\n\n@dataclass(kw_only=True)\nclass Other(EverySecond):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "says"),
+    [
+        (SOURCE, ["policy.options={budgt:3}"], "EverySecond has no option budgt; it has budget, sinks"),
+        (SOURCE, ["policy.options={budget:half}"], "policy.budget=half is not a whole number of tokens"),
+        (SOURCE, ["policy.options={budget:0}"], "policy.budget=0 must be"),
+        (SOURCE, ["policy.options={which:both}"], "policy.which=both is not one of even, odd"),
+        (SOURCE, ["policy.options=3"], "policy.options=3 is not a set of options"),
+        (SOURCE, ["policy.budget=3"], "file has no option budget; it has path, options"),
+        (TWO, [], "defines 2 policies (EverySecond, Other); define one"),
+        ("import math\n", [], "defines no policy; define one dataclass that inherits"),
+        (SOURCE.replace("@dataclass(kw_only=True)\n", ""), [], "EverySecond is no dataclass; write @dataclass"),
+        (SOURCE.replace("Which = Which.odd", "Which"), [], "policy.which is missing; give a value"),
+        (SOURCE.replace("which: Which = Which.odd", "which: LayerView = None"), [], "EverySecond cannot be used: "),
+        ("1 +\n", [], "cannot be loaded: SyntaxError: invalid syntax"),
+        ("import no_such_module\n", [], "cannot be loaded: ModuleNotFoundError: No module named"),
+        ("\0", [], "is a binary file"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(path: Path, source: str, overrides: list[str], says: str) -> None:
+    path.write_text(source, encoding="utf-8")
+    with pytest.raises(ValueError) as raised:
+        made("policy=file", f"policy.path={path}", *overrides)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "policy=file needs policy.path=<python file>"),
+        (["policy.path=no/such.py"], "policy.path=no/such.py does not exist"),
+        (["policy.path=."], "policy.path=. is a folder"),
+    ],
+)
+def test_a_file_that_is_not_there_is_told(overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        made("policy=file", *overrides)
+
+
+def test_infer_runs_it_on_one_rank_and_on_two(path: Path, model: str, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    given = ["policy=file", f"policy.path={path}", "policy.options={budget:40}", f"prompt.text={TEXT}"]
+    report = path.with_name("run.json")
+    assert main(options(model, *given, f"report={report}")) == 0
+    expected = capfd.readouterr().out
+    told = json.loads(report.read_text(encoding="utf-8"))
+    assert told["policy"] == {"name": "file", "path": str(path), "options": {"budget": 40}}
+    assert set(told["ranks"][0]["kept_tokens"]) == {40}
+    done = torchrun(*options(model, *given, f"report={report}"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text(encoding="utf-8"))
+    assert set(told["ranks"][1]["kept_tokens"]) == {40}
+    assert done.stdout == expected  # slots do not depend on the ranks
+    path.unlink()
+    done = torchrun(*options(model, *given))
+    assert done.returncode != 0 and done.stdout == ""
+    assert our_lines(done.stderr) == [f"[rank 0/2] policy.path={path} does not exist; check the path"]
+
+
+def load_own_file(ranks: Ranks, folders: list[str], content: list[str]) -> str:
+    """Every rank has a folder and a file of its own."""
+    os.chdir(folders[ranks.rank])
+    Path("my.py").write_text(content[ranks.rank], encoding="utf-8")
+    policy = {"name": "sequence", "steps": ["h2o", {"name": "file", "path": "my.py"}]}
+    try:
+        load_files(policy, ranks)
+        [_, made] = ranks.agree("the policies", lambda: policies_of(policy, "policy"))
+        return type(made).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_must_have_the_same_file(tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+    pool = RankPool(2)
+    try:
+        names = [str(folder) for folder in folders]
+        assert pool.run(load_own_file, names, [SOURCE, SOURCE]) == ["EverySecond"] * 2
+        first, second = pool.run(load_own_file, names, [SOURCE, SOURCE + "\n"])
+    finally:
+        pool.close()
+    assert first == "ValueError: rank 1 and rank 0 differ in policy.path=my.py; give every rank the same file"
+    assert second == first.replace("ValueError", "SharedError")
