@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,12 +174,11 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
-    from launch.inputs.prompts import check_lengths, read_prompts
+    from launch.inputs.prompts import read_prompts
     from runahead.files import ensure_writable
     from runahead.model import loading
-    from runahead.model.model import max_positions
     from runahead.prefill import PREFILLS
-    from runahead.thinning.text_limits import check_chunk_tokens
+    from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
     from runahead.timeline.trace import picture_path
 
     if run.report is not None:
@@ -194,14 +192,11 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     PREFILLS[run.prefill.name].check_config(config, num_ranks)
     tokenizer = loading.load_tokenizer(run.model)
+    limits = PromptLimits.of_config(config, policies, run.prefill, num_ranks)
     if run.policy["name"] == "prompt_cache":
-        from runahead.reuse.reuse import check_ends
-
-        reusing = read_reusing_prompts(
-            run.prompt, read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
-        )
-        limit = max_positions(config)
-        check_ends(reusing.reusing or [], num_new=run.generation.max_new_tokens, max_positions=limit)
+        schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
+        reusing = read_reusing_prompts(run.prompt, schema)
+        check_prompts(reusing.asked, limits, num_new=run.generation.max_new_tokens)
         return reusing
     prompts = read_prompts(
         run.prompt,
@@ -209,15 +204,11 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
         vocab_size=config.vocab_size,
         seed=run.model.seed,
     )
-    check = partial(
-        check_lengths,
-        max_new_tokens=run.generation.max_new_tokens,
-        max_positions=max_positions(config),
-        num_layers=config.num_hidden_layers,
-        policies=policies,
-        prefill=run.prefill,
-        num_ranks=num_ranks,
-    )
+
+    def check(prompts: Sequence[Sequence[int]]) -> None:
+        names = [f"prompt {number}" for number in range(1, len(prompts) + 1)] if len(prompts) > 1 else ["the prompt"]
+        check_prompts(prompts, limits, num_new=run.generation.max_new_tokens, names=names)
+
     if run.prompt.skip_invalid:
         prompts.skip(lambda ids: check([ids]))
     else:

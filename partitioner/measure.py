@@ -15,9 +15,9 @@ from torch import Tensor
 
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
-from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms, attend
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine
@@ -122,7 +122,7 @@ class _Run:
 
 def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()) -> _Run:
     clock = clock_for(model.device)
-    cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slots=1, device=model.device)
+    cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
     probe = _Probe(cache, clock, depth, keep)
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
     with suppress(PrefillEndsHere):
@@ -136,7 +136,7 @@ def _last_s(model: Model, chunk: int, repeats: int) -> float:
     for _ in range(WARMUPS + repeats):
         clock = clock_for(model.device)
         spans = [(0, chunk)] * model.num_layers
-        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slots=1, device=model.device)
+        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=1, device=model.device)
         probe = _Probe(cache, clock, model.num_layers)
         model.forward(torch.zeros(1, chunk, dtype=torch.long, device=model.device), probe, start=0, pads=[0])
         seconds.append(clock.seconds(clock.mark()) - _Run(probe, clock).ended_s)

@@ -146,9 +146,9 @@ def skew_of(
     import torch
 
     from policies.skewing import Skew, query_products
-    from runahead.attention.causal import CausalAttention
     from runahead.attention.partial import AttentionTerms
-    from runahead.cache.slabs import KVCache
+    from runahead.cache.attention import CausalAttention
+    from runahead.cache.kv_cache import KVCache
 
     products = [
         torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes
@@ -169,7 +169,7 @@ def skew_of(
         model.kv_shapes,
         batch=1,
         spans=[(0, len(ids))] * model.num_layers,
-        num_slots=model.num_layers,
+        num_slabs=model.num_layers,
         device=model.device,
     )
     ids_1S = torch.tensor([list(ids)], device=model.device)

@@ -1,7 +1,8 @@
 """Turns that follow each other on one KV cache: feed tokens, let the model answer, feed more.
 
-What a policy dropped behind one turn is not there in the next. So this is a chat with a thinned cache, a long text in
-chunks that each see what was kept of the text before, and a question to a context whose K,V were chosen without it.
+Tokens that a policy dropped after one turn are missing in the next. So this serves for a chat with a thinned cache, for
+a long text in chunks that each see what was kept of the text before, and for a question to a context of which tokens
+were chosen without it.
 """
 
 # Legend: B batch, C new tokens, V vocabulary.
@@ -10,30 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from policies.base import Phase
-from runahead.cache.host_layer import HostLayer
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.attention.base import LayerAttention
+from runahead.cache.kept import KeptCache
+from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
 from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.model.model import Model
-from runahead.model.new_tokens import NewTokens
-from runahead.model.seam import LayerAttention
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.steps import PolicySteps
 
 
 class Conversation:
-    """What was said so far, as the K,V that policies keep of it. It is held by one process.
+    """The KV cache of what was said so far, as far as policies keep it, in one process.
 
     Args:
         model: the model.
-        policies: at work behind each layer of every turn, as on the rank that decodes; by default all is kept.
+        policies: at work after each layer in every turn, as on the rank that decodes; by default all is kept.
         length: tokens that the conversation will have, for models whose RoPE depends on that.
 
     Raises:
@@ -44,7 +42,9 @@ class Conversation:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
+        self._while_decoding = policies.while_decoding
         self._empty_cache = policies.cache
+        self._retrieves = policies.retriever is not None
         self._rotaries = policies.rotaries(model)
         self.pads: list[int] = []
         """Left padding of each row."""
@@ -52,9 +52,9 @@ class Conversation:
         """Token ids of each row, without padding, those that were generated among them."""
         self.cache: KeptCache | None = None
         self.num_tokens = 0
-        """Tokens per row whose K,V went through the cache, padding included."""
+        """Tokens per row that went through the cache, padding included."""
         self.logits_BV: Tensor | None = None
-        """Behind the last token that was fed; None behind an answer, whose last token is fed with the next turn."""
+        """Of the last token that was fed; None after an answer, whose last token is fed with the next turn."""
         self._length = length or 0
         self._unfed_B1: Tensor | None = None
         self._is_long: bool | None = None
@@ -66,7 +66,7 @@ class Conversation:
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes of K,V of all tokens so far."""
+        """Bytes of keys and values of all tokens so far."""
         return self.num_tokens * sum(shape.bytes_per_token(len(self.pads)) for shape in self.model.kv_shapes)
 
     @property
@@ -118,7 +118,7 @@ class Conversation:
         return logits[:, -given:]
 
     def peek(self, ids_BC: Tensor) -> Tensor:
-        """Logits (B, C, V) behind each of these tokens if they came next. The conversation stays as it is.
+        """Logits (B, C, V) after each of these tokens if they came next. The conversation stays as it is.
 
         Every token sees what is kept of earlier turns and all of this one before it. Under a policy that retrieves it
         sees what is retrieved for it, as tokens do that are generated.
@@ -126,7 +126,7 @@ class Conversation:
         Raises:
             ValueError: as `feed`.
         """
-        if self.cache is not None and self.cache.retrieval is not None:
+        if self.cache is not None and self._retrieves:
             return self.fork().follow(ids_BC)
         return self._unthinned().feed(ids_BC, all_logits=True)
 
@@ -135,7 +135,7 @@ class Conversation:
         """Go on with these tokens one at a time, as if the model had generated them.
 
         Returns:
-            logits (B, C, V) behind each of them, in at least float32.
+            logits (B, C, V) after each of them, in at least float32.
 
         Raises:
             ValueError: as `feed`, or there is nothing that they could follow.
@@ -189,41 +189,38 @@ class Conversation:
         """A conversation that goes on from here on its own. Until it does, both share memory."""
         other = copy(self)
         other.rows = [list(row) for row in self.rows]
-        if self.cache is not None:
-            retrieval = self.cache.retrieval
-            overwrites = retrieval is not None and retrieval.max_slots is not None
-            without_room = _copied if overwrites else _without_room
-            other.cache = KeptCache(layers=[without_room(layer) for layer in self.cache.layers])
-            if retrieval is not None:
-                other.cache.retrieval = retrieval.fork(other.cache)
+        other.cache = None if self.cache is None else self.cache.fork()
         return other
 
     def _attention_at(self) -> Callable[[int], LayerAttention]:
         """Attention of single tokens, by their index."""
         assert self.cache is not None
         return attention_over(
-            self.cache, self.policies, pads=self.pads, prompt_tokens=self.num_tokens, num_layers=self.model.num_layers
+            self.cache,
+            self._while_decoding,
+            pads=self.pads,
+            prompt_tokens=self.num_tokens,
+            num_layers=self.model.num_layers,
         )
 
     def _unthinned(self) -> Conversation:
         """A fork where nothing more is dropped."""
         other = self.fork()
-        other.policies = []
+        other.policies, other._while_decoding = [], []
         return other
 
     def _forward(self, ids_BC: Tensor, *, all_logits: bool, cut_back: bool) -> Tensor:
-        """Logits of a turn, whose K,V are stored as the policies say."""
+        """Logits of a turn, whose tokens are stored as the policies say."""
         assert self.cache is not None
         end = self.num_tokens + ids_BC.shape[1]
         tokens = NewTokens(self.num_tokens, self.pads)
         steps = PolicySteps(
             self.policies,
             tokens,
-            phase=Phase.prefill,
             prompt_tokens=end,
             num_layers=self.model.num_layers,
             cuts_back=cut_back,
-            retrieval=self.cache.retrieval,
+            cache=self.cache,
         )
         logits = self.model.forward(
             ids_BC,
@@ -236,9 +233,7 @@ class Conversation:
         )
         self.num_tokens = end
         if ids_BC.shape[1] > 1:  # single tokens use the room that is left
-            for layer in self.cache.layers:
-                if not isinstance(layer, HostLayer) and layer.slab_TBKX.shape[0] > layer.num_slots:
-                    layer.copy_out(room=0)
+            self.cache.free(room=0)
         return logits
 
     def _checked_pads(self, ids_BC: Tensor, pads: list[int] | None) -> list[int]:
@@ -276,7 +271,7 @@ class Conversation:
         model = self.model
         num_positions = end - min(pads)
         if self._rotaries is not None and self.cache is not None:  # of what is kept and what is new
-            num_positions = max(self.cache.num_slots) + end - self.num_tokens
+            num_positions = max(self.cache.slots_by_layer) + end - self.num_tokens
         if model.max_positions is not None and num_positions > model.max_positions:
             raise ValueError(
                 f"the conversation would have {num_positions} tokens, which exceeds the {model.max_positions} "
@@ -295,21 +290,3 @@ class Conversation:
                     "give its length from the start, or keep it shorter"
                 )
             self._is_long = is_long
-
-
-def _copied(layer: KeptLayer) -> KeptLayer:
-    """The same slots in memory of their own."""
-    other = replace(layer)
-    other.copy_out(room=0)
-    return other
-
-
-def _without_room(layer: KeptLayer) -> KeptLayer:
-    """The same slots; what is appended goes to memory of its own."""
-    n = layer.num_slots
-    return replace(
-        layer,
-        slab_TBKX=layer.slab_TBKX[:n],
-        positions_TBK=layer.positions_TBK[:n],
-        carried_TBK=None if layer.carried_TBK is None else layer.carried_TBK[:n],
-    )

@@ -8,23 +8,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from policies.base import ReusingPrompt
-from runahead.cache.kept import KeptCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.decoding.token_stream import TokenStream
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
-from runahead.model.seam import LayerAttention
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
+from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
-from runahead.report import Generation, GenerationBatch, RankReport
-from runahead.reuse.attention import ReusedKV, reused_attention_over
+from runahead.report import Generation, GenerationBatch
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
-from runahead.thinning.text_limits import check_chunk_tokens, pieces_of, remedy
 
 OnTokens = Callable[[list[int | None]], None]
 
@@ -105,16 +102,22 @@ class Engine:
             PeerFailure: another rank is gone or silent.
         """
         options = options or GenerationOptions()
+        if options.stop and self.model.tokenizer is None:
+            raise ValueError(f"generation.stop={options.stop} needs a tokenizer, and this model has none; leave it out")
+        limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.size)
+        check_prompts(prompts, limits, num_new=options.max_new_tokens)
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
-        reuse = self._reuse(prompts, options)
-        self._check(ids, options)
+        reuse = self._reuse(prompts)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
         partition = self._strategy.split(max(map(len, new_ids)), self.ranks.size, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._agree(prompts, options, partition.boundaries)
         with self.ranks.failing_together():
             batch = PromptBatch.of(new_ids, self.ranks.device)
-            result = self._generate(ids, batch, reuse, options, partition, on_tokens, record_timeline, first_index)
+            chunk_tokens = limits.chunk_tokens(batch.num_tokens)
+            result = self._generate(
+                ids, batch, reuse, options, partition, chunk_tokens, on_tokens, record_timeline, first_index
+            )
         self._num_calls += 1
         return result
 
@@ -125,6 +128,7 @@ class Engine:
         reuse: Reuse | None,
         options: GenerationOptions,
         partition: ContextPartition,
+        chunk_tokens: int | None,
         on_tokens: OnTokens | None,
         record_timeline: bool,
         first_index: int,
@@ -138,7 +142,6 @@ class Engine:
         offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
         self.ranks.barrier("all ranks to hold the prompt")
         began_s = time.perf_counter()
-        reused = reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None
         job = PrefillJob(
             model=self.model,
             ranks=self.ranks,
@@ -147,26 +150,14 @@ class Engine:
             capacity=batch.num_tokens + options.max_new_tokens - 1,
             options=self.prefill,
             policies=self.policies,
-            reused=reused,
-            pieces_of=pieces_of(
-                batch.num_tokens,
-                max_positions=self.model.max_positions,
-                num_layers=self.model.num_layers,
-                policies=self.policies,
-                prefill=self.prefill,
-            ),
+            reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None,
+            chunk_tokens=chunk_tokens,
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
-        if reused is not None:
-            reused = reused.joined()
-            del job  # which holds what was joined
-        decoded = self._decode(prompts, options, prefilled, batch, reused, stream, first_index)
+        del job  # and with it reused segments that decoding has put together
+        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
         stream.relay()
-        if prefilled.cache is not None:
-            prefilled.kv_peak_bytes = max(prefilled.kv_peak_bytes, prefilled.cache.num_bytes)
-        if isinstance(prefilled.cache, KeptCache) and prefilled.cache.retrieval is not None:
-            prefilled.retrieval = prefilled.cache.retrieval.report()
         prefilled.cache = None
         result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
         if reuse is not None:
@@ -193,11 +184,11 @@ class Engine:
         facts |= option_facts({"generation": options, "prefill": self.prefill})
         self.ranks.require_same(facts, "every rank must make the same call with the same model")
 
-    def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions) -> Reuse | None:
+    def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt]) -> Reuse | None:
         """What the prompts reuse, if one of them does.
 
         Raises:
-            ValueError: this engine cannot, or a prompt is beyond the model's positions.
+            ValueError: this engine or its model cannot.
         """
         if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
             return None
@@ -207,47 +198,7 @@ class Engine:
                 "no cache policy that thins them out"
             )
         self.store = self.store or SegmentStore(self.model)
-        return Reuse.of(prompts, self.store, self.model, self.ranks, num_new=options.max_new_tokens)
-
-    def _check(self, prompts: list[list[int]], options: GenerationOptions) -> None:
-        if not prompts:
-            raise ValueError("no prompt was given")
-        if options.stop and self.model.tokenizer is None:
-            raise ValueError(f"generation.stop={options.stop} needs a tokenizer, and this model has none; leave it out")
-        longest, uneven_limit = max(len(prompt) for prompt in prompts), self.model.uneven_limit
-        uneven = any(len(prompt) < longest for prompt in prompts)
-        if uneven and uneven_limit is not None and longest + options.max_new_tokens > uneven_limit:
-            raise ValueError(
-                f"model {self.model.name} ({self.model.config.model_type}) counts positions from the start of the "
-                "longest prompt, so prompts of different lengths cannot run at once; use prompt.batch=1"
-            )
-        limit = self.model.max_positions
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty; it needs at least one token")
-            if not all(0 <= token < self.model.vocab_size for token in prompt):
-                raise ValueError(f"prompt {index} holds token ids outside 0..{self.model.vocab_size - 1}")
-            total = len(prompt) + options.max_new_tokens
-            helps = remedy(
-                len(prompt),
-                options.max_new_tokens,
-                max_positions=limit,
-                num_layers=self.model.num_layers,
-                policies=self.policies,
-                prefill=self.prefill,
-                num_ranks=self.ranks.size,
-            )
-            if helps is not None:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, and with {options.max_new_tokens} new ones exceeds the "
-                    f"model's {limit} positions; use {helps}"
-                )
-            threshold = self.model.length_threshold
-            if threshold is not None and len(prompt) <= threshold < total - 1:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens and may grow past {threshold}, where this model's RoPE "
-                    f"changes; use generation.max_new_tokens={threshold - len(prompt) + 1} or a longer prompt"
-                )
+        return Reuse.of(prompts, self.store, self.model, self.ranks)
 
     def _decode(
         self,
@@ -255,30 +206,25 @@ class Engine:
         options: GenerationOptions,
         prefilled: Prefilled,
         batch: PromptBatch,
-        reused: ReusedKV | None,
         stream: TokenStream,
         first_index: int,
     ) -> Decoded | None:
-        """On the ranks with K,V and logits: the first token and the following ones."""
+        """On the ranks with a cache and logits: the first token and the following ones."""
         if prefilled.logits_BV is None or prefilled.cache is None:
             return None
-        policies = self.policies.of(is_last=True)
+        prefilled.cache = prefilled.cache.for_decoding()
         rows = [
             Row(self.model, prompt, options, seed=options.seed + first_index + index)
             for index, prompt in enumerate(prompts)
         ]
-        attention_at: Callable[[int], LayerAttention]
-        if reused is not None:
-            attention_at = reused_attention_over(prefilled.cache, reused, pads=batch.pads)
-        else:
-            attention_at = attention_over(
-                prefilled.cache,
-                policies,
-                pads=batch.pads,
-                prompt_tokens=batch.num_tokens,
-                num_layers=self.model.num_layers,
-            )
-        return decode(
+        attention_at = attention_over(
+            prefilled.cache,
+            self.policies.while_decoding,
+            pads=batch.pads,
+            prompt_tokens=batch.num_tokens,
+            num_layers=self.model.num_layers,
+        )
+        decoded = decode(
             self.model,
             rows,
             prefilled.logits_BV,
@@ -287,6 +233,8 @@ class Engine:
             pads=batch.pads,
             on_step=stream.send,
         )
+        prefilled.cache.describe_decoding(prefilled.report)
+        return decoded
 
     def _result(
         self,
@@ -298,19 +246,6 @@ class Engine:
         source: int,
     ) -> GenerationBatch:
         """What every rank found out, put together on all of them."""
-        report = RankReport(
-            rank=self.ranks.rank,
-            chunk_tokens=prefilled.chunk_tokens,
-            prefill_s=prefilled.prefill_s,
-            wait_s=prefilled.wait_s,
-            kv_sent_bytes=prefilled.kv_sent_bytes,
-            kv_received_bytes=prefilled.kv_received_bytes,
-            kv_peak_bytes=prefilled.kv_peak_bytes,
-            kv_kept_bytes=prefilled.kv_kept_bytes,
-            kept_tokens=prefilled.kept_tokens,
-            kv_host_bytes=prefilled.kv_host_bytes,
-            retrieval=prefilled.retrieval,
-        )
         outcome = None
         if decoded is not None:
             assert prefilled.logits_BV is not None
@@ -329,7 +264,7 @@ class Engine:
             ]
             outcome = generations, decoded.first_token_s - began_s, tpot_s
         shared = self.ranks.gather(
-            (report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
+            (prefilled.report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
             "the end of the generation",
         )
         reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))

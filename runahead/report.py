@@ -65,20 +65,25 @@ class ReuseReport:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """One rank's part of one call; of `prefill_s`, until its last layer ended, it waited for K,V for `wait_s`.
+    """One rank's part of one call.
 
-    `kv_kept_bytes` is what it stores for decoding, behind the prompt; `kept_tokens` how many per layer, where a cache
-    policy decides. Under one that retrieves, `kv_host_bytes` are in the host's pool, and `kv_kept_bytes` only what
-    else is kept to find K,V there. `reuse` is there where prompts reuse K,V.
+    Attributes:
+        chunk_tokens: tokens that the rank computed.
+        prefill_s: until its last layer ended; for `wait_s` of that it waited for keys and values.
+        kv_peak_bytes: the most that were allocated at a time.
+        kv_kept_bytes: stored for decoding, after the prompt; under a policy that retrieves, only what is kept to find
+            tokens in the host's pool, which has `kv_host_bytes`.
+        kept_tokens: tokens that are kept in each layer, where a cache policy decides.
+        reuse: where prompts reuse segments.
     """
 
     rank: int
-    chunk_tokens: int
-    prefill_s: float
-    wait_s: float
-    kv_sent_bytes: int
-    kv_received_bytes: int
-    kv_peak_bytes: int
+    chunk_tokens: int = 0
+    prefill_s: float = 0.0
+    wait_s: float = 0.0
+    kv_sent_bytes: int = 0
+    kv_received_bytes: int = 0
+    kv_peak_bytes: int = 0
     kv_kept_bytes: int = 0
     kept_tokens: list[int] = field(default_factory=list)
     kv_host_bytes: int = 0

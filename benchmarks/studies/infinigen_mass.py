@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from policies.skewing import Skew, column_weights, skewing_basis
-from runahead.attention.causal import CausalAttention
+from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.model.model import Model
 from runahead.model.narrowing import decoder_layers
-from runahead.retrieval.query_prediction import LayerInput
 
 SINKS = 4
 """First tokens: always fetched, and left out of what is said of keys."""
@@ -150,7 +150,7 @@ def read(
         model.kv_shapes,
         batch=1,
         spans=[(0, num_tokens)] * model.num_layers,
-        num_slots=model.num_layers,
+        num_slabs=model.num_layers,
         device=model.device,
     )
     attention = _Asking(
@@ -174,9 +174,6 @@ def read(
 
 class _Asking(CausalAttention):
     """Attention that asks, once it has attended."""
-
-    start_of_input = 0
-    pads_of_input = [0]  # noqa: RUF012 (never changed)
 
     def __init__(
         self,

@@ -39,24 +39,25 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.studies.retrieval_decode import weight_bytes
 from partitioner.table.fingerprint import device_name, now
+from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
-from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.attention import CausalAttention
 from runahead.cache.copy_stream import CopyStream, copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
-from runahead.cache.slabs import KVCache
+from runahead.cache.kv_cache import KVCache
 from runahead.files import write_whole
 from runahead.model.model import set_attention
 from runahead.model.seam import ATTENTION_NAME
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
-from runahead.retrieval.attention import RetrievingAttention
+from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 
 RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"
@@ -138,7 +139,7 @@ class FullCache:
             model.kv_shapes,
             batch=batch,
             spans=[(0, context + room)] * model.num_layers,
-            num_slots=model.num_layers,
+            num_slabs=model.num_layers,
             device=model.device,
         )
 
@@ -168,7 +169,7 @@ class Retrieved:
     def __init__(self, model: Model, policy: Retriever, *, context: int, batch: int, room: int) -> None:
         self.model, self.policy, self.num_tokens, self.pads, self._room = model, policy, context, [0] * batch, room
         self.cache = RankPolicies.everywhere([policy]).cache(model, batch=batch)
-        assert self.cache.retrieval is not None
+        assert isinstance(self.cache, RetrievedCache)
         self.retrieval = self.cache.retrieval
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
@@ -189,9 +190,8 @@ class Retrieved:
     def step(self, ids_B1: Tensor) -> Tensor:
         start = self.num_tokens
         self.num_tokens += 1
-        return self.model.forward(
-            ids_B1, RetrievingAttention(self.cache, start=start, pads=self.pads), start=start, pads=self.pads
-        )
+        attention = CausalAttention(self.cache, start=start, pads=self.pads, phase=Phase.decode)
+        return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
 
     def moved(self) -> Bytes:
         device, link = weight_bytes(self.model), 0
@@ -216,7 +216,7 @@ class Retrieved:
         return Bytes(device=device, link=link)
 
     def kept(self) -> tuple[int, int]:
-        return self.cache.num_bytes, self.cache.host_bytes
+        return self.cache.num_bytes, self.retrieval.host_bytes
 
     def fetched_share(self) -> float:
         shares = self.retrieval.report().fetched_share

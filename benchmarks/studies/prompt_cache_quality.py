@@ -29,8 +29,9 @@ from benchmarks.harness.machine import ROOT
 from partitioner.table.fingerprint import now
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
-from runahead.cache.slabs import KVCache
-from runahead.reuse.attention import ReusedAttention
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
+from runahead.reuse.cache import ReusedCache
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 
@@ -90,13 +91,13 @@ def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: V
 @torch.inference_mode()
 def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt, num_last: int) -> float:
     """Nats per token of the prompt's last tokens."""
-    reuse = Reuse.of([prompt], store, model, ranks, num_new=1)
+    reuse = Reuse.of([prompt], store, model, ranks)
     reuse.encode_missing()
     count = len(prompt.new_ids)
     cache = KVCache(
-        model.kv_shapes, batch=1, spans=[(0, count)] * model.num_layers, num_slots=model.num_layers, device=model.device
+        model.kv_shapes, batch=1, spans=[(0, count)] * model.num_layers, num_slabs=model.num_layers, device=model.device
     )
-    attention = ReusedAttention(cache, start=0, pads=[0]).reuse(reuse.fetch())
+    attention = CausalAttention(ReusedCache(cache, reuse.fetch()), start=0, pads=[0])
     ids_1C = torch.tensor([prompt.new_ids], device=model.device)
     logits_CV: Tensor = model.forward(ids_1C, attention, start=0, pads=[0], all_logits=True)[0]
     return torch.nn.functional.cross_entropy(logits_CV[-num_last - 1 : -1], ids_1C[0, -num_last:]).item()

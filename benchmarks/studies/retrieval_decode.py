@@ -39,6 +39,7 @@ from runahead.conversation import Conversation
 from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
 from runahead.ranks.devices import keep_freed_memory
+from runahead.retrieval.cache import RetrievedCache
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_decode.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_decode.png"
@@ -131,7 +132,7 @@ def weight_bytes(model: Model) -> int:
 
 def bytes_of(model: Model, conversation: Conversation) -> int:
     """That one step reads under a retrieving policy: as the full cache where a layer attends to everything."""
-    assert conversation.cache is not None and conversation.cache.retrieval is not None
+    assert isinstance(conversation.cache, RetrievedCache)
     retrieval, total = conversation.cache.retrieval, weight_bytes(model)
     shares = retrieval.report().fetched_share
     for layer, (shape, found, share) in enumerate(zip(model.kv_shapes, retrieval.layers, shares, strict=True)):
@@ -149,7 +150,7 @@ def bytes_of(model: Model, conversation: Conversation) -> int:
 
 def fetched_share(conversation: Conversation) -> float:
     """Mean over all layers, those that attend to everything among them."""
-    assert conversation.cache is not None and conversation.cache.retrieval is not None
+    assert isinstance(conversation.cache, RetrievedCache)
     shares = conversation.cache.retrieval.report().fetched_share
     return sum(1.0 if share is None else share for share in shares) / len(shares)
 

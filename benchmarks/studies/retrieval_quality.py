@@ -38,6 +38,7 @@ from policies.offload import Offload
 from runahead import Model, ModelOptions
 from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
+from runahead.retrieval.cache import RetrievedCache
 
 RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
 PICTURE = ROOT / "docs" / "retrieval_quality.png"
@@ -148,7 +149,7 @@ def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[in
         fork = conversation.fork()
         nlls.append(nll(conversation.logits_BV, fork.follow(torch.tensor([tail[:-1]])), tail))
         shares.append(fetched_share(fork))
-        assert fork.cache is not None and fork.cache.retrieval is not None
+        assert isinstance(fork.cache, RetrievedCache)
         masses += [mass for mass in fork.cache.retrieval.report().hit_mass if mass is not None]
     return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": mean(shares), "hit_mass": mean(masses)}
 

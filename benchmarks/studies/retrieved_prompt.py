@@ -12,8 +12,8 @@ from torch import Tensor
 from policies.base import Policy
 from policies.offload import Offload
 from runahead import Model
-from runahead.attention.causal import CausalAttention
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -61,7 +61,7 @@ class FullCache:
             model.kv_shapes,
             batch=1,
             spans=[(0, end)] * model.num_layers,
-            num_slots=model.num_layers,
+            num_slabs=model.num_layers,
             device=model.device,
         )
         for layer, kept in enumerate(conversation.cache.layers):

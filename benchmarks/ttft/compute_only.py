@@ -13,9 +13,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.context import ContextPartition
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
@@ -40,7 +40,7 @@ class ComputeOnly:
         if not chunk:
             return 0.0
         spans = [(model.first_needed(layer, chunk.start, [0]), chunk.stop) for layer in range(model.num_layers)]
-        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slots=model.num_layers, device=device)
+        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=device)
         for layer in range(model.num_layers):
             cache.layer(layer).slab_TBKX.normal_()  # what attention to it costs does not depend on the values
         ids_1C = torch.tensor([ids[chunk.start : chunk.stop]], device=device)

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.inputs.options import Chat, PromptOptions
 from policies.prompt_cache.chat_template import render
-from runahead.config import PrefillOptions
 from runahead.files import read_user_file
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt
-    from runahead.thinning.rank_policies import RankPolicies
 
 E = TypeVar("E")
 
@@ -115,38 +113,6 @@ def _usable(
     return usable, wrong
 
 
-def check_lengths(
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    max_positions: int | None,
-    num_layers: int = 1,
-    policies: RankPolicies | None = None,
-    prefill: PrefillOptions | None = None,
-    num_ranks: int = 1,
-) -> None:
-    """Raises: ValueError if a prompt and its new tokens need more positions than the model has."""
-    from runahead.thinning.rank_policies import RankPolicies
-    from runahead.thinning.text_limits import remedy
-
-    for number, ids in enumerate(prompts, start=1):
-        helps = remedy(
-            len(ids),
-            max_new_tokens,
-            max_positions=max_positions,
-            num_layers=num_layers,
-            policies=policies or RankPolicies(),
-            prefill=prefill or PrefillOptions(),
-            num_ranks=num_ranks,
-        )
-        if helps is not None:
-            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            raise ValueError(
-                f"{which} has {len(ids)} tokens, and with generation.max_new_tokens={max_new_tokens} "
-                f"it is longer than the model's {max_positions} positions; use {helps}"
-            )
-
-
 def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
     """Token ids of a prompt; with a chat template the text is the user's message.
 
@@ -156,7 +122,7 @@ def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
     if chat is Chat.true and not template:
         raise ValueError("prompt.chat=true, but the model's tokenizer has no chat template; use prompt.chat=false")
     if chat is Chat.false or not template:
-        # verbose=False: that a text is longer than the model is told by check_lengths, with the remedy.
+        # verbose=False: that a text is longer than the model is told by check_prompts, with the remedy.
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     else:
         messages = [{"role": "user", "content": text}]

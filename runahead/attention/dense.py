@@ -1,71 +1,66 @@
-"""Attention as a mask over all scores: those of the keys that a query may not see are computed too, then masked."""
+"""Dense attention under a mask: scores of keys that a query may not see are computed too, then masked."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, S tokens of the prompt, H head dim, V value dim.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import CausalAttention
+from runahead.attention.causal import KVReader, nothing, padded_together, row_groups
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, add_sinks, blockwise_attention, fused_kernel
-from runahead.cache.slabs import KVCache, KVSlab
+from runahead.attention.partial import AttentionTerms, blockwise_attention, fused_kernel
 
 ALIGNMENT = 16
-"""The CUDA kernel wants rows of the mask to begin at multiples of that many elements."""
+"""Rows of a mask must begin at multiples of this many elements for the CUDA kernel."""
 
 
-class DenseAttention(CausalAttention):
-    """As `CausalAttention`, over K,V of the whole prompt, none of whose scores are skipped.
+class DenseAttention:
+    """Attention to keys and values of the whole prompt, none of whose scores are skipped.
 
     The fused kernels read the mask from memory: C x S elements of the queries' dtype, made once per forward for each
     kind of layer and padding. That is 134 MB for half of 8,192 tokens in float32, and four times as much for twice the
     length. Families with terms that no fused kernel knows go block by block and need no mask.
 
     Args:
-        num_tokens: of the padded prompt.
+        num_tokens: length of the padded prompt.
     """
 
-    def __init__(self, cache: KVCache, *, start: int, pads: list[int], num_tokens: int) -> None:
-        super().__init__(cache, start=start, pads=pads)
+    def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._masks: dict[tuple[MaskRule | None, int], Tensor] = {}
 
-    def attend_to_slab(
+    def attend(
         self,
-        slab: KVSlab,
         q_BNCH: Tensor,
+        kv: KVReader,
         terms: AttentionTerms,
-        await_prefix: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """Output (B, N, C, V). The slab holds the prompt's K,V once `await_prefix` returned."""
+        *,
+        start: int,
+        pads: Sequence[int],
+        await_prefix: Callable[[], None] = nothing,
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend_causally`. `kv` holds the whole prompt once `await_prefix` returned."""
         await_prefix()
-        groups = self._row_groups(q_BNCH.shape[2], terms)
-        outs = []
+        groups = row_groups(q_BNCH, terms, start=start, pads=pads)
+        parts = []
         for group in groups:
             q = q_BNCH[group.rows, :, -group.num_queries :]
-            k, v = (x[group.rows] for x in slab.read(group.pad, self.num_tokens))
+            k, v = (x[group.rows] for x in kv.read(group.pad, self.num_tokens))
             if fused_kernel(q, k, v) is None or terms.needs_scores:
-                out, lse = blockwise_attention(q, k, v, terms, q_start=group.q_start, k_start=0, dense=True)
+                parts.append(blockwise_attention(q, k, v, terms, q_start=group.q_start, k_start=0, dense=True))
             else:
-                out, lse = _masked(q, k, v, self._mask(terms.rule, group.pad, q), terms.scaling)
-            outs.append(out if terms.sinks_N is None else add_sinks(out, lse, terms.sinks_N))
-        if len(groups) == 1 and outs[0].shape[:3] == q_BNCH.shape[:3]:
-            return outs[0]
-        padded_out = q_BNCH.new_zeros(*q_BNCH.shape[:3], slab.slab_TBKX.shape[-1] - slab.key_dim)
-        for group, out in zip(groups, outs, strict=True):
-            padded_out[group.rows, :, -group.num_queries :] = out
-        return padded_out
+                parts.append(_masked(q, k, v, self._mask(terms.rule, group.pad, group.q_start, q), terms.scaling))
+        return padded_together(q_BNCH, kv, groups, parts, start=start)
 
-    def _mask(self, rule: MaskRule | None, pad: int, q_BNCH: Tensor) -> Tensor:
+    def _mask(self, rule: MaskRule | None, pad: int, q_start: int, q_BNCH: Tensor) -> Tensor:
         """0 where a query sees a key, -inf where it does not: (C, S) without the padding."""
         if (rule, pad) not in self._masks:
             num_queries, num_keys = q_BNCH.shape[2], self.num_tokens - pad
-            queries = torch.arange(num_queries, device=q_BNCH.device) + max(0, self.start - pad)
+            queries = torch.arange(num_queries, device=q_BNCH.device) + q_start
             keys = torch.arange(num_keys, device=q_BNCH.device)
             allowed = keys[None, :] <= queries[:, None] if rule is None else rule.allowed(queries, keys)
             room = math.ceil(num_keys / ALIGNMENT) * ALIGNMENT

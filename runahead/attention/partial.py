@@ -78,6 +78,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
+def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
+    """Output (B, N, C, V) with the family's attention sinks, if it has any."""
+    return out if terms.sinks_N is None else add_sinks(out, lse, terms.sinks_N)
+
+
 def add_sinks(out: Tensor, lse: Tensor, sinks_N: Tensor) -> Tensor:
     """Output (B, N, C, V) once every query also gave weight exp(sink) to nothing."""
     share = torch.sigmoid(lse - sinks_N.to(lse.dtype)[None, :, None])

@@ -1,4 +1,4 @@
-"""A layer's K,V in memory of the host, for a GPU that fetches some of them in every step.
+"""A layer's keys and values in memory of the host, for a GPU that fetches some of them in every step.
 
 Copies to the host run in order with fetches, so a fetch sees all that was stored before. The host waits for the device
 where memory has to grow or is given back, and nowhere else.
@@ -8,6 +8,7 @@ where memory has to grow or is given back, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,12 +23,13 @@ from runahead.cache.slabs import KVSlab
 
 @dataclass(kw_only=True)
 class HostLayer(KeptLayer):
-    """Slots whose K,V are on the host; positions and what is carried stay on the device.
+    """Slots whose keys and values are on the host; positions and what is carried stay on the device.
 
     Attributes:
         copies: of all copies between the device and this memory.
     """
 
+    on_host = True
     copies: CopyStream
     _mapped_TBKX: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -82,10 +84,31 @@ class HostLayer(KeptLayer):
                 torch.index_select(self.mapped_TBKX().view(-1, width), 0, rows_X, out=out)
         return slab_TBKX, self.copies.mark()
 
+    def gather(self, rows_X: Tensor) -> Callable[[], Tensor]:
+        return self._once_there(*self.fetch(rows_X))
+
+    def gather_all(self) -> Callable[[], Tensor]:
+        return self._once_there(*self.fetch(None))
+
+    def _once_there(self, slab_TBKX: Tensor, mark: torch.cuda.Event) -> Callable[[], Tensor]:
+        def fetched() -> Tensor:
+            self.copies.hold_compute(mark)
+            return slab_TBKX
+
+        return fetched
+
     def slab(self) -> KVSlab:
         return self.brought().slab()
 
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+    def keys(self) -> Tensor:
+        self.copies.hold_compute()
+        slab = KVSlab(slab_TBKX=self.mapped_TBKX()[: self.num_slots], key_dim=self.shape.key_dim, first=0)
+        return slab.read(0, self.num_slots)[0]
+
+    def free(self, *, room: int) -> None:
+        """Keep the memory: it is the host's, and page-locked memory is slow to get."""
+
+    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
         if end > self.slab_TBKX.shape[0]:
             self._grow(end)
@@ -132,8 +155,8 @@ class BroughtLayer(KeptLayer):
 
     host: HostLayer | None
 
-    def cut_back(self, slots_BKm: Tensor, *, room: int) -> None:
-        super().cut_back(slots_BKm, room=room)
+    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+        super().keep(slots_BKm, room=room)
         self.host = None
 
 
@@ -143,5 +166,5 @@ def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
 
 
 def _on_device(layer: KeptLayer) -> dict[str, Any]:
-    """All but its K,V."""
+    """Fields of a layer but its keys and values."""
     return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name != "slab_TBKX"}

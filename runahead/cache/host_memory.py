@@ -37,8 +37,8 @@ def host_empty(
         return host.view(dtype).view(shape)
     except (OSError, RuntimeError) as error:  # torch.AcceleratorError and torch.OutOfMemoryError are RuntimeErrors
         raise ValueError(
-            f"{num_bytes:,} bytes of K,V do not fit into page-locked host memory; use a shorter prompt, a smaller "
-            "prompt.batch or policy.pool.bytes, or raise the limit (ulimit -l)"
+            f"{num_bytes:,} bytes of KV cache do not fit into page-locked host memory; use a shorter prompt, a "
+            "smaller prompt.batch or policy.pool.bytes, or raise the limit (ulimit -l)"
         ) from error
 
 

@@ -1,34 +1,36 @@
-"""K,V that a cache policy has thinned out: one layer at a time, with room for what comes next.
+"""Keys and values that a cache policy cuts back: one layer at a time, with room for what comes next.
 
-As in the KV cache a slab is token-major, (T, B, K, H + V). A slot holds a token; which one may differ from row to row
-and from KV head to KV head, but slots are in the order of the tokens' positions and padding is on the left, so causal
-attention needs no mask. Cutting a layer back copies what is kept and frees the rest.
+As in the full KV cache memory is token-major, (T, B, K, H + V). A slot holds a token; which one may differ from row to
+row and from KV head to KV head, but slots are in the order of the tokens' positions and padding is on the left, so
+causal attention needs no mask. Keeping some slots copies them and frees the rest.
 """
 
-# Legend: T slots with room, n stored slots, m kept ones, B batch, K kv heads, X = H + V key and value dims.
+# Legend: T slots with room, n stored slots, m kept ones, B batch, N query heads, K kv heads, C new tokens,
+# X = H + V key and value dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
+from runahead.report import RankReport
 from runahead.rotary import Rotary
 
-if TYPE_CHECKING:
-    from runahead.retrieval.retrieval import Retrieval
-
 NEW_ROOM = 32
-"""New tokens for which a layer has room behind a prompt and after it was cut back; where more of them stay it grows."""
+"""New tokens for which a layer has room after a prompt and after it was cut back; where more of them stay it grows."""
 
 
 @dataclass(kw_only=True)
-class KeptLayer:
-    """One layer's K,V.
+class KeptLayer(LayerStore):
+    """One layer.
 
     Attributes:
         slab_TBKX: slots, of which the first `num_slots` are in use.
@@ -60,9 +62,12 @@ class KeptLayer:
         positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
         return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch, rotary=rotary)
 
+    on_host = False
+    """Whether keys and values are in the memory of the host, and the device is another one."""
+
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated: K,V, positions, and what is carried."""
+        """Bytes allocated: keys and values, positions, and what is carried."""
         carried = 0 if self.carried_TBK is None else self.carried_TBK.nbytes
         return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried
 
@@ -78,8 +83,16 @@ class KeptLayer:
     def positions_BKn(self) -> Tensor:  # noqa: N802
         return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
 
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
-        """Store new tokens behind the others, making room if there is none.
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        num_new = k_BKCH.shape[2]
+        self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+        # In the numbering of slots, which are in causal order, whichever tokens they hold.
+        return SeenSlab.of(self.slab(), q_BNCH, start=self.end - q_BNCH.shape[2], pads=self.pads, rotary=self.rotary)
+
+    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+        """Store new tokens after the others, making room if there is none.
 
         Args:
             positions_BC: of the new tokens in their rows.
@@ -106,8 +119,7 @@ class KeptLayer:
     def carried_BKn(self) -> Tensor | None:  # noqa: N802
         return None if self.carried_TBK is None else self.carried_TBK[: self.num_slots].permute(1, 2, 0)
 
-    def cut_back(self, slots_BKm: Tensor, *, room: int) -> None:
-        """Keep these slots, (B, K, m) or (B, 1, m), and make room for so many more tokens."""
+    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
@@ -123,6 +135,63 @@ class KeptLayer:
         # Which padding is dropped is the same for all KV heads: it is never kept before a token is.
         self.pads = kept_pads_BK[:, 0].tolist()
         assert (kept_pads_BK == kept_pads_BK[:, :1]).all(), "KV heads keep different amounts of padding"
+
+    def free(self, *, room: int) -> None:
+        if self.slab_TBKX.shape[0] != self.num_slots + room:
+            self.copy_out(room=room)
+
+    def brought(self) -> KeptLayer:
+        """The same slots in the memory of the device."""
+        return self
+
+    def keys(self) -> Tensor:
+        """Keys (B, K, n, H) of all slots, where they lie."""
+        slab = self.slab()
+        return slab.read(slab.first, slab.end)[0]
+
+    def gather(self, rows_X: Tensor) -> Callable[[], Tensor]:
+        """Copy some slots to the device, with room for one more after them.
+
+        Args:
+            rows_X: rows of the memory as a (T * B * K, X) matrix, all of a slot's side by side.
+
+        Returns:
+            gives slots (m + 1, B, K, X). Here they are copied only then, since in between a layer's weights would
+            drive them out of the processor's cache.
+        """
+        _, batch, heads, width = self.slab_TBKX.shape
+        source_TBKX = self.slab_TBKX
+
+        def gathered() -> Tensor:
+            num_chosen = len(rows_X) // (batch * heads)
+            slab_TBKX = source_TBKX.new_empty(num_chosen + 1, batch, heads, width)
+            out = slab_TBKX[:num_chosen].view(-1, width)
+            torch.index_select(source_TBKX.view(-1, width), 0, rows_X, out=out)
+            return slab_TBKX
+
+        return gathered
+
+    def gather_all(self) -> Callable[[], Tensor] | None:
+        """As `gather`, of all slots; None if attention can read them where they lie."""
+        return None
+
+    def fork(self, *, copy: bool) -> KeptLayer:
+        """The same slots for a cache that goes on on its own.
+
+        Args:
+            copy: give it memory of its own; else what is appended to it goes to new memory, and both share the rest.
+        """
+        if copy:
+            other = replace(self)
+            other.copy_out(room=0)
+            return other
+        n = self.num_slots
+        return replace(
+            self,
+            slab_TBKX=self.slab_TBKX[:n],
+            positions_TBK=self.positions_TBK[:n],
+            carried_TBK=None if self.carried_TBK is None else self.carried_TBK[:n],
+        )
 
     def copy_out(self, *, room: int) -> None:
         """Move to memory of its own, with room for so many more tokens."""
@@ -176,14 +245,13 @@ def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
     return taken
 
 
-@dataclass(kw_only=True)
-class KeptCache:
-    """All layers. `peak_bytes` is the most that was allocated at a time, on the device and in the pool of the host."""
+class KeptCache(KVStore):
+    """All layers of a batch, each of which a policy may cut back."""
 
     layers: list[KeptLayer]
-    peak_bytes: int = field(default=0)
-    retrieval: Retrieval | None = None
-    """Of a policy that keeps all K,V and chooses what attention sees in a step."""
+
+    def __init__(self, layers: Sequence[KeptLayer]) -> None:
+        self.layers = list(layers)
 
     @classmethod
     def empty(
@@ -195,8 +263,8 @@ class KeptCache:
         rotaries: Sequence[Rotary] | None = None,
     ) -> KeptCache:
         """Layers without tokens. `rotaries`, one per layer, are for re-encoded positions."""
-        return cls(
-            layers=[
+        return KeptCache(
+            [
                 KeptLayer.empty(
                     shape, batch=batch, room=0, device=device, rotary=None if rotaries is None else rotaries[layer]
                 )
@@ -206,29 +274,52 @@ class KeptCache:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """The device that computes."""
         return self.layers[0].positions_TBK.device
 
     @property
-    def reencodes(self) -> bool:
-        """Are keys stored unrotated?"""
+    def rotates(self) -> bool:
         return any(layer.rotary is not None for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated, without those in the host's pool."""
-        index_bytes = 0 if self.retrieval is None else self.retrieval.num_bytes
-        return sum(layer.num_bytes for layer in self.layers) - self.host_bytes + index_bytes
+        return sum(layer.num_bytes for layer in self.layers)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of the K,V that are in the host's pool. On a CPU that is memory like any other."""
-        if self.retrieval is None:
-            return 0
-        layers = zip(self.layers, self.retrieval.in_pool, strict=True)
-        return sum(layer.slab_TBKX.nbytes for layer, is_in in layers if is_in)
-
-    @property
-    def num_slots(self) -> list[int]:
-        """Stored slots per layer."""
+    def slots_by_layer(self) -> list[int]:
+        """Stored slots of each layer."""
         return [layer.num_slots for layer in self.layers]
+
+    def free(self, *, room: int) -> None:
+        """Give back what each layer does not need beyond room for `room` more tokens."""
+        for layer in self.layers:
+            layer.free(room=room)
+
+    def index(
+        self,
+        layer: int,
+        kept: KeptLayer,
+        seen: SeenKV,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        room: int,
+        was_cut: bool,
+    ) -> None:
+        """Called once the policies have decided what stays of a layer after the attention of given tokens.
+
+        Args:
+            kept: the layer, whose last slots are those of the new tokens.
+            seen: what the queries of these tokens saw.
+            positions_BC: of these tokens in their rows, below 0 on padding.
+            room: tokens that will follow.
+            was_cut: whether slots before the new ones were dropped.
+        """
+
+    def fork(self) -> KeptCache:
+        """The same tokens for a conversation that goes on on its own. Until it does, both share memory."""
+        return KeptCache([layer.fork(copy=False) for layer in self.layers])
+
+    def describe_prompt(self, report: RankReport) -> None:
+        super().describe_prompt(report)
+        report.kept_tokens = self.slots_by_layer

@@ -1,4 +1,4 @@
-"""Decoding on the rank that holds all K,V: one token per row and step, until every row has ended."""
+"""Decoding on the rank that holds the KV cache: one token per row and step, until every row has ended."""
 
 # Legend: B batch, V vocabulary.
 
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy
-from runahead.attention.causal import CausalAttention
+from runahead.attention.base import LayerAttention
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
 from runahead.cache.kept import NEW_ROOM, KeptCache
-from runahead.cache.slabs import KVCache
+from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.stop_strings import StopStrings
 from runahead.model.model import Model
-from runahead.model.new_tokens import NewTokens
-from runahead.model.seam import LayerAttention
-from runahead.retrieval.attention import RetrievingAttention
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
 
@@ -66,19 +65,20 @@ class Decoded:
 
 
 def attention_over(
-    cache: KVCache | KeptCache, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int, num_layers: int
+    cache: KVStore, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int, num_layers: int
 ) -> Callable[[int], LayerAttention]:
-    """The attention of single new tokens to a prompt's K,V, by their index in the padded batch."""
-    if isinstance(cache, KVCache):
-        return lambda start: CausalAttention(cache, start=start, pads=pads)
-    if cache.retrieval is not None:
-        return lambda start: RetrievingAttention(cache, start=start, pads=pads)
+    """The attention of single new tokens to a prompt's keys and values, by their index in the padded batch.
+
+    Args:
+        policies: those that decide after each token, over a cache that can drop tokens.
+    """
+    if not policies:
+        return lambda start: CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
+    assert isinstance(cache, KeptCache), type(cache)
 
     def over_what_is_kept(start: int) -> KeptAttention:
-        tokens = NewTokens(start, pads)
-        steps = PolicySteps(
-            policies, tokens, phase=Phase.decode, prompt_tokens=prompt_tokens, num_layers=num_layers, room=NEW_ROOM
-        )
+        tokens = NewTokens(start, pads, Phase.decode)
+        steps = PolicySteps(policies, tokens, prompt_tokens=prompt_tokens, num_layers=num_layers, room=NEW_ROOM)
         return KeptAttention(cache, steps)
 
     return over_what_is_kept

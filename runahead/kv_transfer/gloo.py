@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runahead.cache.slabs import KVCache
+from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
@@ -226,7 +226,7 @@ class _Staging:
             cache.shapes,
             batch=cache.batch,
             spans=cache.spans,
-            num_slots=depth,
+            num_slabs=depth,
             device=torch.device("cpu"),
             pin_memory=True,
         )

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from runahead.cache.slabs import KVCache
+from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks

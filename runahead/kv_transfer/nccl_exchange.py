@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from runahead.cache.slabs import KVCache
+from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.nccl import queried

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runahead.attention.causal import CausalAttention
+from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache, KVShape
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
@@ -26,10 +29,9 @@ from runahead.model.fingerprint import model_fingerprint
 from runahead.model.finite import require_numbers
 from runahead.model.loading.sharing import share_out
 from runahead.model.narrowing import decoder_layers, narrowing
-from runahead.model.new_tokens import NewTokens
+from runahead.model.query_prediction import PROBED_AT, QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
-from runahead.model.seam import ATTENTION_NAME, LayerAttention, SeamCache, register
-from runahead.retrieval.query_prediction import PROBED_AT, QueryPrediction
+from runahead.model.seam import ATTENTION_NAME, SeamCache, register
 from runahead.rotary import Heads, Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]
@@ -225,7 +227,7 @@ class Model:
             ) from error
 
     def _heads_at(self, position: int) -> list[Heads]:
-        trace = _Trace()
+        trace = _Trace(position)
         self.forward(torch.full((1, 1), 3, device=self.device), trace, start=position, pads=[0])
         return trace.heads
 
@@ -291,11 +293,10 @@ class Model:
         pads_B = torch.tensor(pads, device=ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:
-            causal = attention if isinstance(attention, CausalAttention) else None
-            given_BC = None if causal is None else causal.positions_BC(index_C)
-            position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0) if given_BC is None else given_BC
-            rotates = causal is not None and causal.rotates
-            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if rotates else position_ids_BC
+            position_ids_BC = attention.positions_BC(index_C)
+            if position_ids_BC is None:
+                position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
+            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
         if self._passes_keywords:
@@ -336,7 +337,7 @@ class Model:
             self.kv_shapes,
             batch=1,
             spans=[(0, first + second)] * self.num_layers,
-            num_slots=self.num_layers,
+            num_slabs=self.num_layers,
             device=self.device,
         )
         for start, chunk in ((0, ids_1S[:, :first]), (first, ids_1S[:, first:])):
@@ -392,10 +393,11 @@ def set_attention(module: PreTrainedModel, name: str) -> None:
             child.config.get_text_config(decoder=True)._attn_implementation = name
 
 
-class _Trace:
+class _Trace(LayerAttention):
     """Attention that only looks: what every layer brings along."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start=start, pads=[0])
         self.calls: list[tuple[int, KVShape, AttentionTerms]] = []
         self.heads: list[Heads] = []
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runahead.model.new_tokens import NewTokens
+from runahead.cache.new_tokens import NewTokens
 
 
 def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:

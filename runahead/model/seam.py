@@ -10,11 +10,12 @@ Families outside the interface have an adapter each (`runahead/model/adapters/`)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule
 from runahead.attention.partial import AttentionTerms
 
@@ -43,12 +44,6 @@ HARMLESS_KEYWORDS = frozenset(
     }
 )
 """Keywords that do not change attention here: no dropout in inference; window and causality are in the mask rule."""
-
-
-class LayerAttention(Protocol):
-    """What the attention layers of one forward call: once each, in the order of the layers."""
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor: ...
 
 
 class SeamCache(Cache):

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.cache.kept import KeptCache
-from runahead.cache.slabs import KVCache
+from runahead.cache.base import KVStore
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-from runahead.report import RetrievalReport
-from runahead.reuse.attention import ReusedKV
+from runahead.report import RankReport
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.span import Span
 
@@ -48,11 +47,11 @@ class PrefillJob:
 
     Attributes:
         partition: chunks of the padded prompt, as the strategy split it.
-        capacity: tokens for which the K,V of a rank that decodes has room.
-        policies: what of the K,V is computed and kept.
-        reused: K,V that were computed before; the batch holds the new tokens alone.
-        pieces_of: tokens that are computed at a time where one rank has the whole prompt; None is all of them.
-        record: keep what this rank did when.
+        capacity: tokens for which the KV cache of a rank that decodes has room.
+        policies: what is computed and kept of the keys and values.
+        reused: keys and values that were computed before; the batch holds the new tokens alone.
+        chunk_tokens: tokens that are computed at a time where one rank has the whole prompt; None is all of them.
+        record: note what this rank does when.
     """
 
     model: Model
@@ -63,29 +62,30 @@ class PrefillJob:
     options: PrefillOptions
     policies: RankPolicies = field(default_factory=RankPolicies)
     reused: ReusedKV | None = None
-    pieces_of: int | None = None
+    chunk_tokens: int | None = None
     record: bool = False
 
 
 @dataclass(kw_only=True)
 class Prefilled:
-    """What a rank has after the prefill. Logits (B, V) and cache are there on the ranks that decode only."""
+    """What a rank has after the prefill.
 
+    Attributes:
+        report: this rank's part.
+        logits_BV: of the last token, on the ranks that decode.
+        cache: keys and values of the prompt, on the ranks that decode.
+        spans: what this rank did when, in seconds of this host's `time.perf_counter`.
+    """
+
+    report: RankReport
     logits_BV: Tensor | None = None
-    cache: KVCache | KeptCache | None = None
-    chunk_tokens: int = 0
-    prefill_s: float = 0.0
-    wait_s: float = 0.0
-    kv_sent_bytes: int = 0
-    kv_received_bytes: int = 0
-    kv_peak_bytes: int = 0
-    kv_kept_bytes: int = 0
-    kept_tokens: list[int] = field(default_factory=list)
-    """Per layer, where policies decide."""
-    kv_host_bytes: int = 0
-    retrieval: RetrievalReport | None = None
+    cache: KVStore | None = None
     spans: list[Span] = field(default_factory=list)
-    """In seconds of this host's `time.perf_counter`."""
+
+    @classmethod
+    def idle(cls, rank: int) -> Prefilled:
+        """The part of a rank without tokens."""
+        return cls(report=RankReport(rank=rank))
 
 
 class Prefill(ABC):

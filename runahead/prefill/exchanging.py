@@ -1,25 +1,23 @@
-"""What prefills have in common whose ranks give each other their K,V in every layer, in step."""
+"""Shared base of prefills that exchange keys and values between all ranks in every layer (TSP, zigzag)."""
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 
-from runahead.cache.slabs import KVCache
+from runahead.attention.base import LayerAttention
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
-from runahead.kv_transfer import EXCHANGES, ExchangeSchedule, KVTransfer
+from runahead.kv_transfer import EXCHANGES, ExchangeSchedule
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
-from runahead.prefill.chunk_run import TimedAttention, run_chunk
+from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
-from runahead.timeline.clock import Clock, clock_for
 
-SLOTS = 2
-"""While a rank attends to one layer, the next one's K,V may arrive from ranks that are ahead; none can be further."""
+SLABS = 2
+"""While a rank attends to one layer, the next one may arrive from ranks that are ahead; none can be further."""
 
 
 class ExchangingPrefill(Prefill):
-    """Ranks exchange K,V layer by layer. The last rank has the last token: it keeps all K,V, and decodes."""
+    """Ranks exchange keys and values layer by layer. The last rank has the last token: it keeps all, and decodes."""
 
     def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
         return num_ranks - 1
@@ -30,12 +28,10 @@ class ExchangingPrefill(Prefill):
 
     @abstractmethod
     def exchange(self, options: PrefillOptions) -> Exchange:
-        """How K,V travel."""
+        """How keys and values travel."""
 
     @abstractmethod
-    def attention(
-        self, job: PrefillJob, cache: KVCache, transfer: KVTransfer, clock: Clock, schedule: ExchangeSchedule
-    ) -> TimedAttention:
+    def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> LayerAttention:
         """This rank's attention."""
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
@@ -46,7 +42,7 @@ class ExchangingPrefill(Prefill):
         model, ranks, pads = job.model, job.ranks, job.batch.pads
         runs = self.runs(job.partition)
         if not runs[ranks.rank]:
-            return Prefilled()
+            return Prefilled.idle(ranks.rank)
         schedule = ExchangeSchedule(
             runs,
             ranks.rank,
@@ -54,14 +50,13 @@ class ExchangingPrefill(Prefill):
             num_layers=model.num_layers,
             first_needed=lambda layer, start: model.first_needed(layer, start, pads),
         )
-        cache = KVCache(
-            model.kv_shapes,
-            batch=len(pads),
+        run = ChainRun(
+            job,
+            EXCHANGES[ranks.backend],
+            schedule,
             spans=[(0, job.capacity if schedule.is_last else job.batch.num_tokens)] * model.num_layers,
-            num_slots=model.num_layers if schedule.is_last else SLOTS,
-            device=ranks.device,
+            num_slabs=model.num_layers if schedule.is_last else SLABS,
+            depth=SLABS,
         )
-        began_s, clock = time.perf_counter(), clock_for(ranks.device)
-        transfer = EXCHANGES[ranks.backend](schedule, cache, ranks, clock, SLOTS)
-        attention = self.attention(job, cache, transfer, clock, schedule)
-        return run_chunk(job, attention, clock, runs[ranks.rank], began_s=began_s)
+        attention = self.attention(run, schedule)
+        return run.compute(attention, runs[ranks.rank], store=run.cache if schedule.is_last else None)

@@ -1,28 +1,22 @@
 """KV-Runahead (Cho et al., ICML 2024): ranks prefill uneven chunks of the prompt, about one layer apart.
 
-Every rank runs the whole model on its chunk. In every layer it sends its own K,V on before anything else, attends to
-its own chunk while the prefix is still on its way, and then to the prefix. Only the last rank ever holds all K,V;
-the others keep a ring of a few layers. A chain of one rank is plain prefill.
+Every rank runs the whole model on its chunk. In every layer it sends its own keys and values on before anything else,
+attends to its own chunk while the prefix is still on its way, and then to the prefix. Only the last rank ever holds all
+keys and values; the others have a ring of a few layers. A chain of one rank is plain prefill.
 """
-
-# Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
 
 from __future__ import annotations
 
-import time
-
-from runahead.cache.slabs import KVCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention
-from runahead.prefill.chunk_run import run_chunk
-from runahead.prefill.pieces import run_in_pieces
-from runahead.prefill.reused_chain import ReusedChainAttention
-from runahead.prefill.thinned_chain import run_thinned
+from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.chunked import run_chunked
+from runahead.prefill.thinned_chain import ThinnedAttention
 from runahead.ranks.ranks import Ranks
-from runahead.timeline.clock import clock_for
+from runahead.reuse.cache import ReusedCache
 
 
 class KVRunahead(Prefill):
@@ -46,35 +40,39 @@ class KVRunahead(Prefill):
 
 def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     """The part of `rank` in the chain. Ranks with an empty chunk return at once."""
-    model = job.model
-    chunk, pads = job.partition.chunk(rank), job.batch.pads
+    model, pads, policies = job.model, job.batch.pads, job.policies
+    chunk = job.partition.chunk(rank)
     if not chunk:
-        return Prefilled()
-    if job.pieces_of is not None:
-        return run_in_pieces(job, job.pieces_of)
-    if job.policies:
-        return run_thinned(job, rank)
+        return Prefilled.idle(job.ranks.rank)
+    if job.chunk_tokens is not None:
+        return run_chunked(job, job.chunk_tokens)
 
     def first_needed(layer: int, start: int) -> int:
-        # Beside reused K,V, tokens that lie side by side here may be far apart in the prompt.
+        # Beside reused segments, tokens that lie side by side here may be far apart in the prompt.
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
-    schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed)
+    by_layer = policies.by_layer(job.partition, model.num_layers)
+    schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed, by_layer if policies else None)
     # A sender that is many layers ahead needs that much more room here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.skew() - 1
-    end = job.capacity if schedule.is_last else chunk.stop
-    cache = KVCache(
-        model.kv_shapes,
-        batch=len(pads),
-        spans=[(first_needed(layer, chunk.start), end) for layer in range(model.num_layers)],
-        num_slots=model.num_layers if schedule.is_last else depth,
-        device=job.ranks.device,
+    # Under policies the last rank has a ring, too: what is kept of a layer gets memory of its own.
+    decodes_from_slabs = schedule.is_last and not policies
+    own = [partition.chunk(rank) for partition in by_layer]
+    run = ChainRun(
+        job,
+        TRANSFERS[job.ranks.backend],
+        schedule,
+        spans=[
+            (first_needed(layer, tokens.start), job.capacity if decodes_from_slabs else tokens.stop)
+            for layer, tokens in enumerate(own)
+        ],
+        num_slabs=model.num_layers if decodes_from_slabs else depth,
+        depth=depth,
+        rotaries=policies.rotaries(model),
     )
-    began_s, clock = time.perf_counter(), clock_for(job.ranks.device)
-    transfer = TRANSFERS[job.ranks.backend](schedule, cache, job.ranks, clock, depth)
-    if job.reused is None:
-        attention = ChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
-    else:
-        attention = ReusedChainAttention(cache, transfer, clock, start=chunk.start, pads=pads)
-        attention.reuse(job.reused)
-    return run_chunk(job, attention, clock, [chunk], began_s=began_s)
+    if policies:
+        thinned = ThinnedAttention(run, by_layer, rank)
+        return run.compute(thinned, [chunk], store=thinned.kept, narrowed=thinned.tokens)
+    cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
+    attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
+    return run.compute(attention, [chunk], store=cache if schedule.is_last else None)

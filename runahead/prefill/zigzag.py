@@ -4,9 +4,10 @@ Of 2p equal chunks a rank computes one early and one late, so that all ranks att
 kernel. Usually rank i has the chunks i and 2p - 1 - i; here it is the other way round, p - 1 - i and p + i, so that the
 last rank gets the first token and decodes, as in the other prefills.
 
-In every layer a rank sends its K,V on before anything else and attends to its own two chunks while the others' are on
-their way: at once (`all_gather`, `direct`) or step by step, each while the next one travels (`ring`). What arrives at
-once takes two more calls at most: both chunks to the keys before the early one, the late one to those between the two.
+In every layer a rank sends its keys and values before anything else and attends to its own two chunks while the others'
+are on their way: at once (`all_gather`, `direct`) or step by step, each while the next one travels (`ring`). What
+arrives at once takes two more calls at most: both chunks to the keys before the early one, the late one to those
+between the two.
 """
 
 # Legend: B batch, N query heads, K kv heads, C tokens of this rank, H head dim, V value dim.
@@ -17,39 +18,34 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runahead.attention.partial import AttentionTerms, add_sinks
+from runahead.attention.base import LayerAttention
+from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.attention.ranges import RunsAttention
-from runahead.cache.slabs import KVCache
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.kv_transfer import ExchangeSchedule, KVTransfer, Message
-from runahead.model.model import Model, PrefillEndsHere
-from runahead.prefill.base import PrefillJob
+from runahead.kv_transfer import ExchangeSchedule, Message
+from runahead.model.model import Model
+from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.exchanging import ExchangingPrefill
-from runahead.timeline.clock import Clock
 
 
-class ZigzagAttention:
-    """Attend to the own chunks, then to each group of K,V as it arrives: once per layer."""
+class ZigzagAttention(LayerAttention):
+    """Attend to the own chunks, then to each group of the others' as it arrives: once per layer."""
 
-    def __init__(
-        self, cache: KVCache, transfer: KVTransfer, clock: Clock, schedule: ExchangeSchedule, pads: list[int]
-    ) -> None:
-        self.cache, self.transfer, self._clock, self._schedule = cache, transfer, clock, schedule
-        self._groups = _row_groups(schedule.own, pads)
-        self.layer_ends = [clock.mark()]
+    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
+        super().__init__(start=schedule.own[0].start, pads=run.job.batch.pads)
+        self.run, self._schedule = run, schedule
+        self._groups = _row_groups(schedule.own, self.pads)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.transfer.open(layer)
-        slab = self.cache.layer(layer)
+        self.run.open(layer)
+        slab = self.run.cache.layer(layer)
         written = 0
         for run in self._schedule.own:
             part = slice(written, written + len(run))
             slab.write(run.start, k_BKCH[:, :, part], v_BKCV[:, :, part])
             written = part.stop
-        self.transfer.send(layer)
-        if layer == self.cache.num_layers - 1 and not self._schedule.is_last:
-            raise PrefillEndsHere
+        self.run.send(layer)
         parts = []
         for rows, pad, runs in self._groups:
             num_queries = sum(map(len, runs))
@@ -58,19 +54,17 @@ class ZigzagAttention:
             part_of_rows.own(k, v)
             parts.append(part_of_rows)
         for messages in self._schedule.steps(layer):
-            self.transfer.await_pieces(layer, messages)
+            self.run.transfer.await_pieces(layer, messages)
             for tokens in _side_by_side(messages):
                 for part_of_rows in parts:
                     part_of_rows.others(slab, tokens)
         out_BNCV = self._assembled(parts, q_BNCH, v_BKCV.shape[-1], terms)
-        self.transfer.close(layer)
-        self.transfer.ranks.progress()
-        self.layer_ends.append(self._clock.mark())
+        self.run.close(layer)
         return out_BNCV
 
     def _assembled(self, parts: list[RunsAttention], q_BNCH: Tensor, value_dim: int, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of all rows, 0 on padding."""
-        outs = [part.out if terms.sinks_N is None else add_sinks(part.out, part.lse, terms.sinks_N) for part in parts]
+        outs = [with_sinks(part.out, part.lse, terms) for part in parts]
         if len(outs) == 1 and outs[0].shape[:3] == q_BNCH.shape[:3]:
             return outs[0].to(q_BNCH.dtype)
         padded_out = q_BNCH.new_zeros(*q_BNCH.shape[:3], value_dim)
@@ -99,10 +93,8 @@ class Zigzag(ExchangingPrefill):
     def exchange(self, options: PrefillOptions) -> Exchange:
         return options.exchange
 
-    def attention(
-        self, job: PrefillJob, cache: KVCache, transfer: KVTransfer, clock: Clock, schedule: ExchangeSchedule
-    ) -> ZigzagAttention:
-        return ZigzagAttention(cache, transfer, clock, schedule, job.batch.pads)
+    def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> ZigzagAttention:
+        return ZigzagAttention(run, schedule)
 
 
 def _row_groups(runs: Sequence[range], pads: list[int]) -> list[tuple[slice, int, list[range]]]:

@@ -1,4 +1,4 @@
-"""Retrieval while decoding: what a policy chooses of a layer's K,V, by an index that is made behind the prompt.
+"""Retrieval while decoding: which of a layer's tokens attention sees, chosen by an index that is made after the prompt.
 
 On a GPU choosing runs on the compute stream; with predicted queries it is a layer ahead of the attention that needs
 what is chosen.
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
+from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.slabs import KVSlab
 from runahead.model.model import Model
+from runahead.model.query_prediction import FoldedProjection
 from runahead.report import RetrievalReport
-from runahead.retrieval.fetched import Fetched, Gather, fetch_all
-from runahead.retrieval.query_prediction import FoldedProjection, LayerInput
+from runahead.retrieval.fetched import Fetched, Gather
 
 REMEMBERED_EVERY = 4
 """Of the queries that an index was made of, every how many-th is kept to make it anew."""
@@ -198,17 +198,10 @@ class Retrieval:
         by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
         q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
         k_BKnH = self._keys(layer)
-        if isinstance(kept, HostLayer):
+        if kept.on_host:
             k_BKnH = k_BKnH.contiguous()  # over the link once, though an index looks at them more than once
         next_B = self._next_positions(start, pads)
         self._make_index(layer, kept, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
-
-    def bring(self, layer: int) -> KeptLayer:
-        """A layer on the device, for several new tokens."""
-        kept = self.cache.layers[layer]
-        if isinstance(kept, HostLayer):
-            self.cache.layers[layer] = kept.brought()
-        return self.cache.layers[layer]
 
     def settle(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to the host, if the device is another one.
@@ -217,7 +210,7 @@ class Retrieval:
         memory has an eighth more, as it has where it grows.
         """
         kept = self.cache.layers[layer]
-        if self._copies is not None and self.in_pool[layer] and not isinstance(kept, HostLayer):
+        if self._copies is not None and self.in_pool[layer] and not kept.on_host:
             spare = room or kept.num_slots // 8
             if self.max_slots is not None:
                 most = max(0, self.max_slots - kept.num_slots)
@@ -258,7 +251,7 @@ class Retrieval:
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
             if self.max_slots is not None and found is not None and kept.num_slots == kept.slab_TBKX.shape[0]:
                 kept.copy_out(room=min(1 + kept.num_slots // 8, self.max_slots - kept.num_slots))
-            kept.append(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
+            kept.store(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
             if found is not None and kept.num_slots > self._min_tokens:
                 self._index_rest(found.index, kept, k_BK1H)
             return
@@ -320,18 +313,18 @@ class Retrieval:
                 for layer in self.layers
             ],
             evicted=[0 if layer is None else layer.evicted for layer in self.layers],
-            host_bytes=self.cache.host_bytes,
+            host_bytes=self.host_bytes,
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in the host's pool. On a CPU that is memory like any other."""
+        layers = zip(self.cache.layers, self.in_pool, strict=True)
+        return sum(layer.slab_TBKX.nbytes for layer, is_in in layers if is_in)
 
     def _keys(self, layer: int) -> Tensor:
         """Keys (B, K, n, H) of all slots; on a GPU where they lie, in the host's memory."""
-        kept = self.cache.layers[layer]
-        if isinstance(kept, HostLayer):
-            kept.copies.hold_compute()
-            slab = KVSlab(slab_TBKX=kept.mapped_TBKX()[: kept.num_slots], key_dim=kept.shape.key_dim, first=0)
-        else:
-            slab = kept.slab()
-        return slab.read(slab.first, slab.end)[0]
+        return self.cache.layers[layer].keys()
 
     def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         found, kept = self.layers[layer], self.cache.layers[layer]
@@ -342,7 +335,7 @@ class Retrieval:
         found.resident += kept.num_slots
         found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
         if slots_BKm is None:
-            return fetch_all(kept) if isinstance(kept, HostLayer) else None
+            return self._gather.everything(kept)
         if self.max_slots is not None:
             use_BKn = kept.carried_BKn()
             assert use_BKn is not None
@@ -389,7 +382,7 @@ class Retrieval:
         gone_BKe = self._victims(kept, use_BKn, excess, next_B)
         stays_BKn = torch.ones(use_BKn.shape, dtype=torch.bool, device=use_BKn.device).scatter_(2, gone_BKe, False)
         slots_BKm = stays_BKn.nonzero()[:, 2].view(*stays_BKn.shape[:2], self.max_slots)
-        kept.cut_back(slots_BKm, room=0)
+        kept.keep(slots_BKm, room=0)
         found.index.keep(slots_BKm, kept.slab().read(0, self.max_slots)[0])
         found.evicted += excess
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from policies.base import Segment
+from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
-from runahead.reuse.attention import ReusedAttention, ReusedKV
+from runahead.reuse.cache import ReusedCache
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.segment import SegmentKV
 
 
@@ -32,17 +35,13 @@ def check_reuse(model: Model) -> None:
         )
 
 
-class _EncodingAttention(ReusedAttention):
-    """Ends the forward with the last layer's K,V: nobody asks for logits."""
-
-    ranks: Ranks | None = None
+class _EncodingAttention(CausalAttention):
+    """Ends the forward once the last layer's keys and values are stored; its output is not needed."""
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        if layer == self.cache.num_layers - 1:
-            self.cache.layer(layer).write(self.start, k_BKCH, v_BKCV)
+        if layer == len(self.cache.layers) - 1:
+            self.cache.layers[layer].append(k_BKCH, v_BKCV, self.tokens)
             raise PrefillEndsHere
-        if self.ranks is not None:
-            self.ranks.progress()
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
 
@@ -67,12 +66,12 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
         model.kv_shapes,
         batch=1,
         spans=[(0, len(ids))] * model.num_layers,
-        num_slots=model.num_layers,
+        num_slabs=model.num_layers,
         device=model.device,
     )
-    attention = _EncodingAttention(cache, start=0, pads=[0])
-    attention.reuse(ReusedKV(pieces=[], positions_BS=torch.tensor([positions]), ends=[positions[-1] + 1]))
-    attention.ranks = ranks
+    at_positions = ReusedKV(parts=[], positions_BS=torch.tensor([positions]), ends=[positions[-1] + 1])
+    on_layer = nothing if ranks is None else ranks.progress
+    attention = _EncodingAttention(ReusedCache(cache, at_positions), start=0, pads=[0], on_layer=on_layer)
     with suppress(PrefillEndsHere):
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
     stored = torch.tensor(segment.stored, device=model.device) + len(segment.context_ids)

@@ -16,8 +16,8 @@ from policies.base import ReusingPrompt, Segment
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
-from runahead.reuse.attention import Piece, ReusedKV
 from runahead.reuse.encoding import check_reuse, encode_segment
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore
 
@@ -42,18 +42,14 @@ class Reuse:
         store: SegmentStore,
         model: Model,
         ranks: Ranks,
-        *,
-        num_new: int,
     ) -> Reuse:
-        """Checked prompts, of which `num_new` tokens more are generated.
+        """What these prompts reuse, some of which may reuse nothing.
 
         Raises:
-            ValueError: the model cannot reuse K,V, or has too few positions.
+            ValueError: the keys and values of this model cannot be reused.
         """
         check_reuse(model)
-        reusing = [as_reusing(prompt) for prompt in prompts]
-        check_ends(reusing, num_new=num_new, max_positions=model.max_positions)
-        return cls(reusing, store, model, ranks)
+        return cls([as_reusing(prompt) for prompt in prompts], store, model, ranks)
 
     @property
     def segments(self) -> list[Segment]:
@@ -98,12 +94,12 @@ class Reuse:
             for key, kv in kvs.items()
         }
         report.copy_s = time.perf_counter() - found_s
-        pieces = self._pieces(on_device, mapped)
+        parts = self._parts(on_device, mapped)
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
         ends = [prompt.end for prompt in self.prompts]
-        return ReusedKV(pieces=pieces, positions_BS=torch.tensor(rows), ends=ends)
+        return ReusedKV(parts=parts, positions_BS=torch.tensor(rows), ends=ends)
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Tell what every rank reused. All ranks call it."""
@@ -112,8 +108,8 @@ class Reuse:
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
-    def _pieces(self, on_device: dict[str, SegmentKV], mapped: set[str]) -> list[Piece]:
-        """A piece for every part of a segment that is in use, once for all rows that use it.
+    def _parts(self, on_device: dict[str, SegmentKV], mapped: set[str]) -> list[ReusedPart]:
+        """Each part of a segment that is in use, once for all rows that use it.
 
         Args:
             mapped: segments that are read from files.
@@ -125,7 +121,7 @@ class Reuse:
                 for part in use.parts:
                     rows.setdefault((use.segment.content_key, part), []).append(row)
         return [
-            Piece(
+            ReusedPart(
                 layers_TKX=[layer[part.start : part.stop] for layer in on_device[key].layers_TKX],
                 positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
                 rows=tuple(users),
@@ -176,18 +172,4 @@ def as_reusing(prompt: list[int] | ReusingPrompt) -> ReusingPrompt:
     """Token ids as a prompt that reuses nothing."""
     if isinstance(prompt, ReusingPrompt):
         return prompt
-    if not prompt:
-        raise ValueError("a prompt is empty; it needs at least one token")
     return ReusingPrompt(uses=(), new_ids=tuple(prompt), new_positions=tuple(range(len(prompt))))
-
-
-def check_ends(prompts: Sequence[ReusingPrompt], *, num_new: int, max_positions: int | None) -> None:
-    """Raise a ValueError if a prompt and its new tokens need positions that the model does not have."""
-    for index, prompt in enumerate(prompts):
-        if max_positions is not None and prompt.end + num_new > max_positions:
-            fitting = max_positions - prompt.end
-            helps = f"generation.max_new_tokens={fitting} or less" if fitting > 0 else "a shorter schema or prompt"
-            raise ValueError(
-                f"prompt {index} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the model's "
-                f"{max_positions:,} positions; use {helps}"
-            )

@@ -1,48 +1,34 @@
-"""Causal attention over K,V that a cache policy thins out: store, attend, then let the policy cut back."""
-
-# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+"""Attention under cache policies: store, attend, then let the policies decide what is kept."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
 
-from runahead.attention.causal import CausalAttention
+from policies.base import Phase
+from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import KeptCache
-from runahead.cache.slot_positions import at_slots
-from runahead.model.new_tokens import NewTokens
 from runahead.thinning.steps import PolicySteps
 
 
 class KeptAttention(CausalAttention):
-    """Attention of the tokens [start, start + C) of a left-padded batch to what is kept of all before them.
+    """Attention of new tokens to what is kept of all tokens before them.
 
     Args:
-        kept: what is kept; receives the new K,V.
-        steps: policies at work behind each layer.
+        cache: holds what is kept; receives the new tokens.
+        steps: policies at work after each layer's attention.
+        on_layer: called after each layer.
     """
 
-    def __init__(self, kept: KeptCache, steps: PolicySteps) -> None:
-        self.kept, self.steps = kept, steps
-        self.rotates = kept.reencodes
+    def __init__(self, cache: KeptCache, steps: PolicySteps, *, on_layer: Callable[[], None] = nothing) -> None:
+        tokens = steps.tokens
+        super().__init__(cache, start=tokens.start, pads=tokens.row_pads, phase=tokens.phase, on_layer=on_layer)
+        self.tokens, self.steps, self._layers = tokens, steps, cache.layers
 
-    @property
-    def new_tokens(self) -> NewTokens:
-        return self.steps.tokens
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        retrieval, num_new = self.kept.retrieval, q_BNCH.shape[2]
-        kept = self.kept.layers[layer] if retrieval is None else retrieval.bring(layer)
-        start = kept.end
-        positions_BC = self.new_tokens.positions_BC(num_new, q_BNCH.device)
-        kept.append(k_BKCH, v_BKCV, positions_BC, self.new_tokens.pads(num_new))
-        # From here on positions are those of slots, which are in causal order.
-        self.start, self.pads = start, kept.pads
-        seen = kept.slab()
-        if kept.rotary is not None:
-            seen, q_BNCH = at_slots(kept.rotary, seen, q_BNCH, new=start, pads=kept.pads)
-        out_BNCV = self.attend_to_slab(seen, q_BNCH, terms)
-        self.steps.run(layer, kept, q_BNCH, terms, seen)
-        if retrieval is not None:
-            retrieval.settle(layer, room=self.steps.room)
-        return out_BNCV
+    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        self.steps.run(layer, self._layers[layer], seen, terms)
+        self.cache.close(layer, room=self.steps.room)
+        if self.tokens.phase is Phase.prefill:
+            self.cache.note_peak()

@@ -12,7 +12,7 @@ from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.config import Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
-from runahead.retrieval.retrieval import Retrieval
+from runahead.retrieval.cache import RetrievedCache
 from runahead.rotary import Rotary
 
 
@@ -51,6 +51,11 @@ class RankPolicies:
         """The policy that retrieves, on the rank that decodes."""
         return next((policy for policy in self.last if isinstance(policy, Retriever)), None)
 
+    @property
+    def while_decoding(self) -> list[Policy]:
+        """The policies that decide after each generated token; one that retrieves keeps all tokens."""
+        return self.last if self.retriever is None else []
+
     def cache(self, model: Model, *, batch: int) -> KeptCache:
         """An empty cache for the rank that decodes.
 
@@ -58,9 +63,7 @@ class RankPolicies:
             ValueError: the policies cannot work on this model.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
-        if self.retriever is not None:
-            kept.retrieval = Retrieval(self.retriever, model, kept, batch=batch)
-        return kept
+        return kept if self.retriever is None else RetrievedCache.of(self.retriever, model, kept.layers, batch=batch)
 
     def room(self, num_new: int) -> int:
         """Tokens for which a layer has room behind a prompt, where so many follow: what stays of them at most."""

@@ -68,7 +68,7 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 def inject(fault: dict[str, Any]) -> None:
     """Patch the runtime so that the fault happens once, at its moment."""
-    from runahead.attention.causal import CausalAttention
+    from runahead.cache.attention import CausalAttention
     from runahead.decoding.token_stream import TokenStream
     from runahead.kv_transfer.gloo import GlooTransfer
     from runahead.model.model import Model

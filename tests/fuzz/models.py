@@ -16,11 +16,12 @@ from hypothesis.strategies import SearchStrategy
 from safetensors.torch import load, save
 
 from launch.inputs.options import PromptOptions
-from launch.inputs.prompts import check_lengths, read_prompts
+from launch.inputs.prompts import read_prompts
 from runahead import Engine, Model
 from runahead.config import GenerationOptions, ModelOptions
 from runahead.model import loading
 from runahead.model.model import max_positions
+from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PLACES, changed_bytes, changed_json, paths_of, with_change
 from tests.fuzz.target import Target
@@ -165,7 +166,7 @@ def check_model(path: Path, folder: Path, *, trusted: bool = False) -> Outcome:
         vocab_size = config.vocab_size
         prompt = PromptOptions(random_tokens=5) if tokenizer is None else PromptOptions(text="the letters")
         prompts = read_prompts(prompt, tokenizer=tokenizer, vocab_size=vocab_size)
-        check_lengths(prompts.ids, max_new_tokens=2, max_positions=max_positions(config))
+        check_prompts(prompts.ids, PromptLimits(max_positions=max_positions(config)), num_new=2)
         model = Model.load(options, CPU)
         assert all(type(token) is int for token in model.eos_token_ids), model.eos_token_ids
         [generation] = Engine(model, one_rank()).generate(prompts.ids, GenerationOptions(max_new_tokens=2)).generations

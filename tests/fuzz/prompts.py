@@ -10,7 +10,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from launch.inputs.options import PromptOptions
-from launch.inputs.prompts import Prompts, check_lengths, read_prompts
+from launch.inputs.prompts import Prompts, read_prompts
+from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.fuzz.target import Target
@@ -55,7 +56,7 @@ def check_prompt_file(given: PromptFile, folder: Path, *, name: str) -> Outcome:
         assert len(prompts.places) == len(prompts.ids)
         assert all(line and "\n" not in line for line in prompts.skipped.values())
         json.dumps([prompts.ids, prompts.skipped])
-        check_lengths(prompts.ids, max_new_tokens=4, max_positions=None)
+        check_prompts(prompts.ids, PromptLimits(), num_new=4)
 
     return judged(read, use, names=[str(path)], folder=folder)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from policies.base import Phase, Policy
 from runahead.cache.kept import KeptCache
+from runahead.cache.new_tokens import NewTokens
 from runahead.model.model import Model
-from runahead.model.new_tokens import NewTokens
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
 from tests.families import throughout
@@ -54,11 +54,10 @@ class Run:
         return self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
 
     def _forward(self, ids_BC: Tensor, phase: Phase, cuts_back: bool = True) -> Tensor:
-        tokens = NewTokens(self.seen, self.pads)
+        tokens = NewTokens(self.seen, self.pads, phase)
         steps = PolicySteps(
             self.steps,
             tokens,
-            phase=phase,
             prompt_tokens=self.prompt_tokens,
             num_layers=self.model.num_layers,
             cuts_back=cuts_back,

@@ -298,7 +298,7 @@ def test_exactly_what_is_asked_for_is_page_locked_until_nobody_has_it(runtime: R
 
 def test_memory_that_cannot_be_locked_is_refused_in_one_line(runtime: Registered) -> None:
     runtime.status = 2
-    with pytest.raises(ValueError, match=r"^14 bytes of K,V do not fit into page-locked host memory; .*ulimit -l\)$"):
+    with pytest.raises(ValueError, match=r"^14 bytes of KV cache do not fit into page-locked .*ulimit -l\)$"):
         host_empty((7,), torch.float16, GPU)
     assert runtime.log == [("lock", 14)]
 

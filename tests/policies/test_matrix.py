@@ -14,8 +14,8 @@ from policies import POLICIES
 from policies.base import Policy
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
-from runahead.attention.causal import CausalAttention
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from tests.families import prompt, throughout
 from tests.policies.policy_odd_tokens import OddTokens
 from tests.policies.running import Run
@@ -109,7 +109,7 @@ def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
         model.kv_shapes,
         batch=len(lengths),
         spans=[(0, total)] * model.num_layers,
-        num_slots=model.num_layers,
+        num_slabs=model.num_layers,
         device=model.device,
     )
     start, full = 0, []
@@ -144,7 +144,7 @@ def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple
     model = tiny_model(family)
     whole, pieces = (Run(model, [policy(name)], prompts(lengths)) for _ in range(2))
     torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
-    assert whole.kept.num_slots == pieces.kept.num_slots
+    assert whole.kept.slots_by_layer == pieces.kept.slots_by_layer
     for layer, other in zip(whole.kept.layers, pieces.kept.layers, strict=True):
         assert torch.equal(layer.positions_BKn(), other.positions_BKn())
     torch.testing.assert_close(whole.decode(5), pieces.decode(5), atol=1e-9, rtol=0)
@@ -208,7 +208,7 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
     tight.decode(5)
     assert tight.next_prompt(more).isfinite().all()
     if name not in ("full", "pyramidkv", "pyramidinfer"):
-        assert set(tight.kept.num_slots) == {BUDGET}
+        assert set(tight.kept.slots_by_layer) == {BUDGET}
 
 
 @every_family
@@ -233,7 +233,7 @@ def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
     sizes = []
     for token in range(3, 40):
         run.decode(token)
-        sizes.append(set(run.kept.num_slots))
+        sizes.append(set(run.kept.slots_by_layer))
     assert max(max(size) for size in sizes) < BUDGET + 16
     assert {BUDGET} in sizes
 
@@ -242,10 +242,10 @@ def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
 def test_generated_tokens_are_kept(name: str) -> None:
     run = Run(tiny_model("llama"), [policy(name)], [prompt(NUM_TOKENS)])
     run.prefill()
-    before = run.kept.num_slots
+    before = run.kept.slots_by_layer
     for token in range(3, 30):
         run.decode(token)
-    assert run.kept.num_slots == [slots + 27 for slots in before]
+    assert run.kept.slots_by_layer == [slots + 27 for slots in before]
 
 
 @every_policy
@@ -255,6 +255,6 @@ def test_a_prompt_shorter_than_the_window_is_kept_whole(name: str, family: str, 
     model = tiny_model(family)
     ours, full = Run(model, [policy(name)], prompts(lengths)), Run(model, [policy("full")], prompts(lengths))
     assert torch.equal(ours.prefill(), full.prefill())
-    assert set(ours.kept.num_slots) == {3}
+    assert set(ours.kept.slots_by_layer) == {3}
     for token in GENERATED:
         assert torch.equal(ours.decode(token), full.decode(token))

@@ -206,7 +206,7 @@ def test_layers_number_their_own_slots(policy: Policy) -> None:
     for token in GENERATED:
         torch.testing.assert_close(run.decode(token)[0], reference.feed([token]), atol=TOLERANCE, rtol=0)
     if isinstance(policy, PyramidKV):
-        assert len(set(run.kept.num_slots)) == 3
+        assert len(set(run.kept.slots_by_layer)) == 3
 
 
 def test_narrowed_layers_see_no_gaps() -> None:
@@ -216,7 +216,7 @@ def test_narrowed_layers_see_no_gaps() -> None:
     ours, gaps = Run(model, [policy], [ids], reencoded=True), Run(model, [policy], [ids])
     logits_V = ours.prefill()[0]
     assert (logits_V - gaps.prefill()[0]).abs().max() > 1e-3
-    assert ours.kept.num_slots == gaps.kept.num_slots == policy.lengths(40, 3)
+    assert ours.kept.slots_by_layer == gaps.kept.slots_by_layer == policy.lengths(40, 3)
     left = [layer.positions_BKn()[0, 0].long() for layer in ours.kept.layers]
     reference = WrittenOut(build("llama"))
     torch.testing.assert_close(logits_V, reference.feed(ids, left), atol=TOLERANCE, rtol=0)

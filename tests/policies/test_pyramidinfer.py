@@ -58,7 +58,7 @@ def test_deeper_layers_store_what_the_schedule_says_and_a_subset_of_what_went_be
     run = Run(tiny_model("llama_deep"), [policy], [prompt(60), prompt(33, seed=1)])
     run.prefill()
     lengths = policy.lengths(60, 12)
-    assert run.kept.num_slots == lengths and lengths[-1] < 30
+    assert run.kept.slots_by_layer == lengths and lengths[-1] < 30
     recent = policy.recent(60)
     for before, layer in zip(run.kept.layers, run.kept.layers[1:], strict=False):
         for row, (prompt_tokens, pads) in enumerate(zip((60, 33), layer.pads, strict=True)):
@@ -133,7 +133,7 @@ def test_top_p_keeps_more_when_it_asks_for_more() -> None:
         policy = PyramidInfer(select="top_p", top_p=top_p, decay=1.0, min_tokens=4, mean_keep=0.6)  # type: ignore[arg-type]
         run = Run(tiny_model("llama"), [policy], [prompt(60)])
         run.prefill()
-        slots.append(run.kept.num_slots)
+        slots.append(run.kept.slots_by_layer)
     assert slots[0][-1] < slots[1][-1] < slots[2][-1]
     assert slots[2] == [60, 60, 60]
 
@@ -142,10 +142,10 @@ def test_the_store_stays_as_long_as_it_was_while_decoding() -> None:
     policy = PyramidInfer(mean_keep=0.6, min_tokens=8, evict_every=4)
     run = Run(tiny_model("llama"), [policy], [prompt(60), prompt(20, seed=2)])
     run.prefill()
-    before = run.kept.num_slots
+    before = run.kept.slots_by_layer
     for token in range(3, 60):
         logits = run.decode(token)
-        assert all(slots < at_first + 4 for slots, at_first in zip(run.kept.num_slots, before, strict=True))
+        assert all(slots < at_first + 4 for slots, at_first in zip(run.kept.slots_by_layer, before, strict=True))
     assert logits.isfinite().all()
     newest = run.kept.layers[-1].positions_BKn()[0, 0]
     assert newest[-1] == 60 + 56 and newest[:4].tolist() == [0, 1, 2, 3]

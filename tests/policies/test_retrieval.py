@@ -16,6 +16,7 @@ from policies.infinigen import InfiniGen
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
+from runahead.attention.base import LayerAttention
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
@@ -280,9 +281,7 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
     model = tiny_model(family)
     prediction, seen = model.query_prediction, []
 
-    class Compared:
-        start_of_input, pads_of_input = 9, [0]
-
+    class Compared(LayerAttention):
         def see_input(self, layer: int, given: Any) -> None:
             self.expected = prediction.queries(layer, given)
 
@@ -292,7 +291,7 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
             return q.new_zeros(*q.shape[:3], v.shape[-1])
 
     with throughout(model.dtype):
-        model.forward(torch.tensor([[4]]), Compared(), start=9, pads=[0])
+        model.forward(torch.tensor([[4]]), Compared(start=9, pads=[0]), start=9, pads=[0])
     assert seen == list(range(model.num_layers))
 
 

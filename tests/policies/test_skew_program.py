@@ -12,9 +12,9 @@ import torch
 from policies.skew import main, skew_of
 from policies.skewing import Skew, typical_queries
 from runahead import Model
-from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.config import ModelName, ModelOptions
 from tests.families import build, prompt
 from tests.ranks.tasks import tiny_model
@@ -116,7 +116,7 @@ def products_at_0(model: Model, ids: list[int]) -> list[torch.Tensor]:
         model.kv_shapes,
         batch=1,
         spans=[(0, len(ids))] * model.num_layers,
-        num_slots=model.num_layers,
+        num_slabs=model.num_layers,
         device=model.device,
     )
 

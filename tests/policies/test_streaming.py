@@ -24,9 +24,9 @@ from policies.streaming_llm import StreamingLLM
 from policies.window import Window
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Device, Positions, PrefillName
+from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
-from runahead.thinning.text_limits import check_chunk_tokens, remedy
 from tests.families import build, oracle_logits, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.written_out import WrittenOut
@@ -168,7 +168,7 @@ def test_a_stream_longer_than_the_model_is_what_is_written_out(
             reference.keep(layer, kept.positions_BKn()[0].long())
         num_bytes.append(run.kept.num_bytes)
     bound = policy.most_slots(3, Phase.prefill)
-    assert bound is not None and max(run.kept.num_slots) == bound
+    assert bound is not None and max(run.kept.slots_by_layer) == bound
     assert len(set(num_bytes[5:])) == 1  # after warm-up
 
 
@@ -184,7 +184,7 @@ def test_a_prompt_longer_than_the_model_is_taken_chunk_by_chunk(ranks: Ranks, mo
             value == pytest.approx(logits_BV[row, t].item(), abs=TOLERANCE) for t, value in top5(batch, row).items()
         )
         assert len(batch.generations[row].new_token_ids) == 9
-    assert batch.ranks[0].kept_tokens == run.kept.num_slots
+    assert batch.ranks[0].kept_tokens == run.kept.slots_by_layer
     per_slot = sum(shape.bytes_per_token(3) for shape in model.kv_shapes)
     assert batch.ranks[0].kv_kept_bytes < 1.3 * per_slot * (24 + CHUNK + 9)  # K,V, positions, what is carried
 
@@ -337,13 +337,6 @@ def test_chunks_on_several_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("prefill.chunk_tokens=16 is for a prompt that one rank has")):
         check_chunk_tokens(PrefillOptions(chunk_tokens=16), 2)
     check_chunk_tokens(PrefillOptions(chunk_tokens=16, name=PrefillName.single), 2)
-    told = remedy(
-        100,
-        1,
-        max_positions=LIMIT,
-        num_layers=3,
-        policies=RankPolicies.everywhere([StreamingLLM(budget=24)], Positions.reencoded),
-        prefill=PrefillOptions(),
-        num_ranks=2,
-    )
+    policies = RankPolicies.everywhere([StreamingLLM(budget=24)], Positions.reencoded)
+    told = PromptLimits(max_positions=LIMIT, num_layers=3, policies=policies, num_ranks=2).remedy(100, 1)
     assert told is not None and "prefill=single" in told

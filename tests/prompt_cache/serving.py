@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, Model, PrefillOptions, Ranks
-from runahead.attention.causal import CausalAttention
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
+from runahead.decoding.decode import attention_over
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
-from runahead.reuse import attention as reused_attention
-from runahead.reuse.attention import reused_attention_over
+from runahead.reuse import reused_kv
 from runahead.reuse.reuse import Reuse, ReuseReport
 from runahead.reuse.store import SegmentStore, StoreLimits
 from tests.families import VOCAB_SIZE, build, throughout
@@ -116,18 +116,18 @@ def serve(
     ranks: Ranks | None = None,
     lengths: Sequence[int] | None = None,
     following: Sequence[int] = (),
-    few_pieces: int = reused_attention.FEW_PIECES,
+    few_parts: int = reused_kv.FEW_PARTS,
 ) -> Served | None:
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
     Args:
         lengths: new tokens of each rank.
-        few_pieces: up to so many are read where they lie in decoding.
+        few_parts: up to so many are read where they lie in decoding.
     """
     ranks = ranks or one_rank()
     store = store or SegmentStore(model)
     with throughout(model.dtype):
-        reuse = Reuse.of(prompts, store, model, ranks, num_new=len(following))
+        reuse = Reuse.of(prompts, store, model, ranks)
         reuse.encode_missing()
         reused = reuse.fetch()
         batch = PromptBatch.of([list(prompt.new_ids) for prompt in prompts], ranks.device)
@@ -145,9 +145,11 @@ def serve(
         if done.cache is None or done.logits_BV is None:
             return None
         logits = [done.logits_BV]
-        with patch.object(reused_attention, "FEW_PIECES", few_pieces):
-            reused = reused.joined()
-        attention_at = reused_attention_over(done.cache, reused, pads=batch.pads)
+        with patch.object(reused_kv, "FEW_PARTS", few_parts):
+            cache = done.cache.for_decoding()
+        attention_at = attention_over(
+            cache, [], pads=batch.pads, prompt_tokens=batch.num_tokens, num_layers=model.num_layers
+        )
         for step, token in enumerate(following):
             start = batch.num_tokens + step
             ids_B1 = torch.full((len(prompts), 1), token)
@@ -159,7 +161,7 @@ class MaskedAttention(CausalAttention):
     """Attention of all tokens at once, by a matrix of scores and a mask, at given positions."""
 
     def __init__(self, positions_S: Tensor, allowed_SS: Tensor) -> None:
-        super().__init__(KVCache([], batch=1, spans=[], num_slots=1, device=torch.device("cpu")), start=0, pads=[0])
+        super().__init__(KVCache([], batch=1, spans=[], num_slabs=1, device=torch.device("cpu")), start=0, pads=[0])
         self.positions_S, self.allowed_SS = positions_S, allowed_SS
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802

@@ -14,10 +14,12 @@ from torch import Tensor
 from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions
+from runahead.attention import merging
 from runahead.config import PrefillName, PrefillOptions
-from runahead.reuse import attention as reused_attention
-from runahead.reuse.attention import Piece, ReusedKV
+from runahead.reuse import cache as reused_cache
+from runahead.reuse import reused_kv
 from runahead.reuse.reuse import Reuse
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import SegmentStore
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
@@ -52,15 +54,15 @@ FAMILIES = {
 EXACT = 1e-9
 
 
-@pytest.mark.parametrize("few_pieces", [0, 9], ids=["joined for decoding", "apart"])
+@pytest.mark.parametrize("few_parts", [0, 9], ids=["joined for decoding", "apart"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reuse_equals_one_forward_under_a_mask(family: str, few_pieces: int) -> None:
+def test_reuse_equals_one_forward_under_a_mask(family: str, few_parts: int) -> None:
     model, draw = tiny_model(family), random.Random(1)
     segments = random_segments(draw)
     store = SegmentStore(model)
     for _ in range(4):
         asked = random_prompt(draw, segments)
-        served = serve(model, [asked], store=store, following=(5, 7), few_pieces=few_pieces)
+        served = serve(model, [asked], store=store, following=(5, 7), few_parts=few_parts)
         assert served is not None
         for step, logits_BV in enumerate(served.logits):
             expected = written_out_logits(model, asked, (5, 7)[:step])
@@ -68,12 +70,13 @@ def test_reuse_equals_one_forward_under_a_mask(family: str, few_pieces: int) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "mistral", "gpt_oss"])
-def test_a_long_text_sees_all_pieces_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_sees_all_parts_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, draw = tiny_model(family), random.Random(5)
     segments = random_segments(draw)
     prompts = [random_prompt(draw, segments) for _ in range(4)]
     few = serve(model, prompts, following=(5, 7))
-    monkeypatch.setattr(reused_attention, "FEW_QUERIES", 0)
+    for module in (merging, reused_cache):
+        monkeypatch.setattr(module, "FEW_QUERIES", 0)
     many = serve(model, prompts, following=(5, 7))
     assert few is not None and many is not None
     for ours, theirs in zip(many.logits, few.logits, strict=True):
@@ -83,14 +86,14 @@ def test_a_long_text_sees_all_pieces_at_once(family: str, monkeypatch: pytest.Mo
     assert largest_difference(alone.logits[0][0], written_out_logits(model, prompts[0])) < EXACT
 
 
-def test_pieces_are_put_together_for_a_long_text_alone() -> None:
+def test_parts_are_put_together_for_a_long_text_alone() -> None:
     calls: list[tuple[int, int]] = []
 
     def counting(q_BNQH: Tensor, k_BKTH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         calls.append((q_BNQH.shape[2], k_BKTH.shape[2]))
         return partial_attention(q_BNQH, k_BKTH, *rest)
 
-    partial_attention = reused_attention._partial
+    partial_attention = reused_cache._partial
     model = tiny_model("llama")
     uses = [
         SegmentUse(
@@ -100,8 +103,8 @@ def test_pieces_are_put_together_for_a_long_text_alone() -> None:
         for start in (0, 10, 20)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reused_attention, "_partial", counting)
-        for num_new, seen in ((reused_attention.FEW_QUERIES, [10, 10, 10]), (reused_attention.FEW_QUERIES + 1, [30])):
+        patch.setattr(reused_cache, "_partial", counting)
+        for num_new, seen in ((reused_cache.FEW_QUERIES, [10, 10, 10]), (reused_cache.FEW_QUERIES + 1, [30])):
             new = range(30, 30 + num_new)
             asked = ReusingPrompt(uses=tuple(uses), new_ids=tuple(prompt(num_new)), new_positions=tuple(new))
             store = SegmentStore(model)
@@ -112,28 +115,28 @@ def test_pieces_are_put_together_for_a_long_text_alone() -> None:
             assert calls == [(num_new, num_new), *((num_new, each) for each in seen)] * num_layers
 
 
-def test_pieces_of_the_same_rows_are_one_for_decoding_and_let_go() -> None:
-    def piece(positions: range, *rows: int) -> Piece:
+def test_parts_of_the_same_rows_are_one_for_decoding_and_let_go() -> None:
+    def part(positions: range, *rows: int) -> ReusedPart:
         layers = [torch.tensor(positions).view(-1, 1, 1) + 100.0 * layer for layer in range(2)]
-        return Piece(layers_TKX=layers, positions_T=torch.tensor(positions), rows=rows)
+        return ReusedPart(layers_TKX=layers, positions_T=torch.tensor(positions), rows=rows)
 
-    first = [piece(range(6, 9), 1), piece(range(0, 2), 0, 1), piece(range(4, 6), 0, 1)]
-    pieces = [piece(range(2, 4), 0, 1), *first, piece(range(9, 10), 0, 1)]
-    assert len(pieces) - 1 > reused_attention.FEW_PIECES
-    freed = weakref.ref(pieces[0].layers_TKX[1])
-    reused = ReusedKV(pieces=pieces, positions_BS=torch.tensor([[9], [9]]), ends=[10, 10])
-    both, second = reused.joined().pieces
-    assert second is pieces[1]
+    first = [part(range(6, 9), 1), part(range(0, 2), 0, 1), part(range(4, 6), 0, 1)]
+    parts = [part(range(2, 4), 0, 1), *first, part(range(9, 10), 0, 1)]
+    assert len(parts) - 1 > reused_kv.FEW_PARTS
+    freed = weakref.ref(parts[0].layers_TKX[1])
+    reused = ReusedKV(parts=parts, positions_BS=torch.tensor([[9], [9]]), ends=[10, 10])
+    both, second = reused.joined().parts
+    assert second is parts[1]
     positions = [*range(6), 9]
     assert both.rows == (0, 1) and both.positions_T.tolist() == positions
     for layer in range(2):
         assert both.layers_TKX[layer].flatten().tolist() == [100.0 * layer + position for position in positions]
     assert both.layers_TKX[1] is both.layers_TKX[1]
-    few = replace(reused, pieces=pieces[: reused_attention.FEW_PIECES])
-    assert set(map(id, few.joined().pieces)) == set(map(id, few.pieces))
-    mapped = replace(reused, pieces=[replace(each, is_mapped=True) for each in pieces])
-    assert set(map(id, mapped.joined().pieces)) == set(map(id, mapped.pieces))  # memory may have no room for them
-    del reused, pieces, first, few, mapped
+    few = replace(reused, parts=parts[: reused_kv.FEW_PARTS])
+    assert set(map(id, few.joined().parts)) == set(map(id, few.parts))
+    mapped = replace(reused, parts=[replace(each, is_mapped=True) for each in parts])
+    assert set(map(id, mapped.joined().parts)) == set(map(id, mapped.parts))  # memory may have no room for them
+    del reused, parts, first, few, mapped
     assert freed() is None
 
 
@@ -178,12 +181,12 @@ def test_prompts_of_a_batch_share_what_they_have_in_common() -> None:
     prompts = [ReusingPrompt(uses=(use,), new_ids=(token,) * 3, new_positions=(20, 21, 22)) for token in (5, 6, 7, 8)]
     store = SegmentStore(model)
     with throughout(model.dtype):
-        reuse = Reuse.of(prompts, store, model, one_rank(), num_new=1)
+        reuse = Reuse.of(prompts, store, model, one_rank())
         reuse.encode_missing()
-        [piece] = reuse.fetch().pieces
+        [part] = reuse.fetch().parts
     found = store.find(segment)
-    assert found is not None and piece.rows == (0, 1, 2, 3)
-    for ours, kept in zip(piece.layers_TKX, found.kv.layers_TKX, strict=True):
+    assert found is not None and part.rows == (0, 1, 2, 3)
+    for ours, kept in zip(part.layers_TKX, found.kv.layers_TKX, strict=True):
         assert ours.data_ptr() == kept.data_ptr()  # where it lies, not a copy
 
 

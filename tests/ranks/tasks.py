@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
-from runahead.cache.slabs import KVCache
+from runahead.cache.kv_cache import KVCache
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport
@@ -170,7 +170,7 @@ def kv_bytes_in_layers(
 
     def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
         make_cache(self, *args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slots)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slabs)
 
     def live_bytes() -> int:
         return sum(num_bytes for storage, num_bytes in slots if not storage.expired())

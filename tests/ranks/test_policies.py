@@ -119,7 +119,7 @@ def test_one_rank_alone_is_the_policy_step_by_step(rank_pools: RankPools) -> Non
         batch = generate(rank_pools, (0, NUM_TOKENS), RankPolicies.everywhere([policy]))
         for token, value in logits(batch).items():
             assert value == pytest.approx(float(expected[token]), abs=TOLERANCE)
-        assert batch.ranks[0].kept_tokens == run.kept.num_slots
+        assert batch.ranks[0].kept_tokens == run.kept.slots_by_layer
 
 
 @pytest.mark.parametrize("transfer", list(Transfer))
@@ -137,7 +137,7 @@ def test_pyramid_on_every_rank_is_chunked_prefill_with_every_chunk_narrowed(
     for row in range(2):
         for token, value in logits(batch, row).items():
             assert value == pytest.approx(float(expected[row, token]), abs=TOLERANCE)
-    assert batch.ranks[-1].kept_tokens == run.kept.num_slots
+    assert batch.ranks[-1].kept_tokens == run.kept.slots_by_layer
 
 
 def test_fewer_tokens_travel(rank_pools: RankPools) -> None:

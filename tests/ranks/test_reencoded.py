@@ -41,7 +41,7 @@ def test_ranks_are_chunks_of_one_process(rank_pools: RankPools, policy: Policy, 
     for row, generation in enumerate(batch.generations):
         for token, value in generation.first_token_logits_top5:
             assert value == pytest.approx(expected_BV[row, token].item(), abs=TOLERANCE)
-    assert batch.ranks[-1].kept_tokens == run.kept.num_slots
+    assert batch.ranks[-1].kept_tokens == run.kept.slots_by_layer
     # What is stored on the last rank is what decoding goes on from. Votes of earlier ranks' tokens are not known
     # there, so which tokens PyramidInfer gives up later, or for its budget, is the last rank's own choice.
     steps = 19 if not policy.narrows else 1 if policy.budget is None else 0

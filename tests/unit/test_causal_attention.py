@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention.causal import CausalAttention
+from runahead.attention.causal import attend_causally
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache, KVShape
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVShape
 from tests.partitions import boundaries
 
 # Legend: B batch, N query heads, K kv heads, S tokens of the padded batch, H head dim.
@@ -58,7 +60,7 @@ def test_chunks_and_padding_do_not_matter(rule: MaskRule | None, bounds: tuple[i
     pads = [*pads, 0]  # the longest row sets the length
     terms = AttentionTerms(scaling=0.5, rule=rule)
     q_BNSH, k_BKSH, v_BKSH = _inputs()
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
     outs = []
     for start, end in pairwise(bounds):
         if start == end:
@@ -76,16 +78,17 @@ def test_chunks_and_padding_do_not_matter(rule: MaskRule | None, bounds: tuple[i
 def test_prefix_is_not_read_before_it_arrived(start: int) -> None:
     """Earlier K,V are written by `await_prefix` only; they were not a number until then."""
     q_BNSH, k_BKSH, v_BKSH = _inputs()
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
     slab = cache.layer(0)
     slab.slab_TBKX.fill_(math.nan)
     slab.write(start, k_BKSH[:, :, start:], v_BKSH[:, :, start:])
-    attention = CausalAttention(cache, start=start, pads=[0] * BATCH)
-    out = attention.attend_to_slab(
-        slab,
+    out, _ = attend_causally(
         q_BNSH[:, :, start:],
+        slab,
         AttentionTerms(scaling=0.5),
-        lambda: slab.write(0, k_BKSH[:, :, :start], v_BKSH[:, :, :start]),
+        start=start,
+        pads=[0] * BATCH,
+        await_prefix=lambda: slab.write(0, k_BKSH[:, :, :start], v_BKSH[:, :, :start]),
     )
     torch.testing.assert_close(out, _reference([0] * BATCH, None)[:, :, start:], atol=TOLERANCE, rtol=0)
 
@@ -96,7 +99,7 @@ def test_sinks_are_added_once_however_many_parts_there_are() -> None:
     terms = AttentionTerms(scaling=0.5, sinks_N=sinks_N)
     outs = []
     for cuts in ([0, NUM_TOKENS], [0, 1, 6, NUM_TOKENS]):
-        cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+        cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
         for start, end in pairwise(cuts):
             q, k, v = (x[:, :, start:end] for x in (q_BNSH, k_BKSH, v_BKSH))
             out = CausalAttention(cache, start=start, pads=[0] * BATCH).attend(0, q, k, v, terms)

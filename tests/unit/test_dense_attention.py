@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention.causal import CausalAttention
+from runahead.attention.causal import attend_causally
 from runahead.attention.dense import DenseAttention
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms
-from runahead.cache.slabs import KVCache, KVShape
+from runahead.attention.partial import AttentionTerms, with_sinks
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVShape
 
 NUM_TOKENS, BATCH = 14, 3
 SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)
@@ -29,7 +30,7 @@ TERMS = {
 
 def filled_cache() -> KVCache:
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slots=1, device=torch.device("cpu"))
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
     cache.layer(0).slab_TBKX.normal_(generator=generator)
     return cache
 
@@ -48,11 +49,11 @@ def test_equals_causal_attention_for_any_chunk_and_padding(
     terms: AttentionTerms, start: int, num: int, pads: list[int]
 ) -> None:
     num, pads, cache = min(num, NUM_TOKENS - start), [*pads, 0], filled_cache()
-    expected = CausalAttention(cache, start=start, pads=pads).attend_to_slab(cache.layer(0), queries(num), terms)
-    dense = DenseAttention(cache, start=start, pads=pads, num_tokens=NUM_TOKENS)
+    slab, dense = cache.layer(0), DenseAttention(NUM_TOKENS)
+    expected = attend_causally(queries(num), slab, terms, start=start, pads=pads)
     for _ in range(2):  # the second time with the mask at hand
-        out = dense.attend_to_slab(cache.layer(0), queries(num), terms)
-        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+        out = dense.attend(queries(num), slab, terms, start=start, pads=pads)
+        torch.testing.assert_close(with_sinks(*out, terms), with_sinks(*expected, terms), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("terms", [TERMS["causal"], TERMS["soft cap"]], ids=["fused", "blocks"])
@@ -60,7 +61,7 @@ def test_masked_keys_are_computed(terms: AttentionTerms) -> None:
     """0 times not-a-number is not a number: values of later tokens that are one show who multiplied with them."""
     cache = filled_cache()
     cache.layer(0).slab_TBKX[9:, ..., 4:] = math.nan
-    causal = CausalAttention(cache, start=3, pads=[0] * BATCH).attend_to_slab(cache.layer(0), queries(6), terms)
-    dense = DenseAttention(cache, start=3, pads=[0] * BATCH, num_tokens=NUM_TOKENS)
+    causal, _ = attend_causally(queries(6), cache.layer(0), terms, start=3, pads=[0] * BATCH)
+    dense, _ = DenseAttention(NUM_TOKENS).attend(queries(6), cache.layer(0), terms, start=3, pads=[0] * BATCH)
     assert causal.isfinite().all()
-    assert dense.attend_to_slab(cache.layer(0), queries(6), terms).isnan().all()
+    assert dense.isnan().all()

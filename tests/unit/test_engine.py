@@ -23,7 +23,11 @@ def engine() -> Engine:
         ([[5], []], 1, "prompt 1 is empty; it needs at least one token"),
         ([[5, -1]], 1, f"prompt 0 holds token ids outside 0..{VOCAB_SIZE - 1}"),
         ([[5], [VOCAB_SIZE]], 1, f"prompt 1 holds token ids outside 0..{VOCAB_SIZE - 1}"),
-        ([prompt(510)], 3, "prompt 0 has 510 tokens, and with 3 new ones exceeds the model's 512 positions"),
+        (
+            [prompt(510)],
+            3,
+            "prompt 0 has 510 tokens, and with generation.max_new_tokens=3 it is longer than the model's 512 positions",
+        ),
     ],
 )
 def test_prompt_that_cannot_be_right_is_refused(

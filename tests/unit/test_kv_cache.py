@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.cache.slabs import KVCache, KVShape
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVShape
 
 # Legend: B batch, K kv heads, S tokens, H key dim, V value dim.
 
@@ -30,7 +31,7 @@ def spans(draw: st.DrawFn) -> tuple[int, int]:
 
 
 def one_layer(shape: KVShape, batch: int, span: tuple[int, int]) -> KVCache:
-    return KVCache([shape], batch=batch, spans=[span], num_slots=1, device=CPU)
+    return KVCache([shape], batch=batch, spans=[span], num_slabs=1, device=CPU)
 
 
 def keys_and_values(shape: KVShape, batch: int, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -104,7 +105,7 @@ class TestCache:
             [shape for shape, _ in layers],
             batch=batch,
             spans=[span for _, span in layers],
-            num_slots=len(layers) + data.draw(st.integers(0, 2)),
+            num_slabs=len(layers) + data.draw(st.integers(0, 2)),
             device=CPU,
         )
         stored = [keys_and_values(shape, batch, end - first, i) for i, (shape, (first, end)) in enumerate(layers)]
@@ -129,7 +130,7 @@ class TestCache:
             [shape for shape, _ in layers],
             batch=batch,
             spans=[span for _, span in layers],
-            num_slots=num_slots,
+            num_slabs=num_slots,
             device=CPU,
         )
         stored = [keys_and_values(shape, batch, end - first, i) for i, (shape, (first, end)) in enumerate(layers)]
@@ -143,7 +144,7 @@ class TestCache:
 
     def test_layer_a_ring_behind_has_the_same_memory(self) -> None:
         shape = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float32)
-        cache = KVCache([shape] * 5, batch=1, spans=[(0, 8)] * 5, num_slots=3, device=CPU)
+        cache = KVCache([shape] * 5, batch=1, spans=[(0, 8)] * 5, num_slabs=3, device=CPU)
         places = [cache.layer(layer).slab_TBKX.data_ptr() for layer in range(5)]
         assert places[3:] == places[:2]
         assert len(set(places)) == 3
@@ -152,7 +153,7 @@ class TestCache:
         shape = KVShape(num_kv_heads=1, key_dim=1 << 20, value_dim=1 << 20, dtype=torch.float32)
         spans = [(0, 1 << 28)]  # 2^51 bytes, more than a process can address
         with pytest.raises(
-            ValueError, match=f"{1 << 51:,} bytes of K,V do not fit on cpu; use a shorter prompt"
+            ValueError, match=f"{1 << 51:,} bytes of keys and values do not fit on cpu; use a shorter prompt"
         ) as caught:
-            KVCache([shape], batch=1, spans=spans, num_slots=1, device=CPU)
+            KVCache([shape], batch=1, spans=spans, num_slabs=1, device=CPU)
         assert "\n" not in str(caught.value)

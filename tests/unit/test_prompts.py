@@ -7,7 +7,8 @@ import os
 import pytest
 
 from launch.inputs.options import PromptOptions
-from launch.inputs.prompts import check_lengths, read_prompts
+from launch.inputs.prompts import read_prompts
+from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.unit.tokenizers_for_tests import byte_level, sentencepiece
 
 TEMPLATE = (
@@ -217,14 +218,15 @@ def test_an_unreadable_file_is_refused(tmp_path, tokenizer):
 
 
 def test_prompt_and_new_tokens_must_fit_the_model():
-    check_lengths([[1] * 90], max_new_tokens=10, max_positions=100)
-    check_lengths([[1] * 900], max_new_tokens=10, max_positions=None)
+    limits = PromptLimits(max_positions=100)
+    check_prompts([[1] * 90], limits, num_new=10)
+    check_prompts([[1] * 900], PromptLimits(), num_new=10)
     with pytest.raises(ValueError) as error:
-        check_lengths([[1], [1] * 91], max_new_tokens=10, max_positions=100)
+        check_prompts([[1], [1] * 91], limits, num_new=10, names=["prompt 1", "prompt 2"])
     for part in ("prompt 2", "91 tokens", "max_new_tokens=10", "100 positions", "max_new_tokens=9 or less"):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="use a shorter prompt"):
-        check_lengths([[1] * 100], max_new_tokens=10, max_positions=100)
+        check_prompts([[1] * 100], limits, num_new=10)
 
 
 def test_everything_read_can_be_sent_to_other_ranks(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from transformers import LlamaConfig
 
 from launch.infer import INFER, main
 from launch.inputs.options import PromptOptions, ineffective_settings
-from launch.inputs.prompts import Prompts, check_lengths, read_prompts
+from launch.inputs.prompts import Prompts, read_prompts
 from launch.outputs.answers import Answers
+from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.unit.tokenizers_for_tests import byte_level
 
 LINES = [
@@ -69,9 +71,14 @@ def test_a_single_list_of_ids_is_one_prompt_and_is_refused(tmp_path):
         read(tmp_path / "ids.json", '[1, "x"]')
 
 
+def checked(*, num_new: int) -> Callable[[list[int]], None]:
+    """What a run checks of each prompt, with a model of 5 positions."""
+    return lambda ids: check_prompts([ids], PromptLimits(max_positions=5), num_new=num_new, names=["the prompt"])
+
+
 def test_prompts_that_are_too_long_are_skipped_too(tmp_path):
     prompts = read(tmp_path / "ids.json", "[[1], [], [1, 1, 1, 1], [2, 2]]")
-    prompts.skip(lambda ids: check_lengths([ids], max_new_tokens=2, max_positions=5))
+    prompts.skip(checked(num_new=2))
     assert prompts.ids == [[1], [2, 2]]
     assert prompts.places == [0, 3]
     assert list(prompts.skipped) == [1, 2]
@@ -82,9 +89,7 @@ def test_where_none_can_be_used_that_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="none of 2 prompts can be used; the first: .* line 1 is not JSON"):
         read(tmp_path / "all.jsonl", "{\n[")
     with pytest.raises(ValueError, match="none of 1 prompts can be used; the first: the prompt has 3 tokens"):
-        read(tmp_path / "ids.json", "[[1, 1, 1]]").skip(
-            lambda ids: check_lengths([ids], max_new_tokens=9, max_positions=5)
-        )
+        read(tmp_path / "ids.json", "[[1, 1, 1]]").skip(checked(num_new=9))
 
 
 def test_a_file_that_cannot_be_read_is_refused_as_ever(tmp_path):

@@ -14,45 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runahead.attention.base import LayerAttention, LayerInput
 from runahead.attention.partial import AttentionTerms
-from runahead.model.seam import LayerAttention, SeamCache
+from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
 
 PROBED_AT = 11
 """Position of the token with which predictions are compared with the model's own queries."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerInput:
-    """What a decoder layer is called with.
-
-    Attributes:
-        x_BCD: hidden states.
-        rest, keywords: the other arguments.
-        start: index of the first token in the padded batch.
-        pads: left padding per row.
-    """
-
-    x_BCD: Tensor
-    rest: tuple[Any, ...]
-    keywords: dict[str, Any]
-    start: int
-    pads: list[int]
-
-
-class SeesInputs(Protocol):
-    """Attention that looks at what goes into each layer, before the layer runs."""
-
-    start_of_input: int
-    pads_of_input: list[int]
-
-    def see_input(self, layer: int, given: LayerInput) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +139,7 @@ class QueryPrediction:
         return FoldedProjection(projection, basis_KHr)
 
     def _by_module(self, layer: int, given: LayerInput) -> Tensor:
-        stop = _Stop()
+        stop = _Stop(start=given.start, pads=list(given.pads))
         keywords = {name: value for name, value in given.keywords.items() if name != "hidden_states"}
         if "past_key_values" in keywords:
             keywords["past_key_values"] = SeamCache(stop, given.start)
@@ -210,22 +184,16 @@ def _is_norm(module: nn.Module, dim: int) -> bool:
 
 
 def _shown_to_attention(layer: int) -> Any:
-    """A hook that shows the attention of a forward, if it wants to know, what goes into a layer."""
+    """A hook that passes the input of a layer to the attention of the forward."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        attention: Any = keywords.get("runahead") or getattr(keywords.get("past_key_values"), "attention", None)
-        if hasattr(attention, "see_input"):
+        attention: LayerAttention | None = keywords.get("runahead")
+        if attention is None:  # a family that drops keywords it does not know
+            attention = getattr(keywords.get("past_key_values"), "attention", None)
+        if attention is not None:  # None while transformers' own attention computes
             x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
-            attention.see_input(
-                layer,
-                LayerInput(
-                    x_BCD=x_BCD,
-                    rest=rest,
-                    keywords=keywords,
-                    start=attention.start_of_input,
-                    pads=attention.pads_of_input,
-                ),
-            )
+            given = LayerInput(x_BCD=x_BCD, rest=rest, keywords=keywords, start=attention.start, pads=attention.pads)
+            attention.see_input(layer, given)
 
     return hook
 
@@ -254,10 +222,8 @@ class _Stop(LayerAttention):
 class _Probe(LayerAttention):
     """Attention to nothing, which remembers inputs and queries."""
 
-    start_of_input = PROBED_AT
-    pads_of_input = [0]  # noqa: RUF012 (never changed)
-
     def __init__(self) -> None:
+        super().__init__(start=PROBED_AT, pads=[0])
         self.inputs: list[LayerInput] = []
         self.queries: list[Tensor] = []
 

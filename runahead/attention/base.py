@@ -1,0 +1,60 @@
+"""Attention of one forward pass, as a model's attention layers call it."""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, D model dim.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from runahead.attention.partial import AttentionTerms
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """Arguments of one call of a decoder layer.
+
+    Attributes:
+        x_BCD: hidden states.
+        rest, keywords: the other arguments.
+        start: index of the first token in the padded batch.
+        pads: left padding of each row.
+    """
+
+    x_BCD: Tensor
+    rest: tuple[Any, ...]
+    keywords: dict[str, Any]
+    start: int
+    pads: Sequence[int]
+
+
+class LayerAttention(ABC):
+    """Attention of the new tokens of one forward pass. Attention layers call `attend` once each, in order.
+
+    Args:
+        start: index of the first new token in the left-padded batch.
+        pads: left padding of each row; the position of a token in row r is its index - pads[r].
+    """
+
+    def __init__(self, *, start: int, pads: list[int]) -> None:
+        self.start, self.pads = start, pads
+
+    @property
+    def rotates(self) -> bool:
+        """Whether this attention rotates queries and keys itself, so that the model must leave them at position 0."""
+        return False
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        """Positions of the tokens with these indices in the padded batch; None if they are index - pad."""
+        return None
+
+    def see_input(self, layer: int, given: LayerInput) -> None:  # noqa: B027 (most attention needs no inputs)
+        """Called with the input of every decoder layer before the layer runs, if the model predicts queries."""
+
+    @abstractmethod
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        """Output (B, N, C, V) of one layer for queries, keys and values of the new tokens."""

@@ -1,0 +1,64 @@
+"""Attention of new tokens over a store of keys and values: append them, then attend to all that is stored."""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from policies.base import Phase
+from runahead.attention.base import LayerAttention, LayerInput
+from runahead.attention.causal import nothing
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.new_tokens import NewTokens
+
+
+class CausalAttention(LayerAttention):
+    """Causal attention of the tokens [start, start + C) of a left-padded batch to themselves and all tokens before.
+
+    Args:
+        cache: holds the earlier tokens; receives the new ones.
+        start: index of the first new token in the padded batch.
+        pads: left padding of every row.
+        phase: whether the tokens are given or generated.
+        on_layer: called after each layer.
+    """
+
+    def __init__(
+        self,
+        cache: KVStore,
+        *,
+        start: int,
+        pads: list[int],
+        phase: Phase = Phase.prefill,
+        on_layer: Callable[[], None] = nothing,
+    ) -> None:
+        super().__init__(start=start, pads=pads)
+        self.cache, self.tokens = cache, NewTokens(start, pads, phase)
+        self._on_layer = on_layer
+
+    @property
+    def rotates(self) -> bool:
+        return self.cache.rotates
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        return self.cache.positions_BC(index_C)
+
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        if self.tokens.phase is Phase.decode:
+            self.cache.look_ahead(layer + 1, given)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        store = self.cache.open(layer, q_BNCH, terms, self.tokens)
+        store.append(k_BKCH, v_BKCV, self.tokens)
+        seen = store.seen(q_BNCH, self.tokens)
+        out_BNCV = seen.output(terms)
+        self.after(layer, store, seen, terms)
+        self._on_layer()
+        return out_BNCV
+
+    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        """Called after a layer's attention, while `seen` is still what its queries saw."""

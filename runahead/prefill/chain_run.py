@@ -1,0 +1,159 @@
+"""One rank's part of a prefill in which ranks exchange keys and values: its slabs, its transfer and its clock."""
+
+# Legend: B batch, C tokens of this rank.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+
+from runahead.attention.base import LayerAttention
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.kv_transfer import KVTransfer
+from runahead.kv_transfer.schedule import Schedule
+from runahead.model.model import PrefillEndsHere
+from runahead.prefill.base import Prefilled, PrefillJob
+from runahead.report import RankReport
+from runahead.rotary import Rotary
+from runahead.timeline.clock import clock_for
+from runahead.timeline.span import Span
+
+
+class ChainRun:
+    """One rank at work: attention opens, sends and closes each layer, and `compute` makes a report of it.
+
+    Args:
+        carrier: carries keys and values over the backend of the ranks.
+        schedule: what this rank sends and receives.
+        spans: tokens [first, end) that the slab of each layer stores.
+        num_slabs: slabs that exist; fewer than the layers makes a ring.
+        depth: layers that may be in flight.
+        rotaries: of each layer, if keys are stored unrotated.
+
+    Raises:
+        ValueError: the bytes are not there.
+    """
+
+    def __init__(
+        self,
+        job: PrefillJob,
+        carrier: type[KVTransfer],
+        schedule: Schedule,
+        *,
+        spans: Sequence[tuple[int, int]],
+        num_slabs: int,
+        depth: int,
+        rotaries: Sequence[Rotary] | None = None,
+    ) -> None:
+        self.job, self.is_last = job, schedule.is_last
+        self.cache = KVCache(
+            job.model.kv_shapes,
+            batch=len(job.batch.pads),
+            spans=spans,
+            num_slabs=num_slabs,
+            device=job.ranks.device,
+            rotaries=rotaries,
+        )
+        self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
+        self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth)
+        self._layer_ends = [self._clock.mark()]
+
+    def open(self, layer: int) -> None:
+        """Return once the slab of a layer may be written."""
+        self.transfer.open(layer)
+
+    def send(self, layer: int) -> None:
+        """Send the own keys and values of a layer, which are in the slab.
+
+        Raises:
+            PrefillEndsHere: all that later ranks need of this one is on its way.
+        """
+        self.transfer.send(layer)
+        if layer == self.cache.num_layers - 1 and not self.is_last:
+            raise PrefillEndsHere
+
+    def close(self, layer: int) -> None:
+        """The layer was attended to: its slab may be taken by a later one."""
+        self.transfer.close(layer)
+        self.job.ranks.progress()
+        self._layer_ends.append(self._clock.mark())
+
+    def compute(
+        self,
+        attention: LayerAttention,
+        runs: Sequence[range],
+        *,
+        store: KVStore | None = None,
+        narrowed: NewTokens | None = None,
+    ) -> Prefilled:
+        """Compute the tokens of `runs`, contiguous ones each, in order.
+
+        Args:
+            attention: of this rank; goes through this run layer by layer.
+            store: what stays for decoding, on the rank that decodes.
+            narrowed: the same tokens, if policies narrow them.
+        """
+        job, ids_BS = self.job, self.job.batch.ids_BS
+        start, index_C = runs[0].start, None
+        if len(runs) == 1:
+            ids_BC = ids_BS[:, start : runs[0].stop]
+        else:
+            index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
+            ids_BC = ids_BS[:, index_C]
+        logits_BV = None
+        with suppress(PrefillEndsHere):
+            logits_BV = job.model.forward(
+                ids_BC,
+                attention,
+                start=start,
+                pads=job.batch.pads,
+                length=job.batch.num_tokens,
+                index_C=index_C,
+                tokens=narrowed,
+            )
+        computed = self._clock.mark()
+        self.transfer.finish()
+        computed_s, log = self._clock.seconds(computed), self.transfer.log
+        waits = [(self._clock.seconds(begin), self._clock.seconds(end)) for _, begin, end in log.waits]
+        report = RankReport(
+            rank=job.ranks.rank,
+            chunk_tokens=sum(map(len, runs)),
+            prefill_s=computed_s - self._began_s,
+            wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
+            kv_sent_bytes=log.sent_bytes,
+            kv_received_bytes=log.received_bytes,
+            kv_peak_bytes=self.cache.num_bytes,
+        )
+        if store is not None:
+            store.describe_prompt(report)
+            report.kv_peak_bytes += store.peak_bytes
+        spans = self._spans(computed_s) if job.record else []
+        return Prefilled(logits_BV=logits_BV, cache=store, report=report, spans=spans)
+
+    def _spans(self, computed_s: float) -> list[Span]:
+        """A layer's compute runs from the end of the attention before it to the end of its own, less the waiting."""
+        seconds, log = self._clock.seconds, self.transfer.log
+        layers = list(pairwise([*map(seconds, self._layer_ends), computed_s]))
+        names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
+        spans = []
+        for layer, (start, end) in enumerate(layers):
+            waits = [(seconds(b), seconds(e)) for at, b, e in log.waits if at == layer]
+            waits = [(b, e) for b, e in waits if e <= end]  # what comes after is the wait for the last sends
+            edges = [start, *(moment for wait in waits for moment in wait), end]
+            at, detail = None if layer in names else layer, names.get(layer, "")
+            spans += [
+                Span(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
+                for b, e in zip(edges[::2], edges[1::2], strict=True)
+            ]
+            spans += [Span(kind="wait", layer=layer, start_s=b, end_s=e, detail="K,V") for b, e in waits]
+        spans += [
+            Span(kind="send", layer=layer, start_s=seconds(begin), end_s=seconds(done), detail=detail)
+            for layer, begin, done, detail in log.sends
+        ]
+        return spans

@@ -1,0 +1,86 @@
+"""Chunked prefill on one rank: so many tokens of the prompt at a time, over one cache.
+
+Activations are those of one chunk. What is exact stays exact: a policy whose budget is a share of the prompt sees all
+of it before anything is dropped. A policy that keeps a fixed number of tokens drops after every chunk instead, so that
+the KV cache of a prompt of any length fits.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+from policies.base import Phase
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.prefill.base import Prefilled, PrefillJob
+from runahead.report import RankReport
+from runahead.thinning.attention import KeptAttention
+from runahead.thinning.steps import PolicySteps
+from runahead.timeline.clock import clock_for
+from runahead.timeline.span import Span
+
+
+def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
+    """The whole prompt on this rank, `chunk_tokens` tokens at a time."""
+    model, batch, ranks, policies = job.model, job.batch, job.ranks, job.policies
+    num_tokens, num_rows = batch.num_tokens, len(batch.pads)
+    bounded = policies.most_slots(model.num_layers, Phase.prefill) is not None
+    room = policies.room(job.capacity - num_tokens)
+    kept = policies.cache(model, batch=num_rows) if policies else None
+    cache: KVStore = kept or KVCache(
+        model.kv_shapes,
+        batch=num_rows,
+        spans=[(0, job.capacity)] * model.num_layers,
+        num_slabs=model.num_layers,
+        device=ranks.device,
+    )
+    edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
+    began_s, clock = time.perf_counter(), clock_for(ranks.device)
+    marks = [clock.mark()]
+    logits_BV = None
+    for start, end in pairwise(edges):
+        tokens = NewTokens(start, batch.pads)
+        is_last = end == num_tokens
+        if kept is None:
+            attention = CausalAttention(cache, start=start, pads=batch.pads, on_layer=ranks.progress)
+        else:
+            steps = PolicySteps(
+                policies.last,
+                tokens,
+                prompt_tokens=num_tokens,
+                num_layers=model.num_layers,
+                room=room if is_last else chunk_tokens,
+                cuts_back=bounded or is_last,
+                cache=kept,
+            )
+            attention = KeptAttention(kept, steps, on_layer=ranks.progress)
+        logits_BV = model.forward(
+            batch.ids_BS[:, start:end],
+            attention,
+            start=start,
+            pads=batch.pads,
+            length=num_tokens,
+            tokens=None if kept is None else tokens,
+        )
+        marks.append(clock.mark())
+    if kept is not None:
+        kept.free(room=room)
+    cache.note_peak()
+    times_s = [clock.seconds(mark) for mark in marks]
+    report = RankReport(
+        rank=ranks.rank,
+        chunk_tokens=num_tokens,
+        prefill_s=times_s[-1] - began_s,
+        kv_peak_bytes=cache.peak_bytes,
+    )
+    cache.describe_prompt(report)
+    result = Prefilled(logits_BV=logits_BV, cache=cache, report=report)
+    if job.record:
+        result.spans = [
+            Span(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
+            for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
+        ]
+    return result

@@ -1,0 +1,185 @@
+"""What a model, its cache policies and a prefill allow of prompts: the one place that checks them.
+
+A prompt may be as long as the model's context, or of any length where policies bound the positions that are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.base import Phase, ReusingPrompt
+from runahead.config import Positions, PrefillName, PrefillOptions
+from runahead.model.model import Model, max_positions
+from runahead.thinning.rank_policies import RankPolicies
+
+DEFAULT_CHUNK_TOKENS = 512
+"""Default chunk size in tokens for a prompt longer than the model's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLimits:
+    """Bounds on prompts.
+
+    Attributes:
+        max_positions: of the model; None is no bound.
+        num_layers: of the model.
+        vocab_size: of the model; None does not check token ids.
+        policies: at work while the prompt is prefilled and answered.
+        prefill: how the prompt is prefilled.
+        num_ranks: among which `prefill` splits a prompt.
+        uneven_limit: tokens up to which prompts of different lengths may run at once; None is any number.
+        length_threshold: length at which the model's RoPE changes, if it does.
+        name: of the model, for messages.
+    """
+
+    max_positions: int | None = None
+    num_layers: int = 1
+    vocab_size: int | None = None
+    policies: RankPolicies = field(default_factory=RankPolicies)
+    prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    num_ranks: int = 1
+    uneven_limit: int | None = None
+    length_threshold: int | None = None
+    name: str = "this model"
+
+    @classmethod
+    def of_config(cls, config: Any, policies: RankPolicies, prefill: PrefillOptions, num_ranks: int) -> PromptLimits:
+        """What is known before the weights are loaded. `config` is transformers', of the text model."""
+        return cls(
+            max_positions=max_positions(config),
+            num_layers=config.num_hidden_layers,
+            vocab_size=config.vocab_size,
+            policies=policies,
+            prefill=prefill,
+            num_ranks=num_ranks,
+        )
+
+    @classmethod
+    def of_model(cls, model: Model, policies: RankPolicies, prefill: PrefillOptions, num_ranks: int) -> PromptLimits:
+        return cls(
+            max_positions=model.max_positions,
+            num_layers=model.num_layers,
+            vocab_size=model.vocab_size,
+            policies=policies,
+            prefill=prefill,
+            num_ranks=num_ranks,
+            uneven_limit=model.uneven_limit,
+            length_threshold=model.length_threshold,
+            name=f"model {model.name} ({model.config.model_type})",
+        )
+
+    def chunk_tokens(self, num_tokens: int) -> int | None:
+        """Tokens of a prompt that one rank computes at a time; None is all of them."""
+        if self.prefill.chunk_tokens is not None:
+            return self.prefill.chunk_tokens
+        stay = self.policies.most_slots(self.num_layers, Phase.prefill)
+        if self.max_positions is None or num_tokens <= self.max_positions or stay is None:
+            return None
+        return max(1, min(DEFAULT_CHUNK_TOKENS, self.max_positions - stay))
+
+    def remedy(self, num_tokens: int, num_new: int) -> str | None:
+        """What helps if a prompt and `num_new` generated tokens need more positions than the model has, else None."""
+        limit, policies = self.max_positions, self.policies
+        if limit is None or num_tokens + num_new <= limit:
+            return None
+        fitting = limit - num_tokens
+        shorter = "a shorter prompt"
+        if fitting > 0:
+            shorter = f"generation.max_new_tokens={fitting} or less, or {shorter}"
+        stay = policies.most_slots(self.num_layers, Phase.prefill)
+        if stay is None:
+            budget = max(1, min(1024, limit // 2))
+            streams = f"policy=streaming_llm policy.budget={budget} policy.positions=reencoded"
+            if policies:
+                streams = f"a policy that keeps a fixed number of tokens, such as {streams}"
+            return f"{shorter}, or {streams}"
+        if policies.positions is not Positions.reencoded:
+            return f"{shorter}, or policy.positions=reencoded"
+        if num_tokens > limit and self.num_ranks > 1 and self.prefill.name is not PrefillName.single:
+            return f"{shorter}, or one rank (prefill=single), which takes such a prompt chunk by chunk"
+        chunk_tokens = self.chunk_tokens(num_tokens)
+        in_prefill = num_tokens if chunk_tokens is None else min(num_tokens, stay + chunk_tokens)
+        if in_prefill > limit:
+            return (
+                f"{shorter}, or a cache that leaves room for a chunk: a smaller policy.budget or prefill.chunk_tokens"
+            )
+        stay_later = policies.most_slots(self.num_layers, Phase.decode)
+        while_answering = min(stay, num_tokens) + num_new if stay_later is None else stay_later + 1
+        if while_answering > limit:
+            return f"{shorter}, or a policy that also forgets while it answers, such as streaming_llm"
+        return None
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int] | ReusingPrompt],
+    limits: PromptLimits,
+    *,
+    num_new: int,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Check token ids and lengths of prompts that run at once.
+
+    Args:
+        prompts: token ids, or what is reused and what is new.
+        num_new: tokens that are generated after each.
+        names: what messages call the prompts; by default "prompt 0" and so on.
+
+    Raises:
+        ValueError: there is none, one is empty, holds an unknown id or is too long, or they cannot run at once.
+    """
+    if not prompts:
+        raise ValueError("no prompt was given")
+    names = names or [f"prompt {index}" for index in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        ids: Sequence[int] = prompt.ids if isinstance(prompt, ReusingPrompt) else prompt
+        if not ids:
+            raise ValueError(f"{name} is empty; it needs at least one token")
+        if limits.vocab_size is not None and not all(0 <= token < limits.vocab_size for token in ids):
+            raise ValueError(f"{name} holds token ids outside 0..{limits.vocab_size - 1}")
+        if isinstance(prompt, ReusingPrompt):
+            _check_end(name, prompt, num_new, limits.max_positions)
+        _check_length(name, len(ids), num_new, limits)
+    lengths = [len(prompt.ids) if isinstance(prompt, ReusingPrompt) else len(prompt) for prompt in prompts]
+    uneven = len(set(lengths)) > 1
+    if uneven and limits.uneven_limit is not None and max(lengths) + num_new > limits.uneven_limit:
+        raise ValueError(
+            f"{limits.name} counts positions from the start of the longest prompt, so prompts of different lengths "
+            "cannot run at once; use prompt.batch=1"
+        )
+
+
+def check_chunk_tokens(prefill: PrefillOptions, num_ranks: int) -> None:
+    """Raise a ValueError if a prompt that several ranks share is to be computed in chunks by each."""
+    if prefill.chunk_tokens is not None and prefill.takes_partition and num_ranks > 1:
+        raise ValueError(
+            f"prefill.chunk_tokens={prefill.chunk_tokens} is for a prompt that one rank has for itself; use "
+            "prefill=single, or leave it out: several ranks have a chunk each"
+        )
+
+
+def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits) -> None:
+    helps = limits.remedy(num_tokens, num_new)
+    if helps is not None:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens, and with generation.max_new_tokens={num_new} it is longer than the "
+            f"model's {limits.max_positions} positions; use {helps}"
+        )
+    threshold = limits.length_threshold
+    if threshold is not None and num_tokens <= threshold < num_tokens + num_new - 1:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens and may grow past {threshold}, where this model's RoPE changes; use "
+            f"generation.max_new_tokens={threshold - num_tokens + 1} or a longer prompt"
+        )
+
+
+def _check_end(name: str, prompt: ReusingPrompt, num_new: int, limit: int | None) -> None:
+    """Positions of a prompt that reuses segments may have gaps, so its end counts."""
+    if limit is not None and prompt.end + num_new > limit:
+        fitting = limit - prompt.end
+        helps = f"generation.max_new_tokens={fitting} or less" if fitting > 0 else "a shorter schema or prompt"
+        raise ValueError(
+            f"{name} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the model's {limit:,} "
+            f"positions; use {helps}"
+        )

@@ -1,0 +1,121 @@
+"""The KV cache of a policy that keeps all tokens and retrieves those that attention sees."""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from policies.base import Phase
+from policies.retriever import Retriever
+from runahead.attention.base import LayerInput
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import LayerStore, SeenKV
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.new_tokens import NewTokens
+from runahead.model.model import Model
+from runahead.report import RankReport
+from runahead.retrieval.fetched import Fetched
+from runahead.retrieval.retrieval import Retrieval
+
+
+class RetrievedCache(KeptCache):
+    """All tokens of a batch, in a pool on the host where the device is another one.
+
+    A generated token sees what is retrieved for it; given tokens see everything.
+    """
+
+    retrieval: Retrieval
+
+    @classmethod
+    def of(cls, policy: Retriever, model: Model, layers: Sequence[KeptLayer], *, batch: int) -> RetrievedCache:
+        """A cache of these layers, without indices yet.
+
+        Raises:
+            ValueError: the policy's pool is too small, or the model does not let queries be predicted.
+        """
+        cache = cls(layers)
+        cache.retrieval = Retrieval(policy, model, cache, batch=batch)
+        return cache
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in the host's pool."""
+        return self.retrieval.host_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes - self.host_bytes + self.retrieval.num_bytes
+
+    def note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.host_bytes)
+
+    def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        if tokens.phase is Phase.decode:
+            return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
+        self.layers[layer] = self.layers[layer].brought()
+        return self.layers[layer]
+
+    def look_ahead(self, layer: int, given: LayerInput) -> None:
+        self.retrieval.look_ahead(layer, given)
+
+    def index(
+        self,
+        layer: int,
+        kept: KeptLayer,
+        seen: SeenKV,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        room: int,
+        was_cut: bool,
+    ) -> None:
+        self.retrieval.store_prompt(layer, kept, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut)
+
+    def close(self, layer: int, *, room: int) -> None:
+        self.retrieval.settle(layer, room=room)
+
+    def fork(self) -> KeptCache:
+        overwrites = self.retrieval.max_slots is not None
+        other = RetrievedCache([layer.fork(copy=overwrites) for layer in self.layers])
+        other.retrieval = self.retrieval.fork(other)
+        return other
+
+    def describe_prompt(self, report: RankReport) -> None:
+        super().describe_prompt(report)
+        report.kv_host_bytes = self.host_bytes
+
+    def describe_decoding(self, report: RankReport) -> None:
+        super().describe_decoding(report)
+        report.retrieval = self.retrieval.report()
+
+
+class RetrievedLayer(LayerStore):
+    """One layer as a generated token sees it: the tokens that are retrieved for it, and itself."""
+
+    def __init__(
+        self, cache: RetrievedCache, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens
+    ) -> None:
+        self._retrieval, self._layer, self._kept = cache.retrieval, layer, cache.layers[layer]
+        self._q_BNH, self._scaling = q_BNCH[:, :, 0], terms.scaling
+        self._fetched: Fetched | None = self._retrieval.fetched(layer, self._q_BNH, tokens.start, tokens.row_pads)
+        self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        if self._slab is not None:
+            self._retrieval.sample_hits(self._layer, self._q_BNH, k_BKCH, self._fetched, self._scaling)
+            self._slab.write(self._slab.end - 1, k_BKCH, v_BKCV)
+        positions_B1 = tokens.positions_BC(1, k_BKCH.device)
+        self._retrieval.store_token(self._layer, k_BKCH, v_BKCV, positions_B1)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+        if self._slab is None or self._fetched is None:
+            return SeenSlab.of(self._kept.slab(), q_BNCH, start=self._kept.end - 1, pads=self._kept.pads)
+        return SeenSlab.of(self._slab, q_BNCH, start=self._slab.end - 1, pads=self._fetched.pads)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._fetched is None else self._fetched.num_bytes

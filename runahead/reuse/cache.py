@@ -1,0 +1,233 @@
+"""The KV cache of prompts that reuse segments: new tokens in slabs, and reused parts beside them.
+
+A prompt's tokens need not be contiguous, and new ones lie between reused ones. What counts is the position: a token
+sees every token of its prompt with a lower one. So of a reused part, whose tokens are in ascending order of positions,
+a new token sees the first ones, and new tokens in a row see the same ones. They attend to them in one call, those of
+several prompts of a batch together, and outputs merge exactly. A long text has all parts that it sees copied together
+first: that costs less than to merge one output per part.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens of this forward, T tokens of a part, Q some queries,
+# H head dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from runahead.attention.causal import nothing
+from runahead.attention.merging import FEW_QUERIES, Index, MergedParts
+from runahead.attention.partial import AttentionTerms, attend, attend_at
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kv_cache import KVCache, SlabLayer
+from runahead.cache.new_tokens import NewTokens
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
+
+
+class ReusedCache(KVStore):
+    """Keys and values of new tokens, with those that their prompts reuse beside them.
+
+    Args:
+        own: stores the new tokens, by their index in the padded batch.
+        reused: what the prompts reuse, and where the new tokens stand.
+    """
+
+    def __init__(self, own: KVCache, reused: ReusedKV) -> None:
+        self.own, self.reused = own, reused
+        self.layers = [ReusedLayer(cache=self, own=layer, number=number) for number, layer in enumerate(own.layers)]
+        self._views: tuple[tuple[int, int], list[_View]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the new tokens. What is reused belongs to the segment store."""
+        return self.own.num_bytes
+
+    def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
+        return self.reused.positions_BC(index_C.cpu()).to(index_C.device)
+
+    def for_decoding(self) -> ReusedCache:
+        """The same with reused segments put together, as far as it pays; see `ReusedKV.joined`."""
+        return ReusedCache(self.own, self.reused.joined())
+
+    def views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
+        """What new tokens see of all parts, and which of them. The same in all layers."""
+        asked = tokens.start, positions_BC.shape[1]
+        if self._views is None or self._views[0] != asked:
+            self._views = asked, self._new_views(tokens, positions_BC)
+        return self._views[1]
+
+    def _new_views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
+        parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
+        by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
+        for part in self.reused.parts:
+            for num_seen, ranges in _queries_by_num_seen(part, tokens, positions_BC).items():
+                if tuple(ranges) in by_queries:
+                    by_queries[tuple(ranges)].append((part, num_seen))
+                    continue
+                parts.append((ranges, [(part, num_seen)]))
+                if sum(len(run) for run in ranges) > FEW_QUERIES:
+                    by_queries[tuple(ranges)] = parts[-1][1]
+        return [_View(parts=seen, queries=_index(ranges, self.own.device)) for ranges, seen in parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusedLayer(LayerStore):
+    """One layer: a slab of new tokens, and the reused parts beside it."""
+
+    cache: ReusedCache
+    own: SlabLayer
+    number: int
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        self.own.append(k_BKCH, v_BKCV, tokens)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenReused:
+        return SeenReused(q_BNCH=q_BNCH, layer=self, tokens=tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.num_bytes
+
+
+@dataclass(kw_only=True)
+class SeenReused(SeenKV):
+    """New tokens and reused parts of one layer as the queries of the newest tokens see them."""
+
+    layer: ReusedLayer
+    tokens: NewTokens
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the new tokens alone."""
+        slab = self.layer.own.slab
+        return slab.read(slab.first, self.tokens.start + self.q_BNCH.shape[2])
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        cache, slab, start, q_BNCH = self.layer.cache, self.layer.own.slab, self.tokens.start, self.q_BNCH
+        batch, _, num_new, _ = q_BNCH.shape
+        merged = MergedParts(q_BNCH, slab.slab_TBKX.shape[-1] - slab.key_dim)
+        positions_BC = cache.reused.positions_BC(torch.arange(start, start + num_new))
+        prefixes = []
+        for row in self._rows(num_new, terms, positions_BC):
+            queries, positions_C = q_BNCH[row.rows, :, row.offset :], positions_BC[row.first, row.offset :]
+            if num_new == 1 or start <= row.pad:
+                own_start = row.pad  # one query takes one call
+            else:
+                own_start = start + row.offset
+                prefixes.append((row, queries, positions_C))
+            if num_new == 1:
+                await_prefix()
+            k, v = slab.read(own_start, start + num_new)
+            own_S = positions_C
+            if own_start < start:
+                own_S = cache.reused.positions_BC(torch.arange(own_start, start + num_new))[row.first]
+            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, own_S)
+            merged.add(row.index(num_new, batch), *part)
+        for view in cache.views(self.tokens, positions_BC):
+            kv_1KTX, index = view.kv_TKX(self.layer.number).permute(1, 0, 2)[None], view.queries
+            k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
+            positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
+            merged.add(index, *_partial(merged.queries(index), k_1KTH, v_1KTV, terms, positions_Q, view.positions_T))
+        await_prefix()
+        for row, queries, positions_C in prefixes:
+            k, v = slab.read(row.pad, start)
+            before_P = cache.reused.positions_BC(torch.arange(row.pad, start))[row.first]
+            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, before_P)
+            merged.add(row.index(num_new, batch), *part)
+        return merged.result()
+
+    def _rows(self, num_new: int, terms: AttentionTerms, positions_BC: Tensor) -> list[_Rows]:
+        """All rows at once if there is no padding and only the order of their tokens counts, else one by one."""
+        start, pads = self.tokens.start, self.tokens.row_pads
+        if len(pads) == 1 or (not any(pads) and _is_plain(terms, positions_BC.flatten(), positions_BC.flatten())):
+            return [_Rows(rows=slice(None), first=0, pad=pads[0], offset=max(0, pads[0] - start))]
+        each = [
+            _Rows(rows=slice(row, row + 1), first=row, pad=pad, offset=max(0, pad - start))
+            for row, pad in enumerate(pads)
+        ]
+        return [row for row in each if row.offset < num_new]
+
+
+def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tensor) -> dict[int, list[range]]:
+    """Queries, of all rows' in a row, that see something of a part, by how many of its tokens they see."""
+    num_new = positions_BC.shape[1]
+    queries: dict[int, list[range]] = {}
+    for row in part.rows:
+        offset = max(0, tokens.row_pads[row] - tokens.start)
+        if offset >= num_new:
+            continue
+        seen_C = torch.searchsorted(part.positions_T, positions_BC[row, offset:].contiguous())
+        runs, counts = torch.unique_consecutive(seen_C, return_counts=True)
+        at = row * num_new + offset
+        for num_seen, count in zip(runs.tolist(), counts.tolist(), strict=True):
+            if num_seen:
+                queries.setdefault(num_seen, []).append(range(at, at + count))
+            at += count
+    return queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """What some queries see of parts: the first tokens of each."""
+
+    parts: list[tuple[ReusedPart, int]]
+    queries: Index
+
+    @cached_property  # every layer asks for them
+    def positions_T(self) -> Tensor:  # noqa: N802
+        return torch.cat([part.positions_T[:num_seen] for part, num_seen in self.parts])
+
+    def kv_TKX(self, layer: int) -> Tensor:  # noqa: N802
+        """Where it lies if it is one part, else a copy."""
+        seen = [part.layers_TKX[layer][:num_seen] for part, num_seen in self.parts]
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Rows with the same padding: which, and which of their queries is the first that is no padding."""
+
+    rows: slice
+    first: int
+    pad: int
+    offset: int
+
+    def index(self, num_new: int, batch: int) -> slice:
+        """These rows' queries among all."""
+        if self.rows == slice(None) and batch > 1:
+            return slice(0, batch * num_new)
+        return slice(self.first * num_new + self.offset, (self.first + 1) * num_new)
+
+
+def _index(ranges: list[range], device: torch.device) -> Index:
+    """A slice if the queries lie side by side."""
+    if all(a.stop == b.start for a, b in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.cat([torch.arange(run.start, run.stop) for run in ranges]).to(device)
+
+
+def _is_plain(terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor) -> bool:
+    """Does only the order of these tokens count, and every query see every key with a lower position?"""
+    if terms.needs_scores:
+        return False
+    if terms.rule is None or terms.rule.sees_everything:
+        return True
+    first, last = int(positions_T.min()), int(positions_Q.max())
+    start = int(positions_Q.min())
+    return terms.rule.is_causal(start, last + 1, min(first, start))
+
+
+def _partial(
+    q_BNQH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to keys that are their own tokens, or all in front of them: output, log-sum-exp."""
+    own = positions_Q is positions_T
+    if _is_plain(terms, positions_Q, positions_T):
+        start = 0 if own else len(positions_T)
+        return attend(q_BNQH, k_BKTH, v_BKTV, replace(terms, rule=None), q_start=start, k_start=0)
+    on_device = (x.to(q_BNQH.device) for x in (positions_Q, positions_T))
+    return attend_at(q_BNQH, k_BKTH, v_BKTV, terms, *on_device)
