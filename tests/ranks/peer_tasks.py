@@ -47,10 +47,10 @@ def prefill_each(
             PrefillOutcome(
                 logits=None if done.logits_BV is None else done.logits_BV.tolist(),
                 holds_cache=done.cache is not None,
-                chunk_tokens=done.chunk_tokens,
-                kv_sent_bytes=done.kv_sent_bytes,
-                kv_received_bytes=done.kv_received_bytes,
-                kv_peak_bytes=done.kv_peak_bytes,
+                chunk_tokens=done.report.chunk_tokens,
+                kv_sent_bytes=done.report.kv_sent_bytes,
+                kv_received_bytes=done.report.kv_received_bytes,
+                kv_peak_bytes=done.report.kv_peak_bytes,
             )
         )
     return outcomes
