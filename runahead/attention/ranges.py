@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms, attend
-from runahead.cache.slabs import KVSlab
+from runahead.attention.causal import KVReader
 
 
 class RunsAttention:
@@ -59,7 +59,7 @@ class RunsAttention:
         for at, run in zip(self._slices, self._runs, strict=True):
             self._earlier(k_BKCH[:, :, at], v_BKCV[:, :, at], run)
 
-    def others(self, slab: KVSlab, tokens: range) -> None:
+    def others(self, slab: KVReader, tokens: range) -> None:
         """Attend to tokens of the padded batch that other ranks computed."""
         start, end = max(tokens.start, self._pad), tokens.stop
         if start < end:
