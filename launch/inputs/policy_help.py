@@ -31,7 +31,7 @@ def policy_help(name: str) -> str:
     about = [inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")] if name in POLICIES else []
     about.append(inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nRaises:")[0])
     lines = list(_lines(kind, "policy")) or ["It has no options."]
-    return "\n".join([f"policy={name}", "", *about, "", *lines, ""])
+    return "\n\n".join([f"policy={name}", *about, "\n".join(lines)]) + "\n"
 
 
 def _lines(kind: type, section: str) -> Iterator[str]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from launch.infer import INFER
-from launch.inputs.policies import NAMES, rank_policies
+from launch.inputs.policies import NAMES, options_of, rank_policies
 from launch.program.compose import CONF
 from policies import POLICIES
 from policies.h2o import H2O
@@ -14,6 +20,8 @@ from policies.snapkv import Pooling, SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead.thinning.rank_policies import RankPolicies
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def policies(*overrides: str) -> RankPolicies:
     return rank_policies(INFER.compose(overrides).policy)
@@ -21,6 +29,47 @@ def policies(*overrides: str) -> RankPolicies:
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
     assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="policy=retroinfer is not one of full, window"):
+        POLICIES["retroinfer"]
+    assert "retroinfer" not in POLICIES and [1] not in POLICIES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_says_what_every_option_of_a_policy_is_for(name: str) -> None:
+    text = INFER.read([f"policy={name}", "--help"]).to_print
+    assert text is not None
+    for option in fields(options_of(name)):
+        if option.init:
+            found = re.search(rf"^  policy\.{option.name}(\.\w+)?=[^ ]* +[^ ]", text, re.MULTILINE)
+            assert found, f"{name} says nothing of {option.name}"
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_gives_defaults_and_choices() -> None:
+    text = INFER.read(["--help", "policy=pyramidinfer"]).to_print
+    assert text is not None
+    assert "policy.mean_keep=0.6" in text
+    assert re.search(r"policy.schedule=power .*\(cosine\|power\|uniform\|more\)", text)
+
+
+def test_help_does_not_wait_for_torch_and_what_a_policy_is_loads_no_method() -> None:
+    methods = {kind.__module__ for kind in POLICIES.values()}
+    program = (
+        "import sys\n"
+        "from launch.infer import main\n"
+        "assert main(['--help']) == 0\n"
+        "print('torch' in sys.modules)\n"
+        "import policies.base, policies.retriever\n"
+        "print(*sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    *_, has_torch, modules = done.stdout.splitlines()
+    assert has_torch == "False"
+    assert "policies.base" in modules.split()
+    assert not methods & set(modules.split())
 
 
 def test_nothing_said_keeps_everything() -> None:
