@@ -1,8 +1,8 @@
-"""What a cache policy is: it looks at what a layer has stored and returns the indices of the tokens to keep.
+"""Interface of a cache policy: it looks at what a layer has stored and returns the indices of the tokens to keep.
 
-Storage, positions, padding, signals, copies and accounting are the runtime's. Slots hold tokens in the order of their
-positions; padding is on the left of each row. A policy keeps equally many slots in every row and KV head, so that what
-is kept is one dense tensor; a row with fewer tokens than that keeps some of its padding.
+The runtime does the rest: storage, positions, padding, attention probabilities, copies and accounting. Slots hold
+tokens in the order of their positions; padding is on the left of each row. A policy keeps the same number of slots in
+every row and KV head, so that they form one dense tensor; a row with fewer tokens keeps some of its padding.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, m kept slots, H key dim, V value dim.
@@ -23,19 +23,19 @@ from policies.reuse import Segment as Segment
 
 
 class Phase(Enum):
-    """What the newest tokens are: a prompt, or generated one at a time."""
+    """Phase of a forward pass: the new tokens are a prompt, or generated one at a time."""
 
     prefill = "prefill"
     decode = "decode"
 
 
 class Signals(Protocol):
-    """What the newest queries tell about the stored tokens. Computed when asked for, in O(block) memory."""
+    """Attention probabilities of the newest queries over the stored tokens, computed on demand in O(block) memory."""
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.
 
-        Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding have no say.
+        Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding do not count.
         """
         ...
 
@@ -46,19 +46,19 @@ class Signals(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerView:
-    """What a policy sees of one layer, behind the attention of new tokens to everything stored. To be read only.
+    """State of one layer after its new tokens have attended to everything stored. Read-only.
 
     Attributes:
-        layer, num_layers: which of how many.
-        phase: of the new tokens.
-        num_new: slots of the new tokens, which are the last ones.
-        chunk_tokens: new tokens before any layer narrowed them.
+        layer, num_layers: index of this layer, and number of layers.
+        phase: phase of the new tokens.
+        num_new: number of new tokens, which are in the last slots.
+        chunk_tokens: number of new tokens before any layer narrowed them.
         new_positions_BC: positions of the new tokens in their rows, below 0 on padding.
-        prompt_tokens: length of the padded prompt so far; what budgets that are shares refer to.
-        pads: slots on the left of each row that are padding.
-        k_BKnH, v_BKnV: the stored keys, rotated as the new queries see them, and values.
-        carried_BKn: for a policy that accumulates: what its `carry` gave for these slots, 0 for new ones.
-        signals: of the new tokens' queries.
+        prompt_tokens: length of the padded prompt so far, which a budget that is a share refers to.
+        pads: number of padding slots on the left of each row.
+        k_BKnH, v_BKnV: stored keys, rotated as the new queries see them, and values.
+        carried_BKn: for a policy that accumulates, what its `carry` returned for these slots; 0 for new ones.
+        signals: attention probabilities of the new tokens' queries.
     """
 
     layer: int
@@ -83,43 +83,45 @@ class LayerView:
         return self.k_BKnH.shape[1]
 
     def by_kv_head(self, x_BNn: Tensor) -> Tensor:
-        """The mean (B, K, n) over the query heads that share a KV head."""
+        """Mean (B, K, n) over the query heads that share a KV head."""
         return x_BNn.unflatten(1, (self.num_kv_heads, -1)).mean(dim=2)
 
 
 class Policy:
-    """A policy has options only; what belongs to a sequence is in the view."""
+    """Base of all policies. A policy holds its options only; the state of a sequence is in the `LayerView`."""
 
     narrows: ClassVar[bool] = False
-    """Does `narrow` ever drop tokens?"""
+    """Whether `narrow` may drop tokens."""
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
-        """Of a chunk of so many tokens, those that each layer computes: what ranks must know of each other's `narrow`.
+        """Number of tokens of a chunk that each layer computes; ranks have to know it of each other's chunks.
 
         Args:
+            num_tokens: length of the chunk.
+            num_layers: number of layers.
             before: slots of earlier chunks, per layer.
 
         Raises:
-            ValueError: it depends on what the tokens are.
+            ValueError: the number depends on the content of the tokens.
         """
         return [num_tokens] * num_layers
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        """The most slots that `keep` leaves in any layer in this phase, however long the text. None: no such bound."""
+        """Upper bound of the slots that `keep` leaves in any layer for a text of any length. None: no bound."""
         return None
 
     def carry(self, view: LayerView) -> Tensor | None:
-        """New values (B, K, n) to carry along with the slots, if this policy accumulates."""
+        """Values (B, K, n) that the runtime carries along with the slots, for a policy that accumulates."""
         return None
 
     def keep(self, view: LayerView) -> Tensor | None:
-        """Slots to keep: (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all of them."""
+        """Slots to keep (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all slots."""
         return None
 
     def narrow(self, view: LayerView) -> Tensor | None:
-        """Which of the new tokens deeper layers compute: (B, c), ascending, the last one among them. None: all.
+        """New tokens that deeper layers compute: indices (B, c), ascending, including the last token. None: all.
 
-        Deeper layers neither compute nor store anything of the others. Asked in the prefill only.
+        Deeper layers neither compute nor store the others. Called during prefill only.
         """
         return None
 
@@ -128,7 +130,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def choice(option: str, kind: type[E], value: E | str) -> E:
-    """The member that is meant, also by its name; else a ValueError that lists the names."""
+    """Member of `kind` that `value` is or names. Raises: ValueError that lists the names."""
     if isinstance(value, kind):
         return value
     if value not in kind.__members__:
@@ -137,11 +139,11 @@ def choice(option: str, kind: type[E], value: E | str) -> E:
 
 
 Budget = int | float
-"""Tokens if it is an integer, else a share of the prompt in (0, 1]."""
+"""Number of tokens if it is an integer, else a share of the prompt in (0, 1]."""
 
 
 def check_budget(budget: Budget, option: str = "budget") -> None:
-    """Raise a ValueError, which calls it policy.<option>, unless it is one."""
+    """Check a budget. Raises: ValueError that names policy.<option>."""
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
         raise ValueError(
@@ -151,35 +153,35 @@ def check_budget(budget: Budget, option: str = "budget") -> None:
 
 
 def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
-    """Tokens, at least one."""
+    """A budget as a number of tokens, at least 1."""
     return budget if isinstance(budget, int) else max(1, round(budget * prompt_tokens))
 
 
 def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: int, recent: int, pads: list[int]) -> Tensor:
-    """Slots (B, K, num_kept), ascending: first tokens, last ones, then those with the highest scores; padding last."""
+    """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last."""
     score_BKn = score_BKn.clone()
     score_BKn[..., score_BKn.shape[-1] - recent :] = math.inf
     for row, pad in enumerate(pads):
         score_BKn[row, :, :pad] = -math.inf
         score_BKn[row, :, pad : pad + sinks] = math.inf
-    # Stable, so that of equal scores (pooled ones) the earlier is kept, wherever padding has moved them.
+    # A stable sort keeps the earlier of two equal (pooled) scores, wherever padding has moved them.
     best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
     return best_first[..., :num_kept].sort(dim=-1).values
 
 
 @dataclass(kw_only=True)
 class Scorer(Policy, ABC):
-    """Keeps the sink tokens, the recent ones, and of the others those with the highest scores.
+    """Base of policies that keep sink tokens, recent tokens, and of the others those with the highest scores.
 
     Attributes:
-        budget: slots per layer and KV head.
+        budget: tokens to keep per layer and KV head: a number, or a share of the prompt.
         sinks: first tokens that always stay (Xiao et al., StreamingLLM).
         recent: last tokens that always stay.
-        evict_every: while decoding, tokens by which the store may outgrow the budget before it is cut back to it:
-            cutting copies what is kept.
+        evict_every: while decoding, number of tokens by which a layer may exceed the budget before it is cut back,
+            since cutting back copies what is kept.
 
     Raises:
-        ValueError: a budget that is none, negative counts, or no room for sinks and recent tokens in the budget.
+        ValueError: an invalid budget, a negative number, or a budget without room for sinks and recent tokens.
     """
 
     budget: Budget = 1024
@@ -200,14 +202,14 @@ class Scorer(Policy, ABC):
 
     @abstractmethod
     def score(self, view: LayerView) -> Tensor:
-        """One score per slot, (B, K, n) or (B, 1, n); those of sinks, recent tokens and padding do not matter."""
+        """Score of each slot, (B, K, n) or (B, 1, n); the scores of sinks, recent tokens and padding do not matter."""
 
     def slots(self, view: LayerView) -> int:
-        """Slots to keep in this layer."""
+        """Number of slots to keep in this layer."""
         return self.slots_of(budget_tokens(self.budget, view.prompt_tokens), view.layer, view.num_layers)
 
     def slots_of(self, budget: int, layer: int, num_layers: int) -> int:
-        """A layer's slots, with a budget of so many tokens."""
+        """Number of slots to keep in a layer, for a budget in tokens."""
         return budget
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:

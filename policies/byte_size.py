@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 2GiB, 500MB, 4096."""
+"""Sizes in bytes in the usual notations: 2GiB, 500MB, 4096."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ UNITS = {"": 1, "b": 1} | {
 }
 
 MOST = 2**63 - 1
-"""What a size may be at most."""
+"""Largest size."""
 
 
 def num_bytes(value: object, option: str) -> int:
-    """Whole bytes of 2GiB (1024^3 each), 2GB (1000^3 each), 2G (as GiB), or a number.
+    """Number of bytes of a size: 2GiB (1024^3 each), 2GB (1000^3 each), 2G (as GiB), or a whole number.
 
     Args:
-        option: whose value it is, for the message.
+        value: the size.
+        option: full name of the option, for the message.
 
     Raises:
-        ValueError: no such size, or none above 0.
+        ValueError: it is not a size above 0.
     """
     text = str(value) if not isinstance(value, int) or abs(value) <= MOST else "a number of that size"
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)

@@ -1,6 +1,6 @@
-"""The tokens with the highest scores, by all keys: what a retrieving policy could at best find.
+"""Exact top-k: retrieve the tokens with the highest scores, computed from all keys.
 
-Reads every key in every step, where it lies, so it shows how much there is to see, not how fast it can be found.
+It reads every key in every step, so it is an upper bound on the quality of retrieval, not a fast method.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, H key dim.
@@ -18,7 +18,7 @@ from policies.retriever import Index, NoIndex, PromptView, Retriever, Slots, mos
 
 
 class StoredKeys(NoIndex):
-    """The keys of the pool, where they lie."""
+    """Index that computes scores from the keys in the pool itself."""
 
     def __init__(self, stored: Callable[[], Tensor], num_slots: int, scaling: float) -> None:
         super().__init__(num_slots)
@@ -28,7 +28,7 @@ class StoredKeys(NoIndex):
         return StoredKeys(stored, self.num_slots, self._scaling)
 
     def scores(self, q_BNH: Tensor) -> Tensor:
-        """(B, K, G, n), scaled, in at least float32."""
+        """Scaled scores (B, K, G, n), in at least float32."""
         k_BKnH = self._stored()
         scores_BKGn = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling @ k_BKnH.transpose(-1, -2)
         return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
@@ -36,7 +36,7 @@ class StoredKeys(NoIndex):
 
 @dataclass(kw_only=True)
 class ExactTopK(Retriever):
-    """`fetch` slots of every KV head, by the layer's own query."""
+    """Retrieve `fetch` slots for every KV head, by the layer's own query."""
 
     fetch: Budget | None = 0.1
 

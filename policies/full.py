@@ -1,4 +1,4 @@
-"""Keep everything."""
+"""Keep all tokens."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from policies.base import Policy
 
 @dataclass(kw_only=True)
 class Full(Policy):
-    """The whole cache: what other policies are compared with."""
+    """The whole KV cache, which other policies are compared with."""

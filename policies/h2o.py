@@ -1,7 +1,7 @@
-"""H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048): heavy hitters, the tokens that received most attention so far.
+"""H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048): keep the tokens that received most attention.
 
-Half of the budget is the recent window, as in the paper. In a chain of ranks the queries of earlier ranks do not count:
-they are not where the cache is.
+Half of the budget is the recent window, as in the paper. On several ranks only queries of the last rank count, since
+earlier ranks do not have the cache that is cut back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from policies.base import LayerView, Scorer
 
 @dataclass(kw_only=True)
 class H2O(Scorer):
-    """Score: attention probabilities summed over all queries since a token was there, of a KV head's group.
+    """Score: attention probabilities summed over all queries since the token was stored, by KV head.
 
     Attributes:
-        recent_share: of the budget, for the last tokens.
+        recent_share: share of the budget for the last tokens.
     """
 
     recent_share: float = 0.5

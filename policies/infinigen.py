@@ -1,8 +1,8 @@
-"""InfiniGen: keep all K,V in host memory, and fetch what a layer will look at (Lee et al., OSDI 2024).
+"""InfiniGen (Lee et al., OSDI 2024): keep all keys and values in host memory, and fetch what a layer will attend to.
 
-Of every key a few columns stay on the device, in a basis in which queries have most of their length in few columns
-(skewing, Sec. 4.2). They give approximate scores for a query, which may be predicted a layer ahead (Sec. 4.3); tokens
-whose score is within alpha of the largest one are fetched: one that is not has less than exp(-alpha) of its weight.
+A few columns of every key stay on the device, in a basis in which queries have most of their length in few columns
+(skewing, Sec. 4.2). They give approximate scores for a query, which may be predicted a layer ahead (Sec. 4.3). Tokens
+whose score is within alpha of the largest one are fetched; any other token has less than exp(-alpha) of its weight.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, w observed tokens, C new tokens,
@@ -31,17 +31,17 @@ from policies.retriever import (
 from policies.skewing import Skew, column_weights, skewing_basis
 
 TURNS = 16
-"""Positions for which the typical queries of a file are looked at."""
+"""Number of positions to which the typical queries of a file are rotated."""
 
 
 class PartialKeys(Index):
-    """Some columns of every key in the skewed basis.
+    """Index of some columns of every key in the skewed basis.
 
     Args:
-        basis_BKHr: the columns, of each row and KV head.
+        basis_BKHr: the columns, for each row and KV head.
         k_BKnH: keys of the slots so far.
-        scaling: of scores.
-        room: new slots for which there is room at once.
+        scaling: factor of the scores.
+        room: number of new slots to allocate in advance.
     """
 
     def __init__(self, basis_BKHr: Tensor, k_BKnH: Tensor, *, scaling: float, room: int) -> None:
@@ -89,7 +89,7 @@ class PartialKeys(Index):
         """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32.
 
         Args:
-            q_BNH: queries, or (B, N, r) if `query_basis_BKHr` was applied to them already.
+            q_BNH: queries, or (B, N, r) if `query_basis_BKHr` has been applied to them.
         """
         batch, heads, dim, columns = self._to_queries_BKHr.shape
         q_XGr = q_BNH.reshape(batch * heads, -1, q_BNH.shape[-1])
@@ -107,22 +107,23 @@ class PartialKeys(Index):
 
 @dataclass(kw_only=True)
 class InfiniGen(Retriever):
-    """What the layer before lets expect, within alpha of the largest score.
+    """Retrieve the tokens whose approximate score is within alpha of the largest one.
 
     Attributes:
-        skew: a file of `python -m policies.skew`; "auto": from the prompt at hand; "none": the keys as they are.
+        skew: basis of the columns: a file of `python -m policies.skew`, auto (from the prompt) or none (the keys as
+            they are).
         ratio: share of the columns that stay on the device.
-        alpha: how far below the largest score of its query, in nats, a token is still fetched. The number is the mean
-            over the KV heads of a row, of the row that needs most.
-        max_fetch: the largest share of the slots that is fetched.
-        first_ahead: where queries are predicted, layers before it choose by their own all the same, since what goes
-            into the first layers tells little of what comes next.
-        observed: of the prompt's last tokens, those whose queries choose the columns.
-        ahead: predict queries from the layer before, so that fetching overlaps with its compute; False takes the
-            layer's own. None predicts where K,V have to travel: in the host's own memory there is nothing to hide.
+        alpha: distance in nats below the largest score of a query within which tokens are fetched. All KV heads of a
+            row fetch the mean of their numbers, and all rows the number of the row that needs most.
+        max_fetch: largest share of the slots that is fetched.
+        first_ahead: first layer with a predicted query. Earlier layers use their own, since the input of the first
+            layers predicts little.
+        observed: number of last tokens of the prompt whose queries choose the columns.
+        ahead: predict queries from the layer before, so that fetching overlaps with its compute; false uses the
+            layer's own query. None predicts on a GPU only: on a CPU nothing has to be fetched over a link.
 
     Raises:
-        ValueError: an option that is out of range.
+        ValueError: an option is out of range.
     """
 
     looks_ahead: ClassVar[bool | None] = None
@@ -150,7 +151,7 @@ class InfiniGen(Retriever):
         if self.first_ahead < 1:
             raise ValueError(f"policy.first_ahead={self.first_ahead} must be at least 1: no layer is before layer 0")
         if self.skew not in ("auto", "none"):
-            Skew.load(self.skew)  # what is wrong with the file alone, before there is a model
+            Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
         self.looks_ahead = self.ahead  # type: ignore[misc]
 
     def require(self, model: ModelFacts) -> None:
@@ -167,7 +168,7 @@ class InfiniGen(Retriever):
         q_BKXH = self._queries(view).float()
         basis_BKHH = self._basis(q_BKXH)
         columns = max(1, round(self.ratio * k_BKnH.shape[3]))
-        # Sinks are chosen anyway, and their keys are unlike all others.
+        # Sinks are left out: they are always chosen, and their keys differ from all others.
         weights_BKH = torch.stack(
             [
                 column_weights(
@@ -176,7 +177,7 @@ class InfiniGen(Retriever):
                 for row, pad in enumerate(view.pads)
             ]
         )
-        chosen_BKr = weights_BKH.nan_to_num_(0.0).topk(columns, dim=-1).indices  # nan: no keys but the sinks'
+        chosen_BKr = weights_BKH.nan_to_num_(0.0).topk(columns, dim=-1).indices  # nan: the sinks are the only keys
         basis_BKHr = basis_BKHH.take_along_dim(chosen_BKr[:, :, None], dim=3).to(k_BKnH.dtype)
         return PartialKeys(basis_BKHr, k_BKnH, scaling=view.scaling, room=view.room)
 
@@ -186,13 +187,13 @@ class InfiniGen(Retriever):
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         if self.fetch is not None:
             return most_needed(need_BKn, self.num_chosen(slots), slots)
-        # With alpha=inf padding counts too, which changes nothing.
+        # With alpha=inf padding is counted too, which changes nothing.
         wanted = -(-num_needed(need_BKn, -self.alpha) // need_BKn.shape[1])
         wanted = min(wanted, int(self.max_fetch * slots.num_slots))
         return most_needed(need_BKn, self.num_chosen(slots, wanted), slots)
 
     def _queries(self, view: PromptView) -> Tensor:
-        """Queries (B, K, X, H) like those that are to come."""
+        """Queries (B, K, X, H) that resemble those of the decoding steps."""
         batch, heads, _, dim = view.k_BKnH.shape
         if self._skew is None:
             return view.q_BNwH.unflatten(1, (heads, -1)).flatten(2, 3)  # X: a group's heads x tokens
@@ -203,7 +204,7 @@ class InfiniGen(Retriever):
         return view.turn(typical_BKHH.repeat(1, 1, TURNS, 1), places_BX)
 
     def _basis(self, q_BKXH: Tensor) -> Tensor:
-        """(B, K, H, H)."""
+        """Basis (B, K, H, H) of the columns."""
         if self.skew == "none":
             dim = q_BKXH.shape[-1]
             return torch.eye(dim, dtype=q_BKXH.dtype, device=q_BKXH.device).expand(*q_BKXH.shape[:2], dim, dim)

@@ -1,7 +1,7 @@
-"""All K,V in host memory, and all of them fetched in every step, each layer while the one before computes.
+"""Offload: keep all keys and values in host memory and fetch all of them in every step, one layer ahead.
 
-What FlexGen (Sheng et al., ICML 2023) does with K,V that do not fit on the device, as something to compare with: the
-answer is the full cache's, and the link carries all K,V for every token.
+This is what FlexGen (Sheng et al., ICML 2023) does with a KV cache that does not fit on the device, as a baseline: the
+answer is that of the full cache, and every new token moves all keys and values over the link.
 """
 
 # Legend: B batch, N query heads, K kv heads, m chosen slots, H key dim.
@@ -18,7 +18,7 @@ from policies.retriever import Index, NoIndex, PromptView, Retriever, Slots
 
 @dataclass(kw_only=True)
 class Offload(Retriever):
-    """Everything, ahead of time."""
+    """Fetch all tokens of a layer while the layer before computes."""
 
     min_tokens: int | None = 0
 

@@ -1,4 +1,4 @@
-"""The host pool of a retrieving policy: how large it may become, and whom a token replaces (InfiniGen, Sec. 4.4)."""
+"""Host pool of a retrieving policy: its size limit, and the token that a new one replaces (InfiniGen, Sec. 4.4)."""
 
 # Legend: B batch, K kv heads, n slots, m chosen ones.
 
@@ -15,11 +15,11 @@ from policies.base import choice
 from policies.byte_size import num_bytes
 
 SATURATED = 255
-"""Where a counter reaches it, all counters of its row and KV head are halved."""
+"""Value of a counter at which all counters of its row and KV head are halved."""
 
 
 class Victim(Enum):
-    """Who is replaced: the oldest token, the one that was chosen longest ago, or the one chosen least often."""
+    """Token that is replaced: the oldest one, the one chosen longest ago, or the one chosen least often."""
 
     fifo = "fifo"
     lru = "lru"
@@ -28,14 +28,14 @@ class Victim(Enum):
 
 @dataclass(kw_only=True)
 class Pool:
-    """Options of the pool.
+    """Options of the host pool.
 
     Attributes:
-        bytes: limit for the K,V of the layers that retrieve; None is no limit. Sizes are written as 2GiB.
-        victim: who goes where it is full.
+        bytes: limit for the keys and values of the layers that retrieve, such as 2GiB; None is no limit.
+        victim: token that is replaced in a full pool.
 
     Raises:
-        ValueError: no such size or victim.
+        ValueError: an invalid size or victim.
     """
 
     bytes: Any = None
@@ -48,7 +48,7 @@ class Pool:
 
     @classmethod
     def of(cls, value: Any) -> Pool:
-        """From options as they are written. Raises: ValueError."""
+        """Options from a dictionary. Raises: ValueError."""
         if isinstance(value, Pool):
             return value
         known = [field.name for field in fields(cls)]
@@ -58,7 +58,7 @@ class Pool:
 
 
 def note_choice(victim: Victim, use_BKn: Tensor, slots_BKm: Tensor, step: int) -> None:
-    """Write down that slots were chosen in a step, in what the pool knows of the use of each slot."""
+    """Record in `use_BKn`, the usage statistics of all slots, that these slots were chosen in a step."""
     if victim is Victim.lru:
         use_BKn.scatter_(2, slots_BKm, step)
     elif victim is Victim.counter:
@@ -70,11 +70,13 @@ def note_choice(victim: Victim, use_BKn: Tensor, slots_BKm: Tensor, step: int) -
 def victims(
     victim: Victim, use_BKn: Tensor, positions_BKn: Tensor, count: int, *, sinks: int, keep_from_B: Tensor
 ) -> Tensor:
-    """Slots (B, K, count) to give up, the first to go first: padding, then tokens by use; of equal ones the older.
+    """Slots (B, K, count) to replace, in order: padding, then tokens by use, and of equal ones the older.
 
     Args:
-        use_BKn: as `note_choice` wrote it.
-        positions_BKn: of the slots' tokens, below 0 on padding.
+        victim: which token is replaced.
+        use_BKn: usage statistics as `note_choice` recorded them.
+        positions_BKn: positions of the slots' tokens, below 0 on padding.
+        count: number of slots.
         sinks: first tokens that stay.
         keep_from_B: position in each row from which on tokens stay.
     """
@@ -83,8 +85,8 @@ def victims(
     stays = (positions_BKn < sinks) | (positions_BKn >= keep_from_B[:, None, None])
     last = torch.iinfo(torch.int64).max
     order_BKn = age_BKn.masked_fill(stays, last)
-    # Of padding the last slot goes first, so that the rest of it stays on the left.
+    # The last padding slot is replaced first, so that the remaining padding stays on the left.
     order_BKn = torch.where(positions_BKn < 0, -last - positions_BKn, order_BKn)
     chosen = order_BKn.topk(count, dim=-1, largest=False, sorted=True)
-    torch._assert_async((chosen.values < last).all(), "no slot may go")  # the host does not wait for a GPU's answer
+    torch._assert_async((chosen.values < last).all(), "no slot may go")  # the host does not wait for the GPU
     return chosen.indices

@@ -1,12 +1,12 @@
 """PyramidInfer (Yang et al., ACL Findings 2024, arXiv 2405.12532): deeper layers compute and keep fewer tokens.
 
-What a layer needs of the context becomes less with depth, and recent tokens agree on what that is. So behind each layer
-of the prefill the recent tokens vote by their attention, and the context tokens with the fewest votes are dropped: no
-deeper layer computes their hidden states, keys or values. While decoding, every layer keeps as many tokens as it had
-behind the prompt, chosen anew by the votes of the tokens that were recent then.
+Deeper layers need less of the context, and recent tokens agree on which part. So after each layer of the prefill the
+recent tokens vote by their attention, and the context tokens with the fewest votes are dropped: deeper layers do not
+compute their hidden states, keys or values. While decoding, every layer keeps as many tokens as it had after the
+prompt, chosen by votes that are updated with every new token.
 
-With a budget every layer has a fixed length N_l, whatever that of the text. Nothing is dropped while a layer has fewer
-tokens; afterwards every chunk is narrowed, and each layer cut back to the N_l tokens with the most votes so far.
+With a budget every layer l has a fixed length N_l, whatever the length of the text. No tokens are dropped while a layer
+has fewer; then every chunk is narrowed, and each layer is cut back to the N_l tokens with the most votes so far.
 """
 
 # Legend: B batch, K kv heads, N chunk tokens, n stored tokens, R recent ones, i a layer of L.
@@ -27,11 +27,11 @@ from policies.base import Budget, LayerView, Phase, Policy, best_slots, choice
 
 
 class Schedule(Enum):
-    """How the context shrinks with depth.
+    """Schedule by which the context shrinks with depth.
 
-    `cosine` as the authors coded it. The others reach `mean_keep` by dropping a share h s(x) of the context; depth x
+    `cosine` is the authors' code. The others reach `mean_keep` by dropping a share h s(x) of the context; depth x
     goes from 0 to 1, and s(x) is x^2 (`power`: less at first, the paper's choice), x (`uniform`) or 1 - (1 - x)^2
-    (`more` at first). Where that is all of the context, recent tokens and sinks are left.
+    (`more` at first). If that is all of the context, recent tokens and sinks are left.
     """
 
     cosine = "cosine"
@@ -41,7 +41,7 @@ class Schedule(Enum):
 
 
 class Select(Enum):
-    """How many tokens go on: as many as the schedule says, or those with a share `top_p` of the votes."""
+    """Rule for the number of tokens that go on to the next layer: the schedule, or a share `top_p` of the votes."""
 
     top_k = "top_k"
     top_p = "top_p"
@@ -49,24 +49,27 @@ class Select(Enum):
 
 @dataclass(kw_only=True)
 class PyramidInfer(Policy):
-    """Fewer tokens with every layer.
+    """Compute and keep fewer tokens with every layer.
 
     Attributes:
-        mean_keep: tokens kept, on average over layers, as a share of the chunk (not with `cosine`).
-        budget: tokens kept, on average over layers, whatever the length of the text: the N_l are the lengths that the
-            schedule gives to a text of budget / mean_keep tokens. None: only shares count.
-        recent_ratio: share of the chunk that votes, and stays in every layer.
-        voters: at most so many of the recent tokens vote, the newest; None: all of them. Votes of 20% of a long prompt
-            cost as much time as narrowing saves.
-        newest_weight: weight of the newest vote, the oldest one's being 1.
-        sinks: first tokens of the prompt, which stay.
-        min_tokens: no layer has fewer.
+        schedule: shape in which the context shrinks with depth.
+        mean_keep: share of the chunk that is kept, on average over layers (not with schedule=cosine).
+        budget: number of tokens kept, on average over layers, whatever the length of the text: the N_l are the lengths
+            that the schedule gives to a text of budget / mean_keep tokens. None: only shares count.
+        recent_ratio: share of the chunk that votes and stays in every layer.
+        voters: largest number of recent tokens that vote, the newest ones; None: all of them. Votes of 20% of a long
+            prompt cost as much time as narrowing saves.
+        newest_weight: weight of the newest vote; the oldest has weight 1.
+        sinks: first tokens of the prompt, which always stay.
+        min_tokens: smallest number of tokens of a layer.
         cosine_start: r of the cosine schedule.
-        top_p, decay: share of the votes to keep behind the first layer, and its factor from layer to layer.
-        evict_every: as in `Scorer`.
+        select: whether the schedule (top_k) or the votes (top_p) decide how many tokens go on.
+        top_p: share of the votes to keep after the first layer, for select=top_p.
+        decay: factor of top_p from layer to layer.
+        evict_every: while decoding, number of tokens by which a layer may exceed its length before it is cut back.
 
     Raises:
-        ValueError: a share outside its range, or a mean that leaves no room for the recent tokens.
+        ValueError: a share is outside its range, or the mean leaves no room for the recent tokens.
     """
 
     schedule: Schedule = Schedule.power
@@ -124,22 +127,22 @@ class PyramidInfer(Policy):
         return left
 
     def lengths(self, num_tokens: int, num_layers: int) -> list[int]:
-        """Tokens that each layer computes of a chunk, with the schedule alone deciding."""
+        """Number of tokens of a chunk that each layer computes by the schedule alone."""
         recent = self.recent(num_tokens)
         least = min(num_tokens, max(self.min_tokens, recent + self.sinks))
         return list(_lengths(self.schedule, self.mean_keep, self.cosine_start, recent, least, num_tokens, num_layers))
 
     def fixed_lengths(self, num_layers: int) -> list[int] | None:
-        """N_l of every layer, if there is a budget."""
+        """N_l of every layer, or None without a budget."""
         if self.budget is None:
             return None
         mean_keep = self.mean_keep
-        if self.schedule is Schedule.cosine:  # its mean follows from its shape
+        if self.schedule is Schedule.cosine:  # whose mean follows from its shape
             mean_keep = sum(self.lengths(LONG_TEXT, num_layers)) / (LONG_TEXT * num_layers)
         return self.lengths(round(self.budget / mean_keep), num_layers)
 
     def recent(self, num_tokens: int) -> int:
-        """Recent tokens of a chunk, the last one included."""
+        """Number of recent tokens of a chunk, including the last one."""
         return min(num_tokens, int(self.recent_ratio * num_tokens) + 1)
 
     def narrow(self, view: LayerView) -> Tensor | None:
@@ -164,11 +167,14 @@ class PyramidInfer(Policy):
     def _going_on(
         self, layer: int, num_layers: int, chunk_tokens: int, num_new: int, before: int, share: int | None = None
     ) -> int:
-        """Of a chunk's tokens that a layer computes, how many the next one does.
+        """Number of tokens that the next layer computes.
 
         Args:
+            layer, num_layers: index of this layer, and number of layers.
+            chunk_tokens: length of the chunk.
+            num_new: number of its tokens that this layer computes.
             before: slots of earlier chunks in this layer.
-            share: what the votes say; None leaves it to the schedule.
+            share: number of tokens by the votes; None: by the schedule.
         """
         share = self.lengths(chunk_tokens, num_layers)[layer + 1] if share is None else share
         fixed = self.fixed_lengths(num_layers)
@@ -176,7 +182,7 @@ class PyramidInfer(Policy):
         return max(share, min(num_new, room))
 
     def _kept(self, view: LayerView) -> tuple[int, int]:
-        """How many tokens a layer keeps, and how many of them are recent ones."""
+        """Number of tokens that a layer keeps, and number of recent ones among them."""
         fixed = self.fixed_lengths(view.num_layers)
         lengths = self.lengths(view.prompt_tokens, view.num_layers) if fixed is None else fixed
         return lengths[view.layer], self.recent(lengths[0])
@@ -188,7 +194,7 @@ class PyramidInfer(Policy):
         return max(fixed) + (self.evict_every - 1 if phase is Phase.decode else 0)
 
     def carry(self, view: LayerView) -> Tensor | None:
-        """Votes so far (B, K, n): in the prefill of the recent tokens, then of each new one, older ones fading."""
+        """Votes so far (B, K, n): of the recent tokens during prefill, then of each new token; older votes decay."""
         _, recent = self._kept(view)
         votes_Bn = self._votes_Bn(view, recent if view.phase is Phase.prefill else view.num_new)
         fading = (1 - 1 / recent) ** view.chunk_tokens
@@ -197,7 +203,7 @@ class PyramidInfer(Policy):
         return fading * view.carried_BKn + (1 - fading) * votes_Bn[:, None]
 
     def keep(self, view: LayerView) -> Tensor | None:
-        """With a budget N_l tokens; else, while decoding, as many as the layer had behind the prompt."""
+        """Keep N_l tokens with a budget; else, while decoding, as many as the layer had after the prompt."""
         if view.phase is Phase.prefill and self.budget is None:
             return None
         m, recent = self._kept(view)
@@ -211,7 +217,7 @@ class PyramidInfer(Policy):
         return view.signals.votes(voters, self.newest_weight).mean(dim=1)
 
     def _with_share(self, best_first_BC: Tensor, layer: int) -> int:
-        """Tokens that get the share of the votes of this layer: the most that any row needs."""
+        """Number of tokens that have this layer's share of the votes; the maximum over rows."""
         certain_B = best_first_BC.isposinf().sum(dim=-1)
         votes_BC = best_first_BC.masked_fill(best_first_BC.isinf(), 0.0)
         share = self.top_p * self.decay**layer
@@ -220,7 +226,7 @@ class PyramidInfer(Policy):
         return int(needed_B.max())
 
 
-@lru_cache(maxsize=256)  # asked for in every layer of every step
+@lru_cache(maxsize=256)  # called in every layer of every step
 def _lengths(
     schedule: Schedule,
     mean_keep: float,
@@ -230,7 +236,7 @@ def _lengths(
     num_tokens: int,
     num_layers: int,
 ) -> tuple[int, ...]:
-    """Tokens per layer, of which `recent` always stay and at least `least` are kept."""
+    """Number of tokens per layer; `recent` of them always stay, and at least `least` are kept."""
     if schedule is Schedule.cosine:
         r, lengths = cosine_start, [num_tokens]
         for i in range(num_layers - 1):
@@ -243,7 +249,7 @@ def _lengths(
     def dropping(h: float) -> tuple[int, ...]:
         return tuple(max(least, round(recent + context * max(0.0, 1 - h * drop))) for drop in shape)
 
-    # The mean falls with h: the first layer keeps all, and with the largest h the others only what they must.
+    # The mean falls with h: the first layer keeps all tokens, and with the largest h the others keep the minimum.
     low, high = 0.0, 4.0 * num_layers**2
     for _ in range(BISECTIONS):
         h = (low + high) / 2
@@ -258,4 +264,4 @@ _DROP = {
 }
 BISECTIONS = 60
 LONG_TEXT = 100_000
-"""Tokens of a text whose lengths are shares but for rounding."""
+"""Length of a text for which rounding of shares is negligible."""

@@ -1,7 +1,7 @@
-"""PyramidKV (Cai et al., 2024, arXiv 2406.02069): SnapKV whose budget falls from layer to layer.
+"""PyramidKV (Cai et al., 2024, arXiv 2406.02069): SnapKV with a budget that falls from layer to layer.
 
-Lower layers spread their attention over many tokens, upper ones gather it on few. Budgets fall linearly over the layers
-and have the given budget as their mean.
+Lower layers spread their attention over many tokens, upper layers concentrate it on few. Budgets fall linearly over the
+layers, and their mean is the given budget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class PyramidKV(SnapKV):
     """SnapKV with a budget per layer.
 
     Attributes:
-        beta: how steep; the last layer gets the budget divided by it, beside the window.
+        beta: slope; the last layer gets the mean budget divided by beta, plus the window.
     """
 
     beta: float = 20.0
@@ -28,16 +28,19 @@ class PyramidKV(SnapKV):
             raise ValueError(f"policy.beta={self.beta} must be at least 1")
 
     def slots(self, view: LayerView) -> int:
-        """A share is the mean over layers, of which none has more than the prompt. A number of tokens is not fitted to
-        the prompt: a row keeps the same whatever other prompts it is padded to."""
+        """Number of slots to keep in this layer.
+
+        A share is the mean over layers, none of which gets more than the prompt. A number of tokens is not limited by
+        the prompt, so that a row keeps the same tokens whatever other prompts it is padded to.
+        """
         budget = budget_tokens(self.budget, view.prompt_tokens)
         most = None if isinstance(self.budget, int) else view.prompt_tokens
         return self.slots_of(budget, view.layer, view.num_layers, most)
 
     def slots_of(self, budget: int, layer: int, num_layers: int, most: int | None = None) -> int:
-        """Eq. 6 of the paper: from 2k - k / beta in the first layer to k / beta in the last, without the window.
+        """Eq. 6 of the paper: from 2k - k / beta in the first layer to k / beta in the last, plus the window.
 
-        Where the first layer would get more than `most`, it gets that, and the last one the more.
+        If the first layer would get more than `most`, it gets `most`, and the last layer gets correspondingly more.
         """
         mean = budget - self.recent
         if mean <= 0 or num_layers == 1:

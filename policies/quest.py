@@ -1,7 +1,7 @@
-"""Quest: pages of keys, by the largest score that a key in a page could have (Tang et al., ICML 2024).
+"""Quest (Tang et al., ICML 2024): retrieve pages of tokens by an upper bound of the scores in each page.
 
-Of every page of consecutive tokens the device keeps, per dim, the smallest and the largest key. Sum over dims of
-max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 1). The layer's own query chooses.
+For every page of consecutive tokens the device keeps the minimum and maximum of the keys in each dim. The sum over dims
+of max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 1). The layer's own query chooses.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, P pages, p chosen ones, S slots of a
@@ -21,12 +21,13 @@ from policies.retriever import Index, PromptView, Retriever, Slots
 
 
 class Pages(Index):
-    """Smallest and largest keys (B, K, P, H) of pages of slots.
+    """Index of the minimum and maximum keys (B, K, P, H) of every page of slots.
 
     Args:
         k_BKnH: keys of the slots so far.
-        page: slots of one.
-        pads: slots on the left of each row that are padding, whose keys count for nothing.
+        page: slots per page.
+        pads: number of padding slots on the left of each row, whose keys are left out.
+        scaling: factor of the scores of this layer.
     """
 
     def __init__(self, k_BKnH: Tensor, *, page: int, pads: list[int], scaling: float) -> None:
@@ -85,7 +86,7 @@ class Pages(Index):
         return other
 
     def bounds(self, q_BNH: Tensor) -> Tensor:
-        """The largest score (B, K, G, P) that a key of each page could have, scaled, in at least float32."""
+        """Upper bounds (B, K, G, P) of the scores in each page, scaled, in at least float32."""
         q_BKGH = q_BNH.unflatten(1, (self._most_BKPH.shape[1], -1)) * self._scaling
         most = q_BKGH.clamp_min(0) @ self._most_BKPH.mT + q_BKGH.clamp_max(0) @ self._least_BKPH.mT
         return most.to(torch.promote_types(most.dtype, torch.float32))
@@ -97,13 +98,13 @@ class Pages(Index):
 
 @dataclass(kw_only=True)
 class Quest(Retriever):
-    """Whole pages that together have about `fetch` slots, the first and the last ones among them.
+    """Retrieve whole pages with about `fetch` slots in total, including the first and the last ones.
 
     Attributes:
-        page: slots of one.
+        page: slots per page.
 
     Raises:
-        ValueError: an option that is out of range.
+        ValueError: an option is out of range.
     """
 
     fetch: Budget | None = 0.1
@@ -132,9 +133,9 @@ class Quest(Retriever):
         need_BKP = (bounds_BKGP - bounds_BKGP.amax(dim=-1, keepdim=True)).amax(dim=2)
         need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
         for row, pad in enumerate(slots.pads):
-            first = pad // self.page  # the page in which tokens begin is always chosen, even if by one of them
+            first = pad // self.page  # the page with the first token is always chosen, even if it is mostly padding
             need_BKP[row, :, first : (pad + max(self.sinks, 1) - 1) // self.page + 1] = torch.inf
-            # Pages of padding alone go last, those next to the tokens first.
+            # Pages of padding alone come last, those closest to the tokens first.
             need_BKP[row, :, :first] = torch.arange(first, device=need_BKP.device, dtype=need_BKP.dtype) - 1e30
         pages_BKp = need_BKP.topk(chosen, dim=-1, sorted=False).indices
         within_S = torch.arange(self.page, device=pages_BKp.device)
@@ -151,11 +152,11 @@ class Quest(Retriever):
         ]
 
     def _num_pages(self, slots: Slots) -> int:
-        """Whole pages to choose."""
+        """Number of whole pages to choose."""
         rest = slots.num_slots % self.page
         ends = self._pages_of(max(self.sinks, 1)) + 1 + self._pages_of(self.recent - rest)
         return max(ends, self._pages_of(self.num_chosen(slots) - rest))
 
     def _pages_of(self, num_slots: int) -> int:
-        """That hold so many slots."""
+        """Number of pages that hold this many slots."""
         return max(0, -(-num_slots // self.page))

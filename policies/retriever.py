@@ -1,8 +1,8 @@
-"""What a retrieving policy is: all K,V stay, in host memory, and in every step it says which of them attention sees.
+"""Interface of a retrieving policy: all keys and values stay, in host memory, and each step reads some of them.
 
-It has an index per layer, on the device, in which slots are found by a query. The query is the layer's own, or one that
-the runtime predicts a layer ahead, so that what is chosen is fetched while that layer computes. Storage, prediction,
-copies and statistics are the runtime's.
+The policy has an index per layer, on the device, which finds slots by a query. The query is the layer's own, or one
+that the runtime predicts a layer ahead, so that the chosen slots are fetched while that layer computes. The runtime
+does the rest: storage, prediction, copies and statistics.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, m chosen ones, w observed tokens, C new tokens,
@@ -26,11 +26,12 @@ from policies.pool import Pool
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a policy may have to know of a model before it works on it.
+    """Facts about a model that a policy may check before it is used.
 
     Attributes:
-        fingerprint: of its weights.
-        heads: KV heads and key dim (K, H) of every layer.
+        name: name of the model.
+        fingerprint: fingerprint of its weights.
+        heads: number of KV heads and key dim (K, H) of every layer.
     """
 
     name: str
@@ -40,19 +41,20 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptView:
-    """What an index is made of, behind a prompt. To be read only.
+    """State of one layer after a prompt, from which an index is made. Read-only.
 
     Attributes:
-        q_BNwH: queries of the prompt's last tokens, rotated to where decoding goes on, if rotations are known; 0 on
-            padding.
+        layer, num_layers: index of this layer, and number of layers.
+        q_BNwH: queries of the prompt's last tokens, rotated to the positions of the next tokens if rotations are known;
+            0 on padding.
         k_BKnH: keys of all slots, rotated.
-        scaling: of the scores of this layer.
-        pads: slots on the left of each row that are padding.
-        next_B: position of the token behind the prompt, in each row.
-        turn: (queries (B, X, C, H), positions (B, C)) -> the queries that many positions further on; None where
-            rotations are not known.
-        room: new slots for which an index may make room at once.
-        stored: keys (B, K, n, H) of all slots, at any time later.
+        scaling: factor of the scores of this layer.
+        pads: number of padding slots on the left of each row.
+        next_B: position of the first token after the prompt, in each row.
+        turn: (queries (B, X, C, H), positions (B, C)) -> the queries rotated by that many positions; None if rotations
+            are not known.
+        room: number of new slots for which an index may allocate memory in advance.
+        stored: returns the keys (B, K, n, H) of all slots, at any later time.
     """
 
     layer: int
@@ -68,54 +70,54 @@ class PromptView:
 
 
 FEW_TOKENS = 2048
-"""Stored tokens below which it takes as long to find some as to read all of them, where they need not be fetched."""
+"""Number of stored tokens below which retrieval saves no time if nothing has to be fetched over a link."""
 DECODED_SOON = 256
-"""Positions behind a prompt for whose queries an index is made; by as many observed queries are turned on."""
+"""Number of positions after a prompt whose queries an index is made for."""
 
 
 def positions_ahead(view: PromptView, count: int) -> Tensor:
-    """So many positions (B, count), spread over those where decoding goes on."""
+    """Positions (B, count), spread evenly over those of the next `DECODED_SOON` tokens."""
     ahead = torch.arange(count, device=view.next_B.device) * DECODED_SOON // count
     return view.next_B[:, None] + ahead
 
 
 class Index(ABC):
-    """What a device keeps of one layer's keys to find slots by."""
+    """Data about one layer's keys, on the device, by which slots are found."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Allocated on the device."""
+        """Bytes allocated on the device."""
 
     @property
     @abstractmethod
     def num_slots(self) -> int:
-        """That are in it."""
+        """Number of slots in the index."""
 
     @property
     def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
-        """Columns that it takes queries in; where a projection has them in its weights, it is given those alone."""
+        """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
         return None
 
     @abstractmethod
     def append(self, k_BKCH: Tensor) -> None:
-        """New slots, behind the others."""
+        """Add new slots after the others."""
 
     @abstractmethod
     def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        """Only these slots are left, ascending, with these keys."""
+        """Keep only these slots, ascending, which have these keys."""
 
     @abstractmethod
     def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
-        """A new token in a slot of every row and KV head."""
+        """Replace one slot of every row and KV head by a new token."""
 
     @abstractmethod
     def fork(self, stored: Callable[[], Tensor]) -> Index:
-        """One that goes on from here on its own; `stored` as in a `PromptView`."""
+        """Independent copy of the index. `stored` is as in `PromptView`."""
 
 
 class NoIndex(Index):
-    """Of a policy that looks at the stored keys themselves, or at none."""
+    """Index of a policy that reads the stored keys themselves, or no keys."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -143,12 +145,13 @@ class NoIndex(Index):
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The stored slots of a layer, of which some are to be chosen.
+    """The stored slots of a layer, from which a policy chooses.
 
     Attributes:
-        pads: slots on the left of each row that are padding.
-        positions_BKn: of the slots' tokens, below 0 on padding; None where slots are in the order of positions.
-        next_B: position of the token that is about to be computed, in each row; None where nothing depends on it.
+        num_slots: number of stored slots.
+        pads: number of padding slots on the left of each row.
+        positions_BKn: positions of the slots' tokens, below 0 on padding; None if slots are in the order of positions.
+        next_B: position of the token that is about to be computed, in each row; None if `positions_BKn` is None.
     """
 
     num_slots: int
@@ -157,7 +160,7 @@ class Slots:
     next_B: Tensor | None
 
     def mark(self, need_BKn: Tensor, *, sinks: int, recent: int) -> None:
-        """Let the first and the last tokens be needed beyond all others, and padding be needed least."""
+        """Set the need of the first and the last tokens to infinity, and that of padding to minus infinity."""
         if self.positions_BKn is not None:
             assert self.next_B is not None
             always = (self.positions_BKn < sinks) | (self.positions_BKn >= self.next_B[:, None, None] - recent)
@@ -175,31 +178,31 @@ class Slots:
 
 @dataclass(kw_only=True)
 class Retriever(Policy, ABC):
-    """Chooses slots by how much they are needed.
+    """Base of all policies that retrieve.
 
     Attributes:
-        first_layer: layers before it attend to everything.
-        min_tokens: with fewer stored tokens all layers do. None is 2,048 where K,V lie in the memory that is computed
-            from, so that finding some costs more than reading all; else 0.
+        first_layer: first layer that retrieves; earlier layers attend to all tokens.
+        min_tokens: number of stored tokens below which all layers attend to all of them. None is 0 if keys and values
+            have to be fetched over a link, else 2,048, below which retrieval saves no time.
         sinks: first tokens that are always chosen.
-        recent: last tokens that are always chosen, beside the one that is computed.
-        fetch: slots that are chosen of every KV head, those among them; a share is one of the stored slots. A fixed
-            number needs no look at the scores by the host. None leaves it to the policy, if it can tell.
-        pool: of K,V in host memory.
-        sample_every: steps between two in which the report's hit mass is measured, which needs all keys; 0 is never.
+        recent: last tokens that are always chosen, in addition to the one that is computed.
+        fetch: slots to choose for every KV head, including sinks and recent tokens: a number, or a share of the stored
+            slots. With None the policy decides by the scores, which the host has to read.
+        pool: host memory for keys and values.
+        sample_every: number of steps after which the report's hit mass is measured, which needs all keys; 0 is never.
 
     Raises:
-        ValueError: an option that is out of range.
+        ValueError: an option is out of range.
     """
 
     looks_ahead: ClassVar[bool | None] = False
-    """Is a query predicted from the layer before, or the layer's own? None: predicted where K,V have to travel."""
+    """Whether queries are predicted from the layer before. None: on a GPU only."""
     first_ahead: ClassVar[int] = 0
-    """Layers before it choose by their own queries all the same."""
+    """First layer with a predicted query."""
     asks: ClassVar[bool] = True
-    """Does what it chooses depend on the query?"""
+    """Whether the choice depends on the query."""
     observed: ClassVar[int] = 0
-    """Of the prompt's last tokens, those whose queries an index is made of."""
+    """Number of last tokens of the prompt whose queries are given to `index`."""
 
     first_layer: int = 0
     min_tokens: int | None = None
@@ -218,32 +221,34 @@ class Retriever(Policy, ABC):
         self.pool = Pool.of(self.pool)
 
     def require(self, model: ModelFacts) -> None:
-        """Raise a ValueError for a model that it cannot work on."""
+        """Check that the policy works with a model. Raises: ValueError."""
 
     def looks_ahead_on(self, device: torch.device) -> bool:
-        """Are queries predicted where this device computes?"""
+        """Whether queries are predicted on this device."""
         return device.type != "cpu" if self.looks_ahead is None else self.looks_ahead
 
     @abstractmethod
     def index(self, view: PromptView) -> Index:
-        """The index of a layer from `first_layer` on."""
+        """Index of a layer from `first_layer` on."""
 
     @abstractmethod
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
-        """Slots (B, K, m) that are fetched for this query, in any order, none of them twice. None is all.
+        """Slots (B, K, m) to fetch for this query, in any order, each at most once. None: all slots.
 
-        The query is (B, N, H), or (B, N, r) in the index's own basis.
-        A policy that does not ask gets queries of no meaning.
+        Where a row has fewer than m tokens, the other slots are the last ones of its padding.
 
-        Where a row has fewer tokens than m, the others are its last slots of padding.
+        Args:
+            index: index of the layer.
+            q_BNH: the query, or (B, N, r) in the index's own basis. Meaningless if `asks` is False.
+            slots: stored slots of the layer.
         """
 
     def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
-        """Of so many chosen slots, those that are padding, in each row: the same in all of its KV heads."""
+        """Number of chosen slots that are padding, in each row; the same in all of its KV heads."""
         return [max(0, num_chosen - (slots.num_slots - pad)) for pad in slots.pads]
 
     def num_chosen(self, slots: Slots, wanted: int | None = None) -> int:
-        """m where so many slots are wanted, by default `fetch`."""
+        """Number of slots to choose if `wanted` slots are wanted, by default `fetch`."""
         if wanted is None:
             assert self.fetch is not None
             wanted = budget_tokens(self.fetch, slots.num_slots)
@@ -251,21 +256,21 @@ class Retriever(Policy, ABC):
 
 
 def most_needed(need_BKn: Tensor, num_chosen: int, slots: Slots) -> Tensor | None:
-    """Slots (B, K, m) with the highest needs; of padding those nearest to the tokens. None where that is all."""
+    """Slots (B, K, m) with the highest needs, then the padding closest to the tokens. None: all slots."""
     if num_chosen == slots.num_slots:
         return None
     for row, pad in enumerate(slots.pads):
-        if slots.num_slots - pad < num_chosen:  # equal needs would leave to chance which padding is taken
+        if slots.num_slots - pad < num_chosen:  # with equal needs the choice of padding would be arbitrary
             need_BKn[row, :, :pad] = torch.arange(pad, device=need_BKn.device, dtype=need_BKn.dtype) - 1e30
     if need_BKn.device.type == "cpu":
-        # numpy selects five times as fast as torch does on a CPU, and rows in order are gathered faster.
+        # On a CPU numpy selects five times as fast as torch, and sorted rows are gathered faster.
         first = slots.num_slots - num_chosen
         return torch.from_numpy(np.sort(np.argpartition(need_BKn.numpy(), first, axis=-1)[..., first:], axis=-1))
     return need_BKn.topk(num_chosen, dim=-1, sorted=False).indices
 
 
 def relative_need(scores_BKGn: Tensor, slots: Slots) -> Tensor:
-    """By how much a slot's score is below the largest of the same query, (B, K, n): of the group's heads the least.
+    """Score of each slot minus the largest score of the same query, (B, K, n): the maximum over the group's heads.
 
     The scores are overwritten.
     """
@@ -278,7 +283,7 @@ def relative_need(scores_BKGn: Tensor, slots: Slots) -> Tensor:
 
 
 def num_needed(need_BKn: Tensor, least: float) -> int:
-    """Slots that are needed as much at least, of all KV heads together, in the row where they are most."""
-    if need_BKn.device.type == "cpu":  # torch takes three times as long to count
+    """Number of slots, summed over KV heads, whose need is at least `least`; the maximum over rows."""
+    if need_BKn.device.type == "cpu":  # torch takes three times as long
         return max(int(np.count_nonzero(row_Kn.numpy() >= least)) for row_Kn in need_BKn)
     return int((need_BKn >= least).sum(dim=(1, 2)).max())

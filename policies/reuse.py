@@ -1,7 +1,7 @@
-"""What a method that reuses K,V decides: which segments a prompt takes from the store, and which tokens are computed.
+"""Interface of a method that reuses keys and values: segments that a prompt takes from the store, and new tokens.
 
-A segment is some tokens at fixed positions whose K,V are computed once, each attending to the segment's own tokens
-only. Positions of a prompt need not be contiguous, and a token sees what has a lower position than its own.
+A segment is a set of tokens at fixed positions whose keys and values are computed once; its tokens attend to each other
+only. Positions of a prompt need not be contiguous: a token attends to all tokens at lower positions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Tokens whose K,V are stored.
+    """Tokens whose keys and values are stored.
 
     Attributes:
-        name: for messages and reports; it does not matter which of two segments of the same content is meant.
-        ids, positions: of its tokens, by ascending position.
-        placeholders: indices of tokens that only keep a place: others see them, but their K,V are not stored.
-        context_ids, context_positions: tokens in front of it that it sees too, and that are not part of it.
-        pinned: not to be evicted from memory.
+        name: name in messages and reports. Segments of the same content are interchangeable.
+        ids, positions: its tokens and their positions, ascending.
+        placeholders: indices of tokens that reserve positions: others attend to them, but they are not stored.
+        context_ids, context_positions: tokens before the segment that it also attends to and that are not part of it.
+        pinned: whether it stays in memory.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Segment:
 
     @cached_property
     def stored(self) -> list[int]:
-        """Indices of the tokens whose K,V are stored, which are numbered in this order."""
+        """Indices of the tokens whose keys and values are stored, in the order in which they are numbered."""
         dropped = {index for run in self.placeholders for index in run}
         return [index for index in range(len(self.ids)) if index not in dropped]
 
@@ -51,7 +51,7 @@ class Segment:
 
     @cached_property
     def content_key(self) -> str:
-        """64 hexadecimal digits: which tokens are where. A change of any of them is another key."""
+        """Digest (64 hexadecimal digits) of all tokens and positions."""
         digest = hashlib.sha256()
         for numbers in (
             self.ids,
@@ -66,7 +66,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentUse:
-    """What a prompt takes of a segment: `parts` are ranges of its stored tokens, by ascending position."""
+    """Part of a segment that a prompt reuses: `parts` are ranges of its stored tokens, by ascending position."""
 
     segment: Segment
     parts: tuple[range, ...]
@@ -78,11 +78,11 @@ class SegmentUse:
 
 @dataclass(frozen=True, kw_only=True)
 class ReusingPrompt:
-    """A prompt of which most was computed before.
+    """A prompt that reuses segments.
 
     Attributes:
-        uses: segments, whose tokens in use are all at different positions.
-        new_ids, new_positions: tokens that are computed, by ascending position; the last of the prompt is one of them.
+        uses: reused parts of segments, whose tokens are all at different positions.
+        new_ids, new_positions: tokens that are computed and their positions, ascending; they include the last token.
     """
 
     uses: tuple[SegmentUse, ...]

@@ -1,4 +1,4 @@
-"""Collects a model's queries from a sample text, offline, for InfiniGen: `python -m policies.skew --help`."""
+"""Program that collects typical queries of a model for InfiniGen: `python -m policies.skew --help`."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
 
@@ -28,12 +28,12 @@ EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
 HELP = f"""\
 usage: python -m policies.skew out=<file.safetensors> [name=value ...]     (one rank)
 
-Reads a text with a model and collects, in every layer and KV head, what directions its queries have. With
-policy=infinigen policy.skew=<file> the columns of the partial keys are chosen from these directions rather than from
-the prompt at hand. The file is for this model alone. Logits do not depend on it.
+Runs a model on a text and collects the directions of its queries in every layer and KV head. With policy=infinigen
+policy.skew=<file> the columns of the partial keys are chosen from these directions instead of those of the prompt. The
+file is valid for this model only. Attention over the fetched tokens stays exact, whatever is in the file.
 
   sample=<text in UTF-8>    by default {EXAMPLE_TEXT}
-  tokens=2048               of it that are read
+  tokens=2048               number of its tokens that are read
   chunk=512                 tokens that are computed at a time
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
@@ -46,13 +46,14 @@ the prompt at hand. The file is for this model alone. Logits do not depend on it
 
 @dataclass(kw_only=True)
 class SkewRun:
-    """One run of policies/skew.py.
+    """Options of policies/skew.py.
 
     Attributes:
-        sample: a text in UTF-8; None is the one in examples/.
-        tokens: of it that are read.
-        chunk: of these, those that are computed at a time.
-        out: the file that is written.
+        model, ranks: model, and device.
+        sample: text in UTF-8; None: the one in examples/.
+        tokens: number of its tokens that are read.
+        chunk: number of tokens that are computed at a time.
+        out: file that is written.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -79,7 +80,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def write_skew(run: SkewRun, ranks: Ranks) -> None:
-    """Make the file that `run` asks for.
+    """Collect queries and write the file.
 
     Raises: ValueError and OSError for a user's mistakes.
     """
@@ -98,7 +99,7 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 
 
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
-    """Token ids of the sample. Everything that can be wrong and is cheap to find out."""
+    """Token ids of the sample, after all checks that do not need the model's weights."""
     from launch.inputs.prompts import read_text
     from runahead.files import ensure_writable
     from runahead.model import loading
@@ -136,12 +137,14 @@ def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
 def skew_of(
     model: Model, ids: Sequence[int], *, rotaries: Sequence[Rotary] | None, chunk: int, bar: Bar | None = None
 ) -> Skew:
-    """Typical queries of a model that reads these tokens.
+    """Typical queries of a model on these tokens.
 
     Args:
-        rotaries: of every layer, by which queries are turned back to position 0; None leaves them where they are.
-        chunk: tokens that are computed at a time.
-        bar: shows progress.
+        model: the model.
+        ids: token ids of the sample.
+        rotaries: rotation of every layer, by which queries are rotated back to position 0; None: they are not rotated.
+        chunk: number of tokens that are computed at a time.
+        bar: progress bar.
     """
     import torch
 

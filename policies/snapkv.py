@@ -1,7 +1,7 @@
-"""SnapKV (Li et al., NeurIPS 2024, arXiv 2404.14469): the tokens that the end of the prompt looks at.
+"""SnapKV (Li et al., NeurIPS 2024, arXiv 2404.14469): keep the tokens that the end of the prompt attends to.
 
-The prompt's last `window` queries vote by their attention probabilities; votes are pooled over neighbours, so that what
-is kept is a piece of text rather than single tokens. Generated tokens are all kept, as in the paper.
+The prompt's last `window` queries vote by their attention probabilities; votes are pooled over neighbours, so that
+passages rather than single tokens are kept. Generated tokens are all kept, as in the paper.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class SnapKV(Scorer):
     """Score: pooled votes of the window, averaged over a KV head's group. The window itself is kept.
 
     Attributes:
-        window: queries that vote.
-        kernel: neighbours that a vote counts for, an odd number.
-        pooling: max or avg of the votes of these neighbours.
+        window: number of queries that vote.
+        kernel: width of the pooling, an odd number of tokens.
+        pooling: maximum or mean of the votes in that width.
     """
 
     window: int = 32
@@ -49,7 +49,7 @@ class SnapKV(Scorer):
         before = max(0, view.num_slots - self.window)
         votes_BKn = view.by_kv_head(view.signals.votes(self.window))
         pooled = max_pool1d if self.pooling is Pooling.max else avg_pool1d
-        # Only what is before the window is pooled: within it, later tokens had fewer voters.
+        # Only tokens before the window are pooled: within it, later tokens had fewer voters.
         if before:
             votes_BKn[..., :before] = pooled(votes_BKn[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
         return votes_BKn

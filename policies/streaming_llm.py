@@ -1,6 +1,6 @@
-"""StreamingLLM (Xiao et al., ICLR 2024, arXiv 2309.17453): the first few tokens and the last ones.
+"""StreamingLLM (Xiao et al., ICLR 2024, arXiv 2309.17453): keep the first few tokens and the last ones.
 
-Models give much attention to the first tokens whatever they are ("attention sinks"); a window without them fails.
+Models attend strongly to the first tokens, whatever these are ("attention sinks"); a window without them fails.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from policies.window import Window
 
 @dataclass(kw_only=True)
 class StreamingLLM(Window):
-    """A window with sinks."""
+    """A window with sink tokens."""
 
     sinks: int = 4

@@ -1,4 +1,4 @@
-"""Keep the last tokens only: what any cleverer policy has to beat."""
+"""Sliding window: keep the last tokens only, as a baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policies.base import LayerView, Scorer
 
 @dataclass(kw_only=True)
 class Window(Scorer):
-    """The newest tokens."""
+    """Score: the position of the token."""
 
     def score(self, view: LayerView) -> Tensor:
         return view.k_BKnH.new_ones(len(view.pads), 1, view.num_slots).cumsum(dim=-1)

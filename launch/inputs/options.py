@@ -38,9 +38,11 @@ class PartitionName(Enum):
 
 @dataclass(kw_only=True)
 class PromptOptions:
-    """Where the prompt comes from: text, file, ids_file or random_tokens. `batch` prompts run at once.
+    """Source of the prompts: text, file, ids_file or random_tokens.
 
-    `skip_invalid` leaves out those of several prompts that cannot be used, where otherwise none is answered.
+    Attributes:
+        batch: number of prompts that run at once.
+        skip_invalid: whether invalid prompts of several are left out; otherwise one of them ends the run.
     """
 
     text: str | None = None
@@ -62,15 +64,18 @@ class PromptOptions:
             require(total <= MAX_RANDOM_TOKENS, "prompt.random_tokens", self.random_tokens, rule)
 
 
-# How far the ratios may be from adding up to 1: people write thirds as 0.333.
+# Tolerance of the sum of the ratios, since thirds are written as 0.333.
 RATIO_SUM_TOLERANCE = 1.001e-3
 
 
 @dataclass(kw_only=True)
 class PartitionOptions:
-    """How the prompt is split over ranks; `ratios` holds each rank's share, in rank order, adding up to 1.
+    """Split of the prompt over ranks.
 
-    `force` uses a `table` that was made for another model or device.
+    Attributes:
+        ratios: share of each rank, in rank order; they add up to 1.
+        table: lookup table of the partitioner.
+        force: whether to use a table that was made for another model or device.
     """
 
     name: PartitionName = PartitionName.even

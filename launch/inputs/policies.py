@@ -75,13 +75,13 @@ COMBINED: dict[str, type] = {
     "per_rank": PerRankOptions,
     "file": FileOptions,
 }
-"""Choices of policy= that are no policy themselves: what they are made of."""
+"""Choices of policy= that are not policies themselves, with the dataclasses of their options."""
 
 NAMES = (*POLICIES, *COMBINED)
 
 
 def options_of(name: str) -> type:
-    """The dataclass whose fields are the options of a policy."""
+    """Dataclass whose fields are the options of a policy."""
     return POLICIES[name] if name in POLICIES else COMBINED[name]
 
 
@@ -89,8 +89,8 @@ def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
     """Name, positions and given options of policy=, each option in its type. An option that is null was not given.
 
     Raises:
-        ValueError: in one line, for an unknown name or option, or a value of another type. What else a policy refuses,
-            it refuses when it is made.
+        ValueError: in one line, for an unknown name or option, or a value of another type. `rank_policies` checks the
+            values themselves.
     """
     given = {option: value for option, value in policy.items() if value is not None}
     name = given.pop("name", "full")
@@ -98,7 +98,7 @@ def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
     if name not in NAMES:
         raise ValueError(f"policy={name} is not one of {', '.join(NAMES)}")
     shared = {"name": name, "positions": positions.name}
-    if not given:  # the module of the policy brings torch, for which nothing here has to wait
+    if not given:  # do not import the policy's module, which imports torch
         return shared
     kind = options_of(name)
     _require_known(name, kind, given, "policy")
@@ -107,14 +107,14 @@ def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_given(values: Any, given: Any) -> Any:
-    """Of the values in their types, those that were given."""
+    """Typed values of the options that were given."""
     if not isinstance(values, dict) or not isinstance(given, dict):
         return values
     return {option: _as_given(values[option], value) for option, value in given.items()}
 
 
 def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy's name and the options that were given, as JSON can hold them."""
+    """Name and given options of the policy, as values of JSON."""
     given = {option: value for option, value in policy.items() if (option, value) != ("positions", "original")}
     return {
         option: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -123,10 +123,10 @@ def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rank_policies(policy: Mapping[str, Any]) -> RankPolicies:
-    """The policies of a run.
+    """Policies of a run.
 
     Args:
-        policy: name, positions and options.
+        policy: name, positions and options, as `checked` returns them.
 
     Raises:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
@@ -152,7 +152,7 @@ def rank_policies(policy: Mapping[str, Any]) -> RankPolicies:
 
 
 def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
-    """The options of policy=prompt_cache. Raises: ValueError."""
+    """Options of policy=prompt_cache. Raises: ValueError."""
     if policy["positions"] != Positions.original.name:
         raise ValueError("policy.positions=reencoded does not go with policy=prompt_cache, whose positions are fixed")
     settings = {option: value for option, value in policy.items() if option not in ("name", "positions")}
@@ -163,7 +163,8 @@ def policies_of(step: Any, option: str) -> list[Policy]:
     """Policies of a step: a name, {name: ..., and its options}, or a sequence of steps.
 
     Args:
-        option: what messages are to call it.
+        step: a name, {name: ..., option: ...}, or a sequence.
+        option: name of the step in messages.
 
     Raises:
         ValueError: as `rank_policies`.

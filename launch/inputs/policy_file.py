@@ -1,4 +1,4 @@
-"""policy=file: the policy that a Python file outside the repository defines."""
+"""Loading of a policy from a Python file outside the repository (policy=file)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
 
 def policy_class(path: str | None) -> type[Policy]:
-    """The one policy that the file defines. A file is loaded once.
+    """The policy class that a file defines. Files with the same content are loaded once.
 
     Raises:
-        ValueError: in one line, for a file that cannot be loaded or does not define one dataclass that is a policy.
+        ValueError: in one line, if the file cannot be loaded or does not define exactly one policy dataclass.
     """
     if path is None:
         raise ValueError("policy=file needs policy.path=<python file>")
     name = f"policy.path={path}"
     source = read_text(path, name, pipes=False)
-    # Of the content alone: ranks send each other policies, which Python finds by the names of their modules.
+    # The name depends on the content only: rank 0 pickles policies for the others, and pickle finds a class by the name
+    # of its module.
     module = ModuleType(f"policy_file_{hashlib.sha256(source.encode()).hexdigest()}")
     if module.__name__ in sys.modules:
         module = sys.modules[module.__name__]
     else:
-        sys.modules[module.__name__] = module  # where a dataclass looks up the types of its fields
+        sys.modules[module.__name__] = module  # dataclasses look up the types of their fields there
         try:
             exec(compile(source, path, "exec"), module.__dict__)
         except Exception as error:
@@ -57,10 +58,10 @@ def policy_class(path: str | None) -> type[Policy]:
 
 
 def load_files(policy: Any, ranks: Ranks) -> None:
-    """Load the files that policy= names, also in steps, on every rank. Every rank makes the same call.
+    """Load all policy files that policy= names, also in steps. Every rank makes the same call.
 
     Raises:
-        ValueError: a file is wrong, or ranks have files of different content; SharedError on other ranks.
+        ValueError: a file cannot be used, or its content differs between ranks; SharedError on the other ranks.
     """
     for path in _paths(policy):
         kind = ranks.together("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]

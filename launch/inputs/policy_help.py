@@ -1,4 +1,4 @@
-"""What --help prints of policies: their names, and the options of one, from its dataclass."""
+"""Help texts about policies: the list of their names, and the options of one policy from its dataclass."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from launch.inputs.policies import options_of
 from policies import POLICIES
 
 WIDTH, COLUMN = 118, 32
-"""Of a line, and where what an option means begins."""
+"""Width of a line, and column in which the meaning of an option begins."""
 
 
 def choices(option: str, names: Sequence[str]) -> str:
-    """Lines of --help with all choices of an option."""
+    """All choices of an option, as lines of --help."""
     lines = textwrap.wrap("|".join(names).replace("|", "| "), width=100)
     indent = " " * (len(option) + 3)
     return f"  {option}=" + f"\n{indent}".join(line.replace("| ", "|") for line in lines)
 
 
 def policy_help(name: str) -> str:
-    """The options of a policy, their defaults and what they mean."""
+    """Help text of a policy: its options, their defaults and meanings."""
     kind = options_of(name)
     about = [inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")] if name in POLICIES else []
     about.append(inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nRaises:")[0])
@@ -63,7 +63,7 @@ def _shown(default: Any) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say of its options, under "Attributes:"."""
+    """Meanings of the options, from "Attributes:" in the docstrings of a dataclass and its bases."""
     meanings: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         attributes = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""From policy=prompt_cache options to a schema at work for a model, its prompts and its store."""
+"""Schema, prompts and store of policy=prompt_cache, from its options."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
 
 def open_store(policy: PromptCacheOptions, model: Model) -> SegmentStore:
-    """Where segments are kept. Raises: ValueError."""
+    """Store of the segments. Raises: ValueError."""
     from runahead.reuse.store import SegmentStore, StoreLimits
 
     return SegmentStore(model, policy.store, StoreLimits(**policy.limits))
 
 
 def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config: Any) -> PromptCache:
-    """The schema, laid out for a model.
+    """Prompt Cache of a schema for a model.
 
     Args:
-        config: transformers', of the text model.
+        policy: options of policy=prompt_cache.
+        tokenizer: the model's tokenizer.
+        config: the text model's config of transformers.
 
     Raises:
-        ValueError: one line, for what is wrong with the schema or does not fit the model.
+        ValueError: in one line, if the schema is wrong or does not fit the model.
     """
     from runahead.model.model import max_positions
 
@@ -37,7 +39,7 @@ def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config:
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
     assert policy.schema is not None
     name = f"policy.schema={policy.schema}"
-    read_text(policy.schema, name, pipes=False)  # what is wrong with the file itself, in the words of other files
+    read_text(policy.schema, name, pipes=False)  # reports a missing or binary file as for other files
     return PromptCache(
         Schema.from_xml(policy.schema),
         tokenizer,
@@ -78,7 +80,7 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
 
 
 def print_layout(run: RunOptions) -> bool:
-    """The layout of a run's schema on standard output, and what each of its prompts takes of it.
+    """Print the layout of a run's schema, and the tokens that each of its prompts reuses.
 
     Raises: ValueError, in one line.
     """

@@ -70,10 +70,10 @@ class Program(Generic[T]):
 
     Attributes:
         name: conf/<name>.yaml holds the defaults.
-        options: dataclass that is their schema. A section that is a dictionary takes any option, and the dataclass
-            checks it.
-        help: what --help prints.
-        help_on: what --help prints for these overrides, where it is something else.
+        options: dataclass that is their schema. A section that is a dictionary takes any option, which the dataclass
+            then checks.
+        help: text of --help.
+        help_on: text of --help for certain overrides, or None.
     """
 
     name: str
@@ -221,7 +221,7 @@ def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
 
 
 def _open_sections(options: type) -> list[str]:
-    """Sections that take any option, which the dataclass checks."""
+    """Sections that take any option, since they are dictionaries."""
     return [name for name, kind in get_type_hints(options).items() if get_origin(kind) is dict]
 
 
@@ -255,13 +255,15 @@ def _typed(composed: DictConfig, options: type[T]) -> T:
 
 
 def typed(values: Mapping[str, Any] | DictConfig, options: type[T], section: str = "") -> T:
-    """`values` as an object of the dataclass `options`, which is their schema.
+    """Make an object of the dataclass `options` from `values`.
 
     Args:
-        section: of the options, for messages.
+        values: options by name.
+        options: dataclass that is their schema.
+        section: section of the options, for messages.
 
     Raises:
-        ValueError: in one line, for a value of another type, and for what the dataclass itself refuses.
+        ValueError: in one line, for a value of another type or one that the dataclass refuses.
     """
     merged = merged_into(options, values, section)
     try:
@@ -273,10 +275,10 @@ def typed(values: Mapping[str, Any] | DictConfig, options: type[T], section: str
 
 
 def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: str = "") -> DictConfig:
-    """`values` in the types of the dataclass `options`, and its defaults. Raises: ValueError, as `typed`."""
+    """Defaults of the dataclass `options`, overridden by `values` in its types. Raises: ValueError, as `typed`."""
     try:
         schema = OmegaConf.structured(options)
-    except OmegaConfBaseException as error:  # a field has a type that no value of the command line has
+    except OmegaConfBaseException as error:  # a field has a type that OmegaConf does not support
         raise ValueError(f"{options.__name__} cannot be used: {_one_line(error)}") from error
     try:
         merged = OmegaConf.merge(schema, values)

@@ -1,4 +1,4 @@
-"""Prompt Cache (Gim et al., MLSys 2024, arXiv 2311.04934): texts that are encoded once and reused in any prompt."""
+"""Prompt Cache (Gim et al., MLSys 2024, arXiv 2311.04934): texts that are encoded once and reused in many prompts."""
 
 from __future__ import annotations
 

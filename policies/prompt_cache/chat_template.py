@@ -1,4 +1,4 @@
-"""A model's chat template at work. It comes with the model and may be anything: it may fail, and it may never end."""
+"""Rendering of a model's chat template, which is code that comes with the model: it may fail or never end."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from collections.abc import Sequence
 from typing import Any
 
 LIMIT_S = 30.0
-"""Seconds; templates of models take a thousandth of one."""
+"""Time limit in seconds; templates of real models take about a millisecond."""
 LONGEST_MARKUP = 2**20
-"""Characters that a template may add, where it does not repeat the messages."""
+"""Largest number of characters that a template may add to the messages."""
 LONGEST_REPEATED = 8
-"""Characters that it may make of one of theirs: it may quote them, and have them twice."""
+"""Largest number of characters per character of a message: a template may escape or repeat them."""
 
 
 class NeverEnds(ValueError):
-    """A template was given up; to try others of its kind would take as long again."""
+    """The template exceeded the time limit. Other calls of it are not worth trying."""
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """The text that a tokenizer's template makes of messages.
+    """Text that a tokenizer's chat template makes of messages.
 
     Args:
-        options: of transformers' apply_chat_template.
+        tokenizer: tokenizer of transformers.
+        messages: role and content of each message.
+        options: options of transformers' apply_chat_template.
 
     Raises:
-        NeverEnds: it does not end.
-        ValueError: it fails, or makes a text that is far too long; one line.
+        NeverEnds: the template does not end.
+        ValueError: in one line, if the template fails or makes a text that is far too long.
     """
-    import jinja2  # noqa: F401 (transformers imports it with the first template, which is not the template's time)
+    import jinja2  # noqa: F401 (otherwise the first template's time would include this import)
 
     found: list[str | BaseException] = []
 
@@ -38,14 +40,14 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -
             found.append(str(tokenizer.apply_chat_template(messages, tokenize=False, **options)))
         except Exception as error:  # whatever a model's own template raises
             found.append(error)
-        except SystemExit as error:  # or it was given up, see below
+        except SystemExit as error:  # raised by the main thread, see below
             found.append(error)
 
     thread = threading.Thread(target=work, name="chat template", daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     if not found:
-        # Between two steps of Python, which a template is made of, the thread gets this as an exception.
+        # The thread gets this as an exception at its next step of Python, and a template consists of such steps.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         raise NeverEnds(f"it does not end within {LIMIT_S:g} s")
     if isinstance(found[0], BaseException):

@@ -1,4 +1,4 @@
-"""Encodes a schema's modules ahead: `python -m policies.prompt_cache.encode schema=x.xml out=store/`."""
+"""Program that encodes a schema's modules in advance: `python -m policies.prompt_cache.encode --help`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ HELP = """\
 usage: python -m policies.prompt_cache.encode schema=<xml> out=<folder> [name=value ...]
        torchrun --nproc-per-node=N -m policies.prompt_cache.encode schema=<xml> out=<folder> ...
 
-Computes the K,V of all modules and scaffolds of a schema, for launch/infer.py policy=prompt_cache with this folder as
-policy.store. Several ranks encode a share each. What is in the folder already is left as it is.
+Computes the keys and values of all modules and scaffolds of a schema, for launch/infer.py policy=prompt_cache with this
+folder as policy.store. Several ranks encode a share each. Segments that the folder already has are not computed again.
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
-  sinks=0                   first tokens that all modules see; has to be the policy.sinks of later runs
-  disk_bytes=64GiB          of the folder; what was used longest ago goes
+  sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
+  disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
   ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60
 
---layout prints where the modules stand, and encodes nothing; --cfg job prints the composed options; --help prints this.
+--layout prints the positions of the modules and encodes nothing; --cfg job prints the composed options; --help prints
+this.
 """
 
 
 @dataclass(kw_only=True)
 class EncodeOptions:
-    """What is encoded for which model: a `schema` file, into the folder `out`."""
+    """Options of a run: the `schema` file is encoded for a model into the folder `out`."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
@@ -75,7 +76,7 @@ def _print_layout(run: EncodeOptions) -> bool:
 
 
 def _read(run: EncodeOptions) -> PromptCache:
-    """The schema, laid out for the model. Raises: ValueError."""
+    """Prompt Cache of the schema for the model. Raises: ValueError."""
     from launch.inputs.prompt_cache import read_prompt_cache
     from runahead.model import loading
 
@@ -85,7 +86,10 @@ def _read(run: EncodeOptions) -> PromptCache:
 
 
 def _encode(run: EncodeOptions, ranks: Ranks) -> None:
-    """Every rank makes the same call. Raises: ValueError and OSError for a user's mistakes."""
+    """Encode all segments that are missing. Every rank makes the same call.
+
+    Raises: ValueError and OSError for a user's mistakes.
+    """
     from runahead.model.model import Model
     from runahead.reuse.encoding import check_reuse
     from runahead.reuse.reuse import encode_missing
@@ -100,7 +104,7 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     )
     check_reuse(model)
     disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
-    # Nothing is asked of what is encoded here, so it need not stay in memory.
+    # No prompt uses the segments in this run, so they need not stay in memory.
     limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)
     store = ranks.together("the store", lambda: SegmentStore(model, run.out, limits))
     bytes_per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)

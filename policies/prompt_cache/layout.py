@@ -1,7 +1,7 @@
-"""Where every token of a schema stands for a model: modules' token ids and positions, as a value (paper, section 3.3).
+"""Layout of a schema for a model: token ids and positions of every module (paper, section 3.3).
 
-A module's position is fixed by what is in front of it in the schema, whether or not a prompt imports that. Members of a
-union share their start, and what follows a union stands behind its longest member.
+The position of a module follows from everything before it in the schema, whether or not a prompt imports that. Members
+of a union start at the same position; what follows a union comes after its longest member.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from policies.prompt_cache.schema import Node, Param, Role, Schema, Union
 from policies.reuse import Segment
 
 OUTSIDE = ""
-"""The name of the text outside of modules, which every prompt has."""
+"""Name of the text outside of modules, which is part of every prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where an argument goes."""
+    """Positions that are reserved for the argument of a parameter."""
 
     param: str
     start: int
@@ -32,13 +32,17 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLayout:
-    """A module's own tokens: those of modules inside of it are theirs.
+    """Tokens of a module, without those of modules inside of it.
 
     Attributes:
-        ids, positions: by ascending position, placeholders of its slots among them.
-        start, end: all positions that it takes, with the modules inside of it.
+        name: name of the module.
+        ids, positions: its tokens and their positions, ascending, including placeholders of its slots.
+        slots: positions of its parameters.
+        start, end: range of all its positions, including those of modules inside of it.
+        parent: module that contains it.
         union: number of the union that it is a member of.
-        line: in the schema.
+        pinned: whether it stays in memory.
+        line: its line in the schema.
     """
 
     name: str
@@ -54,21 +58,21 @@ class ModuleLayout:
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose K,V are stored."""
+        """Number of tokens whose keys and values are stored."""
         return len(self.ids) - sum(slot.num_tokens for slot in self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A schema's tokens and positions.
+    """Tokens and positions of a schema.
 
     Attributes:
-        schema: what prompts are checked against.
-        modules: in the order of the schema; the text outside of modules, if there is any, first.
+        schema: schema that prompts are checked against.
+        modules: modules in the order of the schema; the text outside of modules, if any, comes first.
         scaffolds: names of modules that are also encoded together.
-        sinks: tokens at the beginning that all modules see while they are encoded.
-        asks: the schema ends with a user's message, which the model is to answer.
-        max_positions: of the model.
+        sinks: number of first tokens that all modules attend to while they are encoded.
+        asks: whether the schema ends with a user's message, which the model answers.
+        max_positions: number of positions of the model; None: no limit.
     """
 
     schema: Schema = field(repr=False)
@@ -83,13 +87,14 @@ class Layout:
         """Lay out a schema.
 
         Args:
-            text: of the model.
-            max_positions: of the model, if it has an end.
-            sinks: so many tokens at the beginning are seen by all modules.
+            schema: the schema.
+            text: tokenizer and chat template of the model.
+            max_positions: number of positions of the model; None: no limit.
+            sinks: number of first tokens that all modules attend to.
 
         Raises:
-            PMLError: a module lies beyond the model's positions, a chat tag does not fit the model's chat template, or
-                the schema does not begin with so many tokens outside of modules.
+            PMLError: a module exceeds the model's positions, a chat tag does not fit the model's chat template, or the
+                schema does not begin with `sinks` tokens outside of modules.
         """
         walk = _Walk(schema, text, max_positions)
         walk.visit(schema.children, OUTSIDE)
@@ -118,16 +123,16 @@ class Layout:
 
     @property
     def segments(self) -> list[Segment]:
-        """All that prompts may use: every module, and every scaffold."""
+        """All segments that prompts may use: one per module, and one per scaffold."""
         alone = [self.segment((module.name,)) for module in self.modules if module.num_cached]
         return alone + [self.segment(self.scaffold_modules(names)) for names in self.scaffolds]
 
     def scaffold_modules(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Modules that are encoded together: those of the scaffold, and the text outside, which is always there."""
+        """Modules that are encoded together: those of the scaffold, and the text outside of modules, if any."""
         return (OUTSIDE, *names) if OUTSIDE in self.by_name else names
 
     def segment(self, names: tuple[str, ...]) -> Segment:
-        """The segment of modules that see each other. It is put together once."""
+        """Segment of modules that attend to each other. It is made once."""
         if names not in self._segments:
             self._segments[names] = self._made(names)
         return self._segments[names]
@@ -160,7 +165,7 @@ class Layout:
 
     @cached_property
     def _sink_tokens(self) -> list[int] | None:
-        """The first tokens, if they are all outside of modules and no placeholders."""
+        """The first tokens, or None if some of them are in modules or are placeholders."""
         outside = self.by_name.get(OUTSIDE)
         if outside is None or outside.positions[: self.sinks] != tuple(range(self.sinks)):
             return None
@@ -170,7 +175,7 @@ class Layout:
 
 
 class _Own:
-    """A module's tokens while they are collected."""
+    """Tokens of a module that are being collected."""
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
@@ -184,7 +189,7 @@ class _Own:
 
 
 class _Walk:
-    """Goes through a schema once, a position at a time."""
+    """Assigns positions by walking through a schema once."""
 
     def __init__(self, schema: Schema, text: ModelText, max_positions: int | None) -> None:
         self._schema, self._text, self._max_positions = schema, text, max_positions
@@ -192,7 +197,7 @@ class _Walk:
         self._num_unions = 0
         self._unions: dict[str, int] = {}
         self._own = {OUTSIDE: _Own(0)}
-        if not isinstance(schema.children[0], Role):  # a chat template has its own beginning
+        if not isinstance(schema.children[0], Role):  # a chat template brings its own first tokens
             self._add(text.front, OUTSIDE, None)
 
     def visit(self, children: tuple[Node, ...], owner: str) -> None:

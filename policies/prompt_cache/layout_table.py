@@ -1,4 +1,4 @@
-"""A layout as a table for a terminal: who stands where, and what a prompt takes of it."""
+"""Layout as a table for a terminal: positions of modules, and the tokens that a prompt reuses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from policies.prompt_cache.layout import OUTSIDE, Layout, ModuleLayout
 from policies.reuse import ReusingPrompt
 
 TEXTS = ("module", "kind", "arguments")
-"""Columns that are aligned on the left."""
+"""Columns that are left-aligned."""
 
 
 def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
-    """The modules of a schema, by position; with a prompt, how many of each one's tokens it reuses."""
+    """Table of the modules of a schema by position; with a prompt, also the number of tokens that it reuses of each."""
     columns = ["module", "kind", "positions", "tokens", "arguments"] + (["reused"] if prompt is not None else [])
     reused = _reused_positions(prompt) if prompt is not None else set()
     rows = [columns]
@@ -56,7 +56,7 @@ def _slots(module: ModuleLayout) -> str:
 
 
 def _reused_positions(prompt: ReusingPrompt) -> set[tuple[int, int]]:
-    """(position, token), since members of a union share positions."""
+    """(position, token) of all reused tokens; members of a union share positions, so both are needed."""
     found = set()
     for use in prompt.uses:
         stored = [(use.segment.positions[i], use.segment.ids[i]) for i in use.segment.stored]

@@ -1,4 +1,4 @@
-"""Texts and messages as a model's tokens: its tokenizer and its chat template, a piece at a time."""
+"""Tokens of texts and messages, made piece by piece by a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from policies.prompt_cache.chat_template import NeverEnds, render
 
 MARK = "\N{SNOWMAN}content\N{SNOWMAN}"
 BEFORE = ((), ("system",), ("user", "assistant"), ("user",), ("system", "user", "assistant"), ("system", "user"))
-"""Roles of messages that may stand in front of another one; templates refuse some orders."""
+"""Roles of earlier messages to try before another message, since templates refuse some orders."""
 
 
 class ModelText:
-    """A piece of text is tokenized by itself, so its tokens do not depend on what is beside it.
+    """Tokenizer and chat template of a model. Each piece is tokenized separately, independent of its neighbours.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -24,12 +24,12 @@ class ModelText:
         self._messages: dict[tuple[str, bool], tuple[list[int], list[int]]] = {}
 
     def ids(self, text: str) -> list[int]:
-        # verbose=False: how long a text may be is checked where its position is known.
+        # verbose=False: the length is checked when positions are known.
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
     @property
     def front(self) -> list[int]:
-        """What the tokenizer puts in front of every text, such as a token for its beginning."""
+        """Tokens that the tokenizer puts before every text, such as a beginning-of-text token."""
         with_special = list(self._tokenizer("a", verbose=False)["input_ids"])
         without = self.ids("a")
         for start in range(len(with_special) - len(without) + 1):
@@ -39,15 +39,19 @@ class ModelText:
 
     @property
     def placeholder(self) -> int:
-        """The token that keeps the place of an argument: <unk>, or a blank if the model has no such token."""
+        """Token that stands for an argument: <unk>, or a blank if the model has no such token."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         return int(unknown) if unknown is not None else self.ids(" ")[0]
 
     def message(self, role: str, *, first: bool) -> tuple[list[int], list[int]]:
-        """Tokens in front of a message's text and behind it, where it is the chat's first message or a later one.
+        """Tokens before and after the text of a message.
+
+        Args:
+            role: role of the message.
+            first: whether it is the first message of the chat.
 
         Raises:
-            ValueError: the model has no chat template, or it does not make messages one after the other.
+            ValueError: the model has no chat template, or one that does not take this message.
         """
         if (role, first) not in self._messages:
             before, after = self._markup(role, first)
@@ -55,7 +59,7 @@ class ModelText:
         return self._messages[role, first]
 
     def answer(self) -> list[int]:
-        """Tokens that ask the model for its answer, behind a user's message. Raises: ValueError."""
+        """Tokens after a user's message that ask the model for its answer. Raises: ValueError."""
         for context in BEFORE:
             rendered = self._render([*context, "user"])
             asking = self._render([*context, "user"], add_generation_prompt=True)
@@ -73,11 +77,11 @@ class ModelText:
             parts = whole[len(before) :].split(MARK)
             if len(parts) == 2:
                 return parts[0], parts[1]
-        where = "as the first message" if first else "behind other messages"
+        where = "as the first message" if first else "after other messages"
         raise ValueError(f"is not possible {where} in the model's chat template; write its markup as text")
 
     def _render(self, roles: Sequence[str], **options: Any) -> str | None:
-        """A chat of such messages, or None if the template does not take it."""
+        """Text of a chat with messages of these roles, or None if the template refuses it."""
         if not roles:
             return ""
         messages = [{"role": role, "content": MARK} for role in roles]

@@ -1,8 +1,8 @@
-"""Puts a prompt together: what is taken from which segment, and which tokens are computed at which position.
+"""Placement of a prompt: the tokens that it reuses from each segment, and the positions of new tokens.
 
-Arguments go to their slots. Text between imports stands behind what the prompt has in front of it, and has to fit in
-front of what follows; text at the end stands behind everything. Link tokens are computed again in context: the first
-few of every run of reused tokens, which were encoded without knowing what stands in front of them.
+Arguments are placed in their slots. Text between imports is placed after everything that the prompt has before it, and
+must fit before what follows; text at the end is placed after everything. Link tokens, the first few of every run of
+reused tokens, are computed again in context, since they were encoded without the tokens before them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ LINK_TOKENS = 4
 
 
 def place(prompt: Prompt, layout: Layout, text: ModelText, *, link_tokens: int = LINK_TOKENS) -> ReusingPrompt:
-    """A prompt as segments and new tokens.
+    """Place a prompt.
 
     Args:
-        prompt: checked against the layout's schema.
-        text: of the model.
-        link_tokens: so many tokens of every run are computed again.
+        prompt: prompt that was checked against the layout's schema.
+        layout: layout of the schema.
+        text: tokenizer and chat template of the model.
+        link_tokens: number of tokens of every run that are computed again.
 
     Raises:
-        PMLError: an argument is too long, text has no room, or the model has too few positions.
+        PMLError: an argument is too long, text does not fit, or the model has too few positions.
         ValueError: `link_tokens` is negative.
     """
     if link_tokens < 0:
@@ -46,7 +47,7 @@ class _Placing:
         self._arguments = arguments
         self._new: dict[int, int] = {}
         self._taken = {position for name in arguments for position in layout.by_name[name].positions}
-        """Positions of what is imported, all of its slots among them."""
+        """Positions of all imported modules, including their slots."""
 
     def place(self, link_tokens: int) -> ReusingPrompt:
         self._place_arguments()
@@ -56,7 +57,7 @@ class _Placing:
         if not reused and not self._new:
             raise self._error(None, "has no tokens; import a module or give it text")
         first, last = min(reused | self._new.keys()), max(reused | self._new.keys())
-        again = {last} & reused  # logits come from a token that is computed
+        again = {last} & reused  # the last token is always computed, for its logits
         for _, positions in chosen:
             for start, end in _runs(sorted(positions)):
                 if start > first:
@@ -84,7 +85,7 @@ class _Placing:
                 self._new.update(zip(slot.positions, ids, strict=False))
 
     def _place_texts(self) -> None:
-        """Texts in the prompt's order; those without an import between them stand side by side."""
+        """Place texts in the prompt's order; texts without an import between them are placed together."""
         before: list[int] = []
         waiting: list[NewText] = []
         for item in self._prompt.items:
@@ -103,7 +104,7 @@ class _Placing:
         self._new.update(enumerate(ids, start))
 
     def _place_between(self, texts: Sequence[NewText], before: Sequence[int], following: ModuleLayout) -> int:
-        """Where these texts end, which stand in front of a module."""
+        """Place texts before a module. Returns the position after them."""
         outside = self._layout.by_name.get(OUTSIDE)
         runs = _runs(list(outside.positions)) if outside is not None else []
         start = max([0, *before, *(end for _, end in runs if end <= following.start)])
@@ -125,21 +126,21 @@ class _Placing:
             own = self._text.ids(text.text)
             if text.role is not None:
                 try:
-                    in_front, behind = self._text.message(text.role, first=start == 0 and not ids)
+                    before, after = self._text.message(text.role, first=start == 0 and not ids)
                 except ValueError as error:
                     raise self._error(text, str(error), text.role) from error
-                own = [*in_front, *own, *behind]
+                own = [*before, *own, *after]
             elif start == 0 and not ids:
                 own = [*self._text.front, *own]
             ids += own
         return ids
 
     def _asks(self, last_texts: Sequence[NewText]) -> bool:
-        """Is it the model's turn in a chat?"""
+        """Whether the model's answer is next in a chat."""
         return last_texts[-1].role == "user" if last_texts else self._layout.asks
 
     def _segments(self) -> list[tuple[Segment, set[int]]]:
-        """Segments to use, and the positions to take from each: scaffolds first, the largest before others."""
+        """Segments to use, with the positions to take from each: scaffolds first, by falling size."""
         layout, left = self._layout, dict.fromkeys(self._arguments)
         chosen: list[tuple[Segment, set[int]]] = []
 
@@ -167,7 +168,7 @@ class _Placing:
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, end) of contiguous positions, which ascend."""
+    """Ranges [start, end) of contiguous positions, from ascending positions."""
     if not positions:
         return []
     breaks = [index for index, (a, b) in enumerate(pairwise(positions), start=1) if b != a + 1]
@@ -176,6 +177,6 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _parts(segment: Segment, positions: set[int]) -> tuple[range, ...]:
-    """Ranges of a segment's stored tokens that stand at these positions."""
+    """Ranges of a segment's stored tokens at these positions."""
     index = [index for index, position in enumerate(segment.stored_positions) if position in positions]
     return tuple(range(start, end) for start, end in _runs(index))

@@ -1,4 +1,4 @@
-"""Prompt programs: a decorated Python function is read as a schema, and calling it gives a prompt (paper, 3.2.4).
+"""Prompt programs: a decorated Python function that is read as a schema and makes prompts (paper, 3.2.4).
 
     @prompt_program(duration=4)
     def trip(duration: str, surfs: bool, city: str) -> None:
@@ -14,10 +14,10 @@
     trip.schema
     trip.prompt("Highlight the surf spots.", duration="3 days", surfs=True, city="miami")
 
-The function is never run, but read: every string that stands alone is text, the first one too. `{argument}` in it is a
-parameter, whose length in tokens the decorator gives. `if` is a module, `if` with `else` and `match` are unions, a call
-of another prompt program is a module of its name, and `with system():`, `user()` or `assistant()` is a message.
-Modules are called after what decides on them: `surfs`, `city.miami`.
+The function is never run; its source is read. Every string statement is text, including the first one. `{argument}` in
+it is a parameter, whose length in tokens the decorator gives. `if` is a module; `if` with `else` and `match` are
+unions; a call of another prompt program is a module with its name; `with system():`, `user()` or `assistant()` is a
+message. Modules are named after their condition: `surfs`, `city.miami`.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ Condition = Callable[[Values], bool]
 
 
 def system() -> AbstractContextManager[None]:
-    """In a prompt program: `with system(): ...` is a message of the system."""
+    """`with system(): ...` in a prompt program is a system message."""
     return nullcontext()
 
 
 def user() -> AbstractContextManager[None]:
-    """In a prompt program: a message of the user."""
+    """`with user(): ...` in a prompt program is a message of the user."""
     return nullcontext()
 
 
 def assistant() -> AbstractContextManager[None]:
-    """In a prompt program: a message of the model."""
+    """`with assistant(): ...` in a prompt program is a message of the model."""
     return nullcontext()
 
 
 def prompt_program(**num_tokens: int) -> Callable[[Callable[..., None]], PromptProgram]:
-    """Make a prompt program of a function.
+    """Decorator that turns a function into a prompt program.
 
     Args:
-        num_tokens: for each argument that is a parameter, the most tokens that its value may have.
+        num_tokens: for each argument that is a parameter, the largest number of tokens of its value.
 
     Raises:
-        PMLError: a bound is for no argument, or is none. What is wrong inside the function is told with its schema.
+        PMLError: a bound is invalid or names no argument. `schema` reports mistakes inside the function.
     """
     return lambda function: PromptProgram(function, num_tokens)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A module that may be imported: when, with which of the values, and what may be imported inside of it."""
+    """A module that a prompt may import: its condition, its parameters, and the modules inside of it."""
 
     module: str
     applies: Condition
@@ -79,7 +79,7 @@ class _Choice:
 
 
 class PromptProgram:
-    """A function as a schema; made by `prompt_program`."""
+    """A function that is read as a schema; made by `prompt_program`."""
 
     def __init__(self, function: Callable[..., None], num_tokens: Mapping[str, int]) -> None:
         self.name, self.function, self.num_tokens = function.__name__, function, dict(num_tokens)
@@ -94,10 +94,10 @@ class PromptProgram:
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema that the function describes.
+        """Schema that the function describes.
 
         Raises:
-            PMLError: it does what a schema cannot.
+            PMLError: the function has statements that a schema cannot express.
         """
         children, _, _ = self._read
         if not children:
@@ -105,10 +105,14 @@ class PromptProgram:
         return Schema(name=self.name, children=tuple(children), source=self.source)
 
     def prompt(self, text: str = "", /, **values: Any) -> Prompt:
-        """The prompt for these arguments of the function, with a text of its own at the end.
+        """Prompt for these arguments of the function.
+
+        Args:
+            text: text at the end of the prompt.
+            values: arguments of the function.
 
         Raises:
-            TypeError: arguments that the function does not take.
+            TypeError: the function does not take these arguments.
             PMLError: as `schema`.
         """
         _, params, choices = self._read
@@ -144,7 +148,7 @@ def _arguments(params: list[str], values: Values) -> dict[str, str]:
 
 
 class _Reader:
-    """Reads a program's syntax tree. `calls` are the programs that call this one."""
+    """Reader of a program's syntax tree. `calls` are the programs that call this one."""
 
     def __init__(self, program: PromptProgram, calls: tuple[PromptProgram, ...]) -> None:
         self._program, self._calls = program, (*calls, program)
@@ -157,7 +161,7 @@ class _Reader:
         return self._body(function.body)
 
     def _body(self, statements: list[ast.stmt]) -> tuple[list[Node], list[str], list[_Choice]]:
-        """Nodes, the names of their own parameters, and what may be imported of them."""
+        """Nodes, the names of their own parameters, and the modules that may be imported."""
         nodes: list[Node] = []
         params: list[str] = []
         choices: list[_Choice] = []
@@ -189,7 +193,7 @@ class _Reader:
         return nodes, params, choices
 
     def _part(self, part: ast.expr, params: list[str]) -> Node:
-        """A text of an f-string, or a parameter."""
+        """Text or parameter of an f-string."""
         if isinstance(part, ast.Constant):
             return str(part.value)
         name = part.value.id if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name) else None
@@ -203,7 +207,7 @@ class _Reader:
     def _choose(
         self, branches: list[tuple[str, Condition, list[ast.stmt]]], statement: ast.stmt, choices: list[_Choice]
     ) -> Node:
-        """One module, or a union of those of which one applies."""
+        """Module of a single branch, or union of the modules of all branches."""
         members = []
         for name, applies, body in branches:
             children, params, inner = self._body(body)
@@ -217,7 +221,7 @@ class _Reader:
         return members[0] if only else Union(members=tuple(members), line=statement.lineno)
 
     def _branches(self, statement: ast.If) -> list[tuple[str, Condition, list[ast.stmt]]]:
-        """Of if, elif and else: name, when it applies, and what is in it."""
+        """Name, condition and body of if, elif and else."""
         name, holds = self._condition(statement.test)
         branches = [(name, holds, statement.body)]
         rest = statement.orelse
@@ -264,7 +268,7 @@ class _Reader:
         return found
 
     def _call(self, call: ast.Call) -> tuple[Module, _Choice]:
-        """Another program as a module."""
+        """Module of a called program."""
         name = call.func.id if isinstance(call.func, ast.Name) else None
         scope = inspect.getclosurevars(self._program.function)
         called = {**scope.builtins, **scope.globals, **scope.nonlocals}.get(name or "")
@@ -299,7 +303,7 @@ class _Reader:
         return lambda values: values[name]
 
     def _named(self, name: str, where: ast.AST) -> str:
-        """As a module can be called."""
+        """A name with characters that a module's name may have."""
         name = re.sub(r"[^\w.-]+", "-", name)
         if name in RESERVED:
             self._refuse(where, f"{name} has a meaning of its own in PML; choose another name")

@@ -1,9 +1,9 @@
-"""A prompt: which modules of a schema it imports, with which arguments, and its own text.
+"""Prompts of a schema: imported modules, their arguments, and new text.
 
     <prompt schema="cities"> <trip-plan duration="3 days"/> <miami/> Highlight the surf spots. </prompt>
 
-A module inside of another is imported inside of it: <outer> <inner/> </outer>. Text stands outside of imports; in
-<system>, <user> and <assistant> it is a message of its own.
+A module inside of another is imported inside of it: <outer> <inner/> </outer>. Text is outside of imports; in <system>,
+<user> and <assistant> it is a separate message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.prompt_cache.xml_reader import Element, read_xml, read_xml_file, s
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """A module, with arguments for its own parameters."""
+    """An imported module, with arguments for its own parameters."""
 
     module: str
     arguments: dict[str, str] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class NewText:
-    """Text of the prompt's own; with a role, a message."""
+    """New text of a prompt; with a role, a message."""
 
     text: str
     role: str | None = None
@@ -40,12 +40,14 @@ Item = Import | NewText
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a prompt consists of, in its order: modules before those inside of them.
+    """A prompt that was checked against its schema.
 
     Attributes:
-        schema: the name of its schema, against which it was checked.
-        arguments: those of the parameters outside of modules.
-        source: what messages call it.
+        schema: name of the schema.
+        items: its imports and texts in order; a module comes before the modules inside of it.
+        arguments: arguments of the parameters outside of modules.
+        source: name of the prompt in messages.
+        line: its line in the file.
     """
 
     schema: str
@@ -56,13 +58,15 @@ class Prompt:
 
     @classmethod
     def from_xml(cls, source: str | os.PathLike[str], schema: Schema, *, name: str = "prompt") -> Prompt:
-        """From a file, or from XML itself if `source` is a string that begins with "<".
+        """Prompt from a file, or from XML if `source` is a string that begins with "<".
 
         Args:
-            name: what messages are to call XML that is in no file.
+            source: path of the file, or XML.
+            schema: schema of the prompt.
+            name: name of XML that is not in a file, for messages.
 
         Raises:
-            PMLError: it is no prompt, or does not fit the schema.
+            PMLError: it is not a prompt, or does not fit the schema.
             OSError: the file cannot be read.
         """
         if isinstance(source, str) and source.lstrip().startswith("<"):
@@ -71,7 +75,7 @@ class Prompt:
 
 
 class _PromptReader:
-    """Checks a prompt against its schema while reading it."""
+    """Reader that checks a prompt against its schema."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
@@ -128,7 +132,7 @@ class _PromptReader:
             raise element.error(
                 f"is not a module of {f'<{parent}>' if parent else 'the schema itself'}; write {nested}"
             )
-        union = places[name].union  # those of outer modules were checked when they were imported
+        union = places[name].union  # unions of outer modules were checked when these were imported
         if union is not None and (other := self._members.setdefault(id(union), name)) != name:
             raise element.error(f"is in one union with <{other}>, and a prompt imports one of them; leave one out")
         self._imported[name] = element

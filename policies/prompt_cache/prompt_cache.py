@@ -1,4 +1,4 @@
-"""A schema at work for one model: prompts in, segments and new tokens out."""
+"""Prompt Cache for one schema and one model: turns prompts into segments and new tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from policies.reuse import ReusingPrompt, Segment
 
 
 class PromptCache:
-    """Turns prompts of a schema into what the engine generates from.
+    """Turns prompts of a schema into prompts for the engine.
 
     Args:
-        schema: of the prompts.
-        tokenizer: of the model, as transformers has it.
-        max_positions: of the model; None is no end.
-        link_tokens: first tokens of every run of reused ones that are computed again in context.
-        sinks: first tokens of the schema that all modules see while they are encoded.
+        schema: schema of the prompts.
+        tokenizer: the model's tokenizer of transformers.
+        max_positions: number of positions of the model; None: no limit.
+        link_tokens: number of first tokens of every run of reused tokens that are computed again in context.
+        sinks: number of first tokens of the schema that all modules attend to while they are encoded.
 
     Raises:
         PMLError: the schema does not fit the model.
@@ -48,17 +48,18 @@ class PromptCache:
 
     @property
     def segments(self) -> list[Segment]:
-        """All that there is to encode."""
+        """All segments of the schema."""
         return self.layout.segments
 
     def prompt(self, source: Prompt | str | os.PathLike[str], *, name: str = "prompt") -> ReusingPrompt:
-        """A prompt, from a prompt program, a file, or XML itself in a string that begins with "<".
+        """Prompt for the engine.
 
         Args:
-            name: what messages are to call XML that is in no file.
+            source: prompt of a prompt program, path of a file, or XML in a string that begins with "<".
+            name: name of XML that is not in a file, for messages.
 
         Raises:
-            PMLError: it does not fit the schema or the model.
+            PMLError: the prompt does not fit the schema or the model.
             OSError: the file cannot be read.
         """
         if not isinstance(source, Prompt):
@@ -68,5 +69,5 @@ class PromptCache:
         return place(source, self.layout, self._text, link_tokens=self.link_tokens)
 
     def table(self, prompt: ReusingPrompt | None = None) -> str:
-        """The layout for a terminal; with a prompt, what that takes of it."""
+        """Layout as a table; with a prompt, also the number of tokens that it reuses."""
         return layout_table(self.layout, prompt)

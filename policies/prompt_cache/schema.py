@@ -1,4 +1,4 @@
-"""A schema: texts with names that prompts are put together from, as a tree (Gim et al., MLSys 2024, section 3.2).
+"""Schemas: trees of named texts that prompts are composed of (Gim et al., MLSys 2024, section 3.2).
 
     <schema name="cities">
       <system>You are a travel guide.</system>
@@ -10,9 +10,9 @@
       <scaffold modules="trip-plan miami"/>
     </schema>
 
-Text outside of modules is part of every prompt. A module may hold text, parameters, other modules and unions, of whose
-members a prompt imports at most one. `system`, `user` and `assistant` become what the model's chat template makes of
-them. Modules of a scaffold are also encoded together, for prompts that import all of them.
+Text outside of modules is part of every prompt. A module may contain text, parameters, other modules, and unions, of
+which a prompt imports at most one member. `system`, `user` and `assistant` are rendered by the model's chat template.
+Modules of a scaffold are also encoded together, for prompts that import all of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A message of the chat: its role and what is in it."""
+    """A message of the chat."""
 
     role: str
     children: tuple[Node, ...]
@@ -60,7 +60,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A text with a name. `pinned`: it is not evicted from memory."""
+    """A named text. `pinned`: it stays in memory."""
 
     name: str
     children: tuple[Node, ...]
@@ -70,7 +70,7 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Union:
-    """Modules of which a prompt imports at most one: they share their start."""
+    """Modules of which a prompt imports at most one. They start at the same position."""
 
     members: tuple[Module, ...]
     line: int
@@ -89,7 +89,7 @@ class Scaffold:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a module is: the module that it is in, and the union that it is a member of."""
+    """Place of a module in the tree: the module that contains it, and the union that it is a member of."""
 
     module: Module
     parent: str | None
@@ -98,7 +98,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """A checked schema. `source` is what messages call it."""
+    """A checked schema. `source` is its name in messages."""
 
     name: str
     children: tuple[Node, ...]
@@ -107,7 +107,7 @@ class Schema:
 
     @classmethod
     def from_xml(cls, source: str | os.PathLike[str]) -> Schema:
-        """From a file, or from XML itself if `source` is a string that begins with "<".
+        """Schema from a file, or from XML if `source` is a string that begins with "<".
 
         Raises:
             PMLError: a mistake, in one line that names file, line, element and rule.
@@ -137,7 +137,7 @@ class Schema:
         return {param.name: param for param in _params(children)}
 
     def ancestors(self, module: str) -> list[str]:
-        """The modules that a module is in, from the outermost on."""
+        """Modules that contain a module, the outermost first."""
         parent = self.places[module].parent
         return [] if parent is None else [*self.ancestors(parent), parent]
 
@@ -174,7 +174,7 @@ class Schema:
 
 
 def clashing(schema: Schema, modules: tuple[str, ...] | list[str]) -> tuple[str, str] | None:
-    """Two of these modules that exclude each other, if there are any."""
+    """Two of these modules that exclude each other, or None."""
     chosen: dict[int, str] = {}
     for name in modules:
         for each in (*schema.ancestors(name), name):
@@ -298,7 +298,7 @@ class _SchemaReader:
         return name
 
     def _file_text(self, element: Element) -> str:
-        """The text of a file beside the schema, by the same rule for white space."""
+        """Text of a file in the schema's folder, with the same rule for white space."""
         src = element.attributes["src"]
         if self._folder is None:
             raise element.error(f'src="{shown(src)}" is for schemas in files, which it is beside')
@@ -315,6 +315,6 @@ class _SchemaReader:
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = getattr(error, "strerror", None) or str(error)
             raise element.error(f'src="{shown(src)}" cannot be read: {reason}; name another file') from error
-        text = text.replace("\r\n", "\n")  # as XML has it
+        text = text.replace("\r\n", "\n")  # as XML requires
         keeps = element.attributes.get("xml:space") == "preserve"
         return without_layout([(text, keeps)])

@@ -1,11 +1,11 @@
-"""Reads XML from anywhere without trusting it: elements and their text, with line numbers.
+"""Reader of XML from untrusted sources: elements and their text, with line numbers.
 
-No document types, entities, processing instructions or namespaces, nothing is fetched, and size, depth and the number
-of elements are bounded. Every mistake is a `PMLError` that names file, line, element and rule.
+It refuses document types, entities, processing instructions and namespaces, fetches nothing, and bounds size, depth and
+the number of elements. Every mistake is a `PMLError` that names file, line, element and rule.
 
-White space has one rule. White space that touches a tag and contains a line break lays out the file, and is dropped;
-all other white space is kept as it is written. What is written as a character reference (`&#10;`) or in CDATA is text,
-and so is all white space inside of an element with xml:space="preserve".
+White space that touches a tag and contains a line break is layout and is dropped; all other white space is kept.
+Character references (`&#10;`) and CDATA are text, and so is all white space inside of an element with
+xml:space="preserve".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 32
 MAX_ELEMENTS = 100_000
 LONGEST_RULE = 600
-"""Characters of a message: names in it are a user's, and may be of any length."""
+"""Largest number of characters of a message, since names of users in it may have any length."""
 
 WHITE = " \t\r\n"
 
@@ -63,23 +63,23 @@ class Element:
 
 
 def shown(text: str) -> str:
-    """A user's text as a message can show it: on one line and short."""
+    """A user's text for a message: on one line and shortened."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
 
 
 def read_xml_file(path: str | Path) -> Element:
-    """The root element of a file.
+    """Root element of a file.
 
     Raises:
-        PMLError: it is too large, no UTF-8 or not the XML that is taken here.
-        OSError: it cannot be read.
+        PMLError: the file is too large, not UTF-8, or not XML that this reader takes.
+        OSError: the file cannot be read.
     """
     return read_xml(read_bytes(Path(path), str(path)), source=str(path))
 
 
 def read_bytes(path: Path, source: str) -> bytes:
-    """A regular file of bounded size. Raises: PMLError, OSError."""
+    """Content of a regular file of bounded size. Raises: PMLError, OSError."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
         raise PMLError(source, None, None, "is no regular file; name one")
     with path.open("rb") as file:
@@ -90,7 +90,7 @@ def read_bytes(path: Path, source: str) -> bytes:
 
 
 def read_xml(text: str | bytes, *, source: str) -> Element:
-    """The root element of an XML text; `source` is what messages call it. Raises: PMLError."""
+    """Root element of an XML text; `source` is its name in messages. Raises: PMLError."""
     try:
         data = text.encode() if isinstance(text, str) else text.decode("utf-8-sig").encode()
     except UnicodeError as error:
@@ -101,7 +101,7 @@ def read_xml(text: str | bytes, *, source: str) -> Element:
 
 
 class _Reader:
-    """Builds the tree from expat's events. Until a tag ends it, text is collected as (characters, are they kept)."""
+    """Builder of the tree from expat's events. Text up to the next tag is collected as (characters, whether kept)."""
 
     def __init__(self, data: bytes, source: str) -> None:
         self._data, self._source = data, source
@@ -111,7 +111,7 @@ class _Reader:
         self._preserve = [False]
         self._in_cdata = False
         self._num_elements = 0
-        # The encoding is given, so that what a declaration says does not matter: these bytes are UTF-8.
+        # The explicit encoding overrides the one of an XML declaration: these bytes are UTF-8.
         parser = expat.ParserCreate("utf-8")
         parser.buffer_text = False
         parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
@@ -173,7 +173,7 @@ class _Reader:
         self._text.append((characters, is_reference or self._in_cdata or self._preserve[-1]))
 
     def _end_text(self) -> None:
-        """A tag begins: what was collected is one text."""
+        """Add the collected text to the tree, at a tag."""
         if self._text and self._stack:
             text = without_layout(self._text)
             if text:
@@ -182,13 +182,13 @@ class _Reader:
 
 
 def without_layout(parts: list[tuple[str, bool]]) -> str:
-    """A text between two tags without the white space at its ends that lays out the file.
+    """Text between two tags without the layout white space at its ends.
 
     Args:
-        parts: pieces of the text, and whether each is kept as it is.
+        parts: pieces of the text, and whether the white space of each is kept.
     """
     joined: list[list[str | bool]] = []
-    for text, kept in parts:  # expat gives line breaks apart from what is beside them
+    for text, kept in parts:  # expat reports line breaks separately
         if joined and joined[-1][1] == kept:
             joined[-1][0] = str(joined[-1][0]) + text
         else:
