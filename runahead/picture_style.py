@@ -1,4 +1,4 @@
-"""How the partitioner's pictures look: colours, axes, titles and numbers."""
+"""Look of the pictures: colours, axes, titles and numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from runahead.timeline.picture import INK, MUTED
-
+INK, MUTED = "#1f2933", "#7b8794"
 GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"
 """Of what a reader should see first: the best split."""

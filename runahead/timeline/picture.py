@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
+from runahead.picture_style import INK, MUTED, new_figure, png
 from runahead.timeline.span import Span
 
-INK = "#1f2933"
-MUTED = "#7b8794"
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
 SEND = "#d9480f"
 NO_LAYER = "#9aa5b1"
@@ -38,9 +35,7 @@ def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = 
     num_layers = 1 + max((s.layer for spans in shown for s in spans if s.layer is not None), default=0)
     end_s = max([ttft_s or 0.0, *(s.end_s for spans in shown for s in spans)]) or 1.0
 
-    # Figure rather than pyplot: no display, no globals.
-    figure = Figure(figsize=(11, 1.7 + 0.85 * max(len(shown), 1)), dpi=160, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 1.7 + 0.85 * max(len(shown), 1))
     axes = figure.add_subplot()
     colours = ScalarMappable(norm=Normalize(0, max(num_layers - 1, 1)), cmap="viridis")
 
@@ -73,9 +68,7 @@ def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = 
         bar.ax.tick_params(labelsize=8, colors=INK, length=0)
         bar.ax.invert_yaxis()
         bar.outline.set_visible(False)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return png(figure)
 
 
 def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> None:
