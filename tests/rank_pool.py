@@ -17,6 +17,12 @@ from runahead.ranks.ranks import Ranks
 
 TASK_LIMIT_S = 120.0
 
+PRELOADED = ["launch.infer", "runahead.engine", "tests.ranks.peer_tasks", "tests.ranks.tensor_tasks"]
+"""Imported once, in the process that ranks are forked from: otherwise each of them takes seconds to import them.
+
+The program comes first, since what it sets in the environment is read when torch is imported.
+"""
+
 
 class RankPool:
     """`size` processes, each with its `Ranks`; `run` calls a function on all of them at once.
@@ -29,7 +35,7 @@ class RankPool:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "runahead"])
+        context.set_forkserver_preload(PRELOADED)
         store_path = str(Path(self._folder.name) / "store")
         self._connections: list[Connection] = []
         self.processes = []

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.unit.tokenizers_for_tests import byte_level
+from tests.warm_program import WarmProgram
 
-ROOT = Path(__file__).resolve().parents[2]
+INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"
 TIMEOUT_S = 3.0
 MARGIN_S = 10.0  # of a busy machine
 
@@ -46,10 +46,10 @@ class Job:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self._folder = tempfile.TemporaryDirectory()
         self.ranks = []
         for rank in range(size):
             environment = {
-                **os.environ,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
@@ -58,30 +58,32 @@ class Job:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, str(ROOT / "launch" / "infer.py"), "model=random", f"model.config={config}"]
-            command += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
-            pipe = subprocess.PIPE
-            command += [*options, *(of_last if rank == size - 1 else ())]
-            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-            self.ranks.append(process)
+            args = ["model=random", f"model.config={config}"]
+            args += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
+            args += [*options, *(of_last if rank == size - 1 else ())]
+            folder = Path(self._folder.name) / str(rank)
+            folder.mkdir()
+            self.ranks.append(WarmProgram(INFER, args, environment, folder))
 
     def wait_for_answer(self) -> None:
         """Return once the answer streams: the ranks are in the middle of decoding."""
-        stream = self.ranks[0].stdout
-        assert stream is not None and stream.read(1), self.ranks[0].communicate()
+        first = self.ranks[0]
+        while not first.output:
+            assert first.status is None, first.errors
+            time.sleep(0.02)
 
-    def end(self, rank: int) -> tuple[int, str, float]:
+    def end(self, rank: int) -> tuple[int | None, str, float]:
         """(exit status, standard error, seconds from now) of a rank."""
         began = time.monotonic()
-        _, errors = self.ranks[rank].communicate(timeout=60)
-        return self.ranks[rank].returncode, errors, time.monotonic() - began
+        status = self.ranks[rank].wait(60)
+        return status, self.ranks[rank].errors, time.monotonic() - began
 
     def kill(self) -> None:
         for rank in self.ranks:
-            if rank.poll() is None:
+            if rank.status is None:
                 os.kill(rank.pid, signal.SIGCONT)
                 rank.kill()
-                rank.wait()
+        self._folder.cleanup()
 
 
 # Decoding tens of thousands of tokens takes minutes, so the job is in the middle of it after a few seconds.
@@ -115,7 +117,7 @@ def test_stopped_rank_is_named_after_its_silence(tiny_model: Path, tmp_path: Pat
         assert len(errors.splitlines()) == 1, errors
         assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + MARGIN_S
         # It would have stayed for ever: no signal but this one ends a process that is stopped.
-        assert job.ranks[1].wait(timeout=MARGIN_S) == -signal.SIGKILL
+        assert job.ranks[1].wait(MARGIN_S) == -signal.SIGKILL
         fault = json.loads((tmp_path / "faults.rank0.fault.json").read_text())
         assert errors.strip() == f"[rank 0/2] {fault['reason']}; see faults.rank0.fault.json"
         assert fault["waiting_for"]["what"] == "the next token of rank 1"
