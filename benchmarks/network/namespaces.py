@@ -1,4 +1,7 @@
-"""Network namespaces that belong to a process: their names tell which, so that what a killed run left can be found."""
+"""Network namespaces that belong to a process: their names tell which, so that what a killed run left can be found.
+
+They tell the checkout, too: what is left of another one's runs is not touched.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import re
 import signal
 import subprocess
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path("/run/netns")  # where ip keeps the named ones: ip-netns(8)
-NAME = re.compile(r"runahead-(?P<pid>\d+)-(?P<start>\d+)-.+")
+CHECKOUT = f"{zlib.crc32(str(Path(__file__).resolve()).encode()):08x}"
+NAME = re.compile(rf"runahead-{CHECKOUT}-(?P<pid>\d+)-(?P<start>\d+)-.+")
 GRACE_S = 10.0
 
 
@@ -34,7 +39,7 @@ def system(*command: str) -> str:
 
 def owned_name(suffix: str) -> str:
     """A name that carries this process's id and start time, since ids are used again."""
-    return f"runahead-{os.getpid()}-{_start_time(os.getpid())}-{suffix}"
+    return f"runahead-{CHECKOUT}-{os.getpid()}-{_start_time(os.getpid())}-{suffix}"
 
 
 def create(name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.faults import models
-from tests.faults.drilling import Drilling, said_wrong
+from tests.faults.drilling import ROOT, Drilling, is_ours, said_wrong
 from tests.faults.drills import KINDS, NETWORK_KINDS, Drill, drill
 from tests.faults.table import BEGIN, END, with_table
 
@@ -77,6 +77,15 @@ def test_a_wait_for_what_leaves_is_understood() -> None:
 )
 def test_what_is_not_said_is_noticed(kind: str, lines: list[str], problem: str) -> None:
     assert any(problem in each for each in said_wrong(Drill(kind=kind, rank=1), lines))
+
+
+def test_only_files_of_the_packages_are_ours() -> None:
+    """Of tracebacks: a checkout may be in a folder that has the name of a package, and have its environment inside."""
+    assert is_ours(str(ROOT / "launch" / "infer.py"))
+    assert is_ours(str(ROOT / "tests" / ".." / "runahead" / "engine.py"))
+    assert not is_ours(str(ROOT / ".venv" / "lib" / "runahead" / "launch" / "run.py"))
+    assert not is_ours(str(ROOT.parent / "runahead.py"))
+    assert not is_ours("<frozen runpy>")
 
 
 def test_the_table_counts_outcomes_and_lists_what_was_wrong() -> None:

@@ -98,9 +98,10 @@ def test_a_leftover_is_a_name_of_ours_whose_process_is_gone(tmp_path, monkeypatc
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     ours = namespaces.owned_name("0-1")
-    another_start = f"runahead-{os.getpid()}-1-0-0"  # the id was used again
-    gone = f"runahead-{ended.pid}-123-0-switch"
-    for name in (ours, another_start, gone, "runahead-x", "blue", f"my-{gone}"):
+    another_start = f"runahead-{namespaces.CHECKOUT}-{os.getpid()}-1-0-0"  # the id was used again
+    gone = f"runahead-{namespaces.CHECKOUT}-{ended.pid}-123-0-switch"
+    other_checkout = gone.replace(namespaces.CHECKOUT, "00c0ffee")
+    for name in (ours, another_start, gone, other_checkout, "runahead-x", "blue", f"my-{gone}"):
         (tmp_path / name).touch()
     assert namespaces.leftovers() == sorted([another_start, gone])
 

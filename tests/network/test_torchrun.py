@@ -87,7 +87,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, 
     finally:
         signal.signal(signal.SIGINT, before)
     assert running.stdout.readline() == "rank 0 is done\n"
-    ours = f"runahead-{running.pid}-*"
+    ours = f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"
     assert len(list(namespaces.FOLDER.glob(ours))) == 2
     running.send_signal(number)
     _, said = running.communicate(timeout=60)
@@ -110,7 +110,7 @@ def test_the_ranks_of_a_killed_run_end(program, tmp_path):
     assert not any(map(runs, pids(tmp_path)))
     running.communicate()
     with ShapedNetwork(gbps=1):
-        assert not list(namespaces.FOLDER.glob(f"runahead-{running.pid}-*"))
+        assert not list(namespaces.FOLDER.glob(f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"))
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 KillWait=10
 MinJobAge=600
+# Ranks without torchrun meet at a port that follows from the number of the job: not that of another cluster's.
+FirstJobId={first_job}
 # The nodes have the processors that are written here, whatever this host has.
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1_port} CPUs=8 RealMemory=1000 Gres=gpu:2
@@ -68,6 +70,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Raises: TimeoutError if SLURM does not come up."""
         names: dict[str, object] = {"folder": self.folder, "host": socket.gethostname().partition(".")[0]}
+        names["first_job"] = 1 + secrets.randbelow(1_000_000)
         names |= dict(zip(("controller_port", "n1_port", "n2_port"), free_ports(3), strict=True))
         (self.folder / "slurm.conf").write_text(CONFIG.format(**names))
         (self.folder / "gres.conf").write_text(GPUS)
