@@ -1,23 +1,26 @@
-# make demo    a long text through two ranks, on the real model
-# make test    make check, then all tests
-# make check   lint, format and types
-# make setup   only what the others need first: an environment in .venv with the pinned dependencies
-# make clean   remove caches; the environment and the downloaded model stay
+# make demo       a long text through two ranks, on the real model
+# make test       make check, then the tests
+# make test-slow  more of some tests: repetitions, larger sizes and longer lists, which make test leaves out
+# make check      lint, format and types
+# make setup      only what the others need first: an environment in .venv with the pinned dependencies
+# make clean      remove caches; the environment and the downloaded model stay
 #
 # Each sets up what it needs, once. Variables:
 #   PYTHON=python3.12   the interpreter to start from (3.11 or newer)
 #   VENV=path           where the environment is
 #   SYSTEM_TORCH=1      take the torch that PYTHON already has, such as a CUDA build
-#   PYTEST_ARGS=...     more arguments for pytest, such as "-m 'not slow'"
+#   WORKERS=2           how many tests run side by side
+#   PYTEST_ARGS=...     more arguments for pytest, such as "-k exactness"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test check setup clean
+.PHONY: demo test test-slow check setup clean
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
 SYSTEM_TORCH ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 # Tried rather than looked up: a version manager's shim may be there for a Python that is not.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -44,11 +47,16 @@ demo: $(STAMP)
 		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64 \
 		partition=ratios partition.ratios=[0.6,0.4]
 
-# Tests that start ranks of their own go one by one: they wait for each other, with time limits. 5: nothing was selected.
-ALONE := $(wildcard tests/ranks tests/bench tests/network tests/slurm tests/faults tests/gpu)
+# Tests that measure the rates of links or have the GPU go one by one; the others side by side, a file in one process,
+# those first that take longest (tests/conftest.py). 5: nothing was selected.
+ALONE := $(wildcard tests/network/test_shaped_network.py tests/gpu)
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 test: check
-	$(IN_VENV) -m pytest -n 2 --dist loadfile $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(IN_VENV) -m pytest $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(IN_VENV) -m pytest -m 'not slow' $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(IN_VENV) -m pytest -m 'not slow' $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+
+test-slow: $(STAMP)
+	$(IN_VENV) -m pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .

@@ -1,7 +1,8 @@
-"""What all tests share: one thread, examples that are the same on every run, and ranks that stay between tests."""
+"""Set-up of all tests: one thread, the same examples on every run, ranks that stay between tests, an order of files."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,32 @@ torch.set_num_threads(1)
 logging.set_verbosity_error()
 settings.register_profile("runahead", derandomize=True, deadline=None, database=None)
 settings.load_profile("runahead")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is to run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs that tests interrupt inherit it
+
+LONGEST = (
+    "tests/slurm/",
+    "tests/bench/test_bench.py",
+    "tests/policies/test_relations.py",
+    "tests/prompt_cache/test_relations.py",
+    "tests/ranks/",
+    "tests/faults/",
+    "tests/network/",
+    "tests/unit/test_loading_",
+    "tests/prompt_cache/",
+    "tests/partitioner/",
+)
+"""Files that take long, the longest first: what begins last decides when all are done."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests run side by side: all of a file in one process, and the longest files first."""
+    if not getattr(config.option, "loadgroup", False):
+        return
+    places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}
+    items.sort(key=places.__getitem__)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 class RankPools:

@@ -26,7 +26,6 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
     return Drilling(model, tmp_path, allowed_s=60.0)  # a test is not to fail where the machine is busy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -68,7 +68,6 @@ def test_ranks_talk_over_the_link_each_on_its_own_cores(program, tmp_path, capfd
         assert not cores[0] & cores[1]
 
 
-@pytest.mark.slow
 def test_a_failing_host_ends_all_and_shows_its_output(program, tmp_path, capfd):
     with ShapedNetwork(gbps=1) as network:
         assert run_in(network, [program[0], "fail", program[1]]) == 1
@@ -97,7 +96,6 @@ def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, 
     assert not any(map(runs, pids(tmp_path)))
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_killed_run_end(program, tmp_path):
     command = [sys.executable, "-m", "benchmarks.network", "gbps=1", "--", program[0], "wait", program[1]]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -113,7 +111,6 @@ def test_the_ranks_of_a_killed_run_end(program, tmp_path):
         assert not list(namespaces.FOLDER.glob(f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"))
 
 
-@pytest.mark.slow
 def test_infer_on_two_hosts_gives_the_tokens_of_one(tmp_path):
     config = LlamaConfig(
         vocab_size=128,

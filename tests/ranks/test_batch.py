@@ -47,11 +47,12 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("examples", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_logits_of_every_row_equal_transformers_on_that_prompt_alone(
-    rank_pools: RankPools, family: str, size: int
+    rank_pools: RankPools, family: str, size: int, examples: int
 ) -> None:
     @seed(zlib.crc32(f"{size} {family}".encode()))
-    @settings(max_examples=1 if size == 1 else 4, phases=[Phase.generate])
+    @settings(max_examples=1 if size == 1 else examples, phases=[Phase.generate])
     @given(bounds=boundaries(LONGEST, size))
     def check(bounds: tuple[int, ...]) -> None:
         for transfer in Transfer:

@@ -48,8 +48,9 @@ def first_logits(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("examples", [4, pytest.param(10, marks=pytest.mark.slow)])
 def test_first_logits_equal_transformers_for_any_partition_and_transfer(
-    rank_pools: RankPools, family: str, size: int
+    rank_pools: RankPools, family: str, size: int, examples: int
 ) -> None:
     ids = prompt(PROMPT_TOKENS)
     expected = oracle_logits(family, tuple(ids))
@@ -57,7 +58,7 @@ def test_first_logits_equal_transformers_for_any_partition_and_transfer(
     # Seeded by the case, so that the families do not all get the same partitions; not shrunk, since ranks that fail
     # take their time.
     @seed(zlib.crc32(f"{size} {family}".encode()))
-    @settings(max_examples=1 if size == 1 else 10, phases=[Phase.generate])
+    @settings(max_examples=1 if size == 1 else examples, phases=[Phase.generate])
     @given(bounds=boundaries(PROMPT_TOKENS, size), layers_in_flight=st.integers(2, 4))
     def check(bounds: tuple[int, ...], layers_in_flight: int) -> None:
         for transfer in Transfer:

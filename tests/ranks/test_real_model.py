@@ -15,7 +15,6 @@ from runahead.model import loading
 from tests.conftest import RankPools
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
-NUM_TOKENS = 3_100
 NEW_TOKENS = 64
 
 TOLERANCE = 1e-4
@@ -35,11 +34,12 @@ def generate(ranks: Ranks, ids: list[int], ratios: list[float], transfer: Transf
     return generation.new_token_ids, [logit for _, logit in generation.first_token_logits_top5]
 
 
-@pytest.fixture(scope="module")
-def prompt() -> list[int]:
+@pytest.fixture(scope="module", params=[1_500, pytest.param(3_100, marks=pytest.mark.slow)])
+def prompt(request: pytest.FixtureRequest) -> list[int]:
+    """The beginning of the text, of so many tokens."""
     tokenizer = loading.load_tokenizer(ModelOptions())
-    ids: list[int] = tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[:NUM_TOKENS]
-    assert len(ids) == NUM_TOKENS
+    ids: list[int] = tokenizer(TEXT.read_text(encoding="utf-8")).input_ids[: request.param]
+    assert len(ids) == request.param
     return ids
 
 
@@ -67,7 +67,7 @@ def expected(prompt: list[int]) -> tuple[list[int], torch.Tensor]:
             )
     finally:
         torch.set_num_threads(threads)
-    return output.sequences[0, NUM_TOKENS:].tolist(), output.logits[0][0]
+    return output.sequences[0, len(prompt) :].tolist(), output.logits[0][0]
 
 
 @pytest.mark.parametrize(
