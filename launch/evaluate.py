@@ -170,7 +170,7 @@ def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
 
 def _text(run: EvaluateRun) -> Text:
     from benchmarks.evaluation.material import Text
-    from launch.inputs.prompts import read_text
+    from launch.inputs.text_files import read_text
 
     path = run.text.file
     if path is None:

@@ -114,10 +114,6 @@ class Reading:
         values = self.mass[name, ratio]
         return sum(values) / len(values)
 
-    def mean_similarity(self, what: str, first_layer: int = 2) -> float:
-        values = self.similarity[what][first_layer - 1 :]
-        return sum(values) / len(values)
-
 
 @torch.inference_mode()
 def read(

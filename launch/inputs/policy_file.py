@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from launch.inputs.prompts import read_text
+from launch.inputs.text_files import read_text
 from policies.base import Policy
 from runahead.failures import first_line
 from runahead.ranks.agreement import secret

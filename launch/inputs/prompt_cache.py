@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from launch.inputs.options import Chat, PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
-from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, read_text
+from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts
+from launch.inputs.text_files import read_text
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.options import PromptCacheOptions
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.inputs.options import Chat, PromptOptions
+from launch.inputs.text_files import read_text
 from policies.prompt_cache.chat_template import render
-from runahead.files import read_user_file
 
 if TYPE_CHECKING:
     from policies.reuse import ReusingPrompt
@@ -226,32 +225,3 @@ def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompt
     rows = entries if is_list_of_lists else [entries]
     ids, skipped = _usable(rows, ids_of, skip_invalid=skip_invalid and is_list_of_lists)
     return Prompts(ids=ids, one_text=not is_list_of_lists, skipped=skipped)
-
-
-def read_text(path: str, name: str, *, pipes: bool = True) -> str:
-    """A whole file, or standard input for "-", as text.
-
-    Args:
-        name: what messages are to call it.
-        pipes: it may also be a pipe, which is waited for as standard input is.
-
-    Raises:
-        ValueError, in one line.
-    """
-    if not path:
-        raise ValueError(f"{name} is empty; name a file")
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else read_user_file(path, pipes=pipes)
-    except FileNotFoundError as error:
-        raise ValueError(f"{name} does not exist; check the path") from error
-    except IsADirectoryError as error:
-        raise ValueError(f"{name} is a folder; name a file in it") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{name} cannot be read: {reason}; name another file") from error
-    if b"\0" in data:
-        raise ValueError(f"{name} is a binary file; give a text in UTF-8")
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 (byte {error.start}); convert it to UTF-8 text") from error

@@ -45,13 +45,6 @@ def layer_s(cost: ComputeCost, c: float, P: float) -> float:
     return cost.between(c) + cost.own(c) + cost.prefix(c, P)
 
 
-def rank_s(cost: ComputeCost, c: float, P: float, *, is_last: bool) -> float:
-    """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V are known."""
-    num_attended = cost.num_layers if is_last else cost.num_layers - 1
-    attention_s = num_attended * (cost.own(c) + cost.prefix(c, P))
-    return cost.first(c) + (cost.num_layers - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
-
-
 def check_layers(num_layers: object) -> None:
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(f"compute cost: num_layers={num_layers!r} must be a whole number of at least 1")

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from partitioner.cost.compute import POINTS, ComputeCost, check_layers, check_seconds, parsed_fields
+from partitioner.cost.compute import POINTS, check_layers, check_seconds, parsed_fields
 from partitioner.cost.measured import MeasuredCost
 
 
@@ -119,26 +119,6 @@ class FittedCost:
             prefix_s=(step_s, 0.0, 0.0, pair),
             last_s=(step_s + logits, rest),
         )
-
-
-def fit_errors(fitted: ComputeCost, measured: MeasuredCost) -> dict[str, float]:
-    """Largest relative error at the measured points, per step: "first", "between", "own", "last", "prefix"."""
-    steps: dict[str, Callable[[float], float]] = {
-        "first_s": fitted.first,
-        "between_s": fitted.between,
-        "own_s": fitted.own,
-        "last_s": fitted.last,
-    }
-    errors = {
-        name.removesuffix("_s"): max(_relative(step(c), seconds) for c, seconds in getattr(measured, name).items())
-        for name, step in steps.items()
-    }
-    errors["prefix"] = max(_relative(fitted.prefix(c, P), seconds) for (c, P), seconds in measured.prefix_s.items())
-    return errors
-
-
-def _relative(value: float, truth: float) -> float:
-    return abs(value - truth) / max(truth, 1e-12)
 
 
 def _nonnegative(columns: np.ndarray, seconds: Sequence[float]) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 BITS_PER_BYTE = 8
@@ -82,9 +82,3 @@ class Links:
 
     def between(self, sender: int, receiver: int) -> Link:
         return self.overrides.get((sender, receiver), self.default)
-
-    def permuted(self, order: Sequence[int]) -> Links:
-        """The links when rank r is played by what was rank order[r]."""
-        place = {old: new for new, old in enumerate(order)}
-        moved = {(place[i], place[j]): link for (i, j), link in self.overrides.items() if i in place and j in place}
-        return Links(len(order), self.default, moved)

@@ -1,10 +1,9 @@
-"""The split, the number of ranks and their order that make the first token earliest on a simulated cluster."""
+"""Searches for the split and the number of ranks with the earliest first token on a simulated cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
 
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import Cost, SearchResult, Step
@@ -12,11 +11,6 @@ from partitioner.searches.seeded import seeded_search
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even
-
-QUICK_EVALUATIONS = 40
-"""For comparing orders, before the best ones are searched to the end."""
-MOST_TRIED_IN_ALL_ORDERS = 4
-FINALISTS = 3
 
 
 def simulated_cost(cluster: Cluster) -> Cost:
@@ -104,56 +98,3 @@ def best_num_ranks(
     splits = {count: best_split(num_tokens, count, cluster, min_stride=min_stride) for count in counts}
     limit_s = (1 + tolerance) * min(split.cost_s for split in splits.values())
     return NumRanks(best=next(count for count in counts if splits[count].cost_s <= limit_s), splits=splits)
-
-
-@dataclass(kw_only=True)
-class RankOrder:
-    """Which rank plays which: rank r of the chain is the cluster's rank order[r]. The split is in the new order."""
-
-    order: list[int]
-    split: SearchResult
-
-
-def best_order(num_tokens: int, cluster: Cluster, *, min_stride: int) -> RankOrder:
-    """An order of unlike ranks and links, and its split: all orders of up to four ranks, else by exchanging two.
-
-    Orders are compared by short searches; the best few, and the given one, are searched to the end.
-
-    Raises:
-        ValueError: as for `best_split`.
-    """
-    size = cluster.num_ranks
-    given = tuple(range(size))
-    quick: dict[tuple[int, ...], float] = {}
-
-    def quick_s(order: tuple[int, ...]) -> float:
-        if order not in quick:
-            permuted = cluster.permuted(order)
-            quick[order] = best_split(
-                num_tokens, size, permuted, min_stride=min_stride, max_evaluations=QUICK_EVALUATIONS
-            ).cost_s
-        return quick[order]
-
-    if size <= MOST_TRIED_IN_ALL_ORDERS:
-        for order in permutations(range(size)):
-            quick_s(order)
-    else:
-        best, before = given, None
-        while best != before:
-            before = best
-            best = min([best, *_exchanged(best)], key=quick_s)
-    finalists = sorted(quick, key=lambda order: (quick[order], order))[:FINALISTS]
-    splits = {
-        order: best_split(num_tokens, size, cluster.permuted(order), min_stride=min_stride)
-        for order in (given, *finalists)
-    }
-    chosen = min(splits, key=lambda order: splits[order].cost_s)
-    return RankOrder(order=list(chosen), split=splits[chosen])
-
-
-def _exchanged(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All orders with two ranks exchanged."""
-    for a, b in combinations(range(len(order)), 2):
-        swapped = list(order)
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        yield tuple(swapped)

@@ -31,11 +31,6 @@ def tsp_tokens(num_tokens: int, num_ranks: int) -> int:
     return (num_ranks - 1) * num_tokens
 
 
-def even_chain_tokens(num_tokens: int, num_ranks: int) -> float:
-    """Tokens whose K,V travel in one layer along a chain of even chunks (Eq. 6-7): half of `tsp_tokens`."""
-    return (num_ranks - 1) * num_tokens / 2
-
-
 def chain_tokens(partition: ContextPartition) -> int:
     """Tokens whose K,V travel in one layer along a chain: the sum of the inner boundaries, since rank i passes on the
     prefix of rank i + 1. Direct transfer is the same sum in another order: chunk i goes to all later ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -57,14 +56,3 @@ class Cluster:
     def without_communication(self) -> Cluster:
         """The same ranks with K,V that arrive at once."""
         return replace(self, links=None)
-
-    def permuted(self, order: Sequence[int]) -> Cluster:
-        """The cluster whose rank r is played by what was rank order[r]; leaving some out makes it smaller.
-
-        Raises:
-            ValueError: a rank that is not there, or is there twice.
-        """
-        if len(set(order)) != len(order) or any(not 0 <= rank < self.num_ranks for rank in order):
-            raise ValueError(f"order of ranks {list(order)} must name different ranks of 0 to {self.num_ranks - 1}")
-        links = None if self.links is None else self.links.permuted(order)
-        return replace(self, speed=[self.speed[rank] for rank in order], links=links)

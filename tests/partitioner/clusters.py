@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.simulation.cluster import Cluster
@@ -30,6 +31,13 @@ def llama(**changes: Any) -> FittedCost:
         "step_s": 20e-6,
     }
     return FittedCost.from_shape(**(shape | changes))
+
+
+def rank_s(cost: ComputeCost, c: float, P: float, *, is_last: bool) -> float:
+    """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V are known."""
+    num_attended = cost.num_layers if is_last else cost.num_layers - 1
+    attention_s = num_attended * (cost.own(c) + cost.prefix(c, P))
+    return cost.first(c) + (cost.num_layers - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
 
 
 def llama_cluster(num_ranks: int, GBps: float | None, **changes: Any) -> Cluster:

@@ -1,16 +1,17 @@
 """Costs of compute: interpolation, fits, and the multiplications of a model's shape."""
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.cost.compute import layer_s, rank_s
-from partitioner.cost.fitted import FittedCost, fit_errors
+from partitioner.cost.compute import ComputeCost, layer_s
+from partitioner.cost.fitted import FittedCost
 from partitioner.cost.measured import MeasuredCost
-from tests.partitioner.clusters import llama
+from tests.partitioner.clusters import llama, rank_s
 
 CHUNKS, PREFIXES = [128, 256, 512, 1024, 2048], [256, 512, 1024, 2048, 4096]
 
@@ -93,6 +94,26 @@ def test_a_hole_that_cannot_be_continued_is_named():
     holed = {pair: seconds for pair, seconds in measured().prefix_s.items() if pair != (128, 256)}
     with pytest.raises(ValueError, match="a chunk of 128 tokens behind 256 is missing"):
         measured(prefix_s=holed)
+
+
+def fit_errors(fitted: ComputeCost, measured: MeasuredCost) -> dict[str, float]:
+    """Largest relative error at the measured points, per step: "first", "between", "own", "last", "prefix"."""
+    steps: dict[str, Callable[[float], float]] = {
+        "first_s": fitted.first,
+        "between_s": fitted.between,
+        "own_s": fitted.own,
+        "last_s": fitted.last,
+    }
+    errors = {
+        name.removesuffix("_s"): max(relative(step(c), seconds) for c, seconds in getattr(measured, name).items())
+        for name, step in steps.items()
+    }
+    errors["prefix"] = max(relative(fitted.prefix(c, P), seconds) for (c, P), seconds in measured.prefix_s.items())
+    return errors
+
+
+def relative(value: float, truth: float) -> float:
+    return abs(value - truth) / max(truth, 1e-12)
 
 
 def test_a_fit_recovers_known_coefficients():

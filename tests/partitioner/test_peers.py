@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.cost.compute import rank_s
 from partitioner.cost.link import Link, Links
 from partitioner.searches.planning import best_split
 from partitioner.simulation.bounds import tsp_tokens
@@ -14,7 +13,7 @@ from partitioner.simulation.chain import simulate
 from partitioner.simulation.peers import simulate_tsp, simulate_zigzag
 from runahead.config import Attention, Transfer
 from runahead.context import even
-from tests.partitioner.clusters import LLAMA_KV_BYTES, llama, llama_cluster, random_clusters
+from tests.partitioner.clusters import LLAMA_KV_BYTES, llama, llama_cluster, random_clusters, rank_s
 
 PEERS = [
     lambda *args: simulate_tsp(*args, attention=Attention.dense),

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from partitioner.cost.link import Link, Links
-from partitioner.searches.planning import best_num_ranks, best_order, best_split, practical_bound
+from partitioner.searches.planning import best_num_ranks, best_split, practical_bound
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama, llama_cluster
@@ -81,28 +81,6 @@ def test_splits_can_be_seeded_with_known_ones():
     seeded = best_split(16384, 2, cluster, min_stride=128, seeds=[doubled])
     assert seeded.trail[0].boundaries == doubled.boundaries
     assert seeded.cost_s <= simulate(doubled, cluster).ttft_s
-
-
-def test_a_slow_link_is_left_behind_the_chain():
-    # Rank 1 has a slow link to rank 2 only: in the order 1, 0, 2 nothing travels over it.
-    slow, fast = Link.from_GBps(0.5), Link.from_GBps(100)
-    links = Links(3, fast, {(1, 2): slow, (2, 1): slow})
-    cluster = llama_cluster(3, None, links=links, compute=llama(num_layers=8))
-    proposed = best_order(8192, cluster, min_stride=256)
-    used = list(pairwise(proposed.order))
-    assert (1, 2) not in used
-    assert (2, 1) not in used
-    given = best_split(8192, 3, cluster, min_stride=256)
-    assert proposed.split.cost_s < 0.9 * given.cost_s
-
-
-def test_an_order_of_many_ranks_is_no_worse_than_the_given_one():
-    cluster = llama_cluster(5, 10, compute=llama(num_layers=4), speed=[1.0, 0.4, 0.8, 0.6, 1.0])
-    proposed = best_order(4096, cluster, min_stride=256)
-    assert sorted(proposed.order) == [0, 1, 2, 3, 4]
-    assert proposed.split.cost_s <= best_split(4096, 5, cluster, min_stride=256).cost_s
-    permuted = cluster.permuted(proposed.order)
-    assert simulate(proposed.split.partition, permuted).ttft_s == proposed.split.cost_s
 
 
 def test_more_ranks_than_there_are_is_refused():

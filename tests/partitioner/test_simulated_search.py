@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import log2
 
@@ -29,7 +30,7 @@ def searched(cluster: Cluster, lengths: list[int], known: Sequence[Entry] = (), 
     with SearchProgress([], options, shown=False) as progress:
         search = SimulatedSearch(
             LookupTable(FINGERPRINT, list(known)),
-            {1: cluster.permuted([0]), cluster.num_ranks: cluster},
+            {1: replace(cluster, speed=cluster.speed[:1], links=None), cluster.num_ranks: cluster},
             options,
             progress,
         )

@@ -1,6 +1,5 @@
 """The simulated chain: agrees with a second telling, obeys its bounds, and sends what the formulas say."""
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.compute import rank_s
 from partitioner.cost.link import Link, Links
 from partitioner.simulation.bounds import chain_tokens
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even
-from tests.partitioner.clusters import llama, llama_cluster, partitions, random_cluster, random_clusters
+from tests.partitioner.clusters import llama, llama_cluster, partitions, random_clusters, rank_s
 from tests.partitioner.fixed_point import ttft_s
 
 # Sums of the same seconds in another order.
@@ -161,26 +159,6 @@ def test_one_shared_port_makes_direct_no_better_than_relay():
     )
     assert private_s < 0.5 * shared_s
     assert shared_s == pytest.approx(relay_s, rel=0.05)  # either way, all K,V go through the last rank's port
-
-
-@given(st.permutations(range(4)), partitions(4), st.sampled_from(Transfer))
-def test_permuting_identical_ranks_changes_nothing(order, boundaries, transfer):
-    cluster = llama_cluster(4, 10, compute=llama(num_layers=4), transfer=transfer)
-    partition = split(*boundaries)
-    assert simulate(partition, cluster.permuted(order)) == simulate(partition, cluster)
-
-
-def test_a_permuted_cluster_has_its_ranks_speeds_and_links():
-    cluster = random_cluster(random.Random(3), 4, 2)
-    permuted = cluster.permuted([2, 0, 3, 1])
-    assert permuted.speed == [cluster.speed[rank] for rank in (2, 0, 3, 1)]
-    assert cluster.links is not None
-    assert permuted.links is not None
-    assert permuted.links.between(0, 2) == cluster.links.between(2, 3)
-    assert permuted.links.between(3, 1) == cluster.links.between(1, 0)
-    assert cluster.permuted([3, 1]).num_ranks == 2
-    with pytest.raises(ValueError, match="must name different ranks of 0 to 3"):
-        cluster.permuted([0, 0, 1])
 
 
 @given(random_clusters(4), partitions(4))
