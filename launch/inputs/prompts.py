@@ -135,14 +135,14 @@ def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
     return [int(token) for token in ids]
 
 
-def _joined(document: str, question: str | None, *, name: str) -> str:
+def _joined(document: str, question: str | None, *, name: str, question_name: str = "prompt.question") -> str:
     """The question after the document, with a blank line between."""
     if not document.strip():
         raise ValueError(f"{name} is empty; give a text")
     if question is None:
         return document
     if not question.strip():
-        raise ValueError("prompt.question is empty; leave it out")
+        raise ValueError(f"{question_name} is empty; leave it out")
     return document.rstrip("\r\n") + "\n\n" + question
 
 
@@ -191,7 +191,8 @@ def _text_of_line(line: str, question: str | None, name: str) -> str:
         (own_question or "").encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise ValueError(f"{name} holds a character that is not valid Unicode") from error
-    return _joined(entry["prompt"], own_question, name=name)
+    question_name = f"{name}: 'question'" if "question" in entry else "prompt.question"
+    return _joined(entry["prompt"], own_question, name=name, question_name=question_name)
 
 
 def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompts:

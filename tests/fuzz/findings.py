@@ -58,6 +58,11 @@ FINDINGS = (
         make=lambda: PromptFile(DEEP),
     ),
     Finding(
+        target="prompt files, a prompt per line",
+        what="a question of white space alone was refused without the name of the file",
+        make=lambda: PromptFile(b'{"prompt": "a", "question": "\\u2028"}'),
+    ),
+    Finding(
         target="ids files",
         what="100,000 brackets ended in a RecursionError",
         make=lambda: PromptFile(DEEP, True),

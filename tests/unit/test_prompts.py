@@ -192,6 +192,7 @@ def test_files_that_are_no_text_are_refused(tmp_path, tokenizer, content, messag
         ('{"question": "why?"}', "line 3 must be a string or an object"),
         ('{"prompt": 3}', "line 3 must be a string or an object"),
         ('{"prompt": "a", "question": 3}', "line 3: 'question' must be a string"),
+        ('{"prompt": "a", "question": "\\u2028"}', "line 3: 'question' is empty; leave it out"),
         ('""', "line 3 is empty"),
         ('"\\ud800"', "line 3 holds a character that is not valid Unicode"),
     ],
