@@ -208,14 +208,17 @@ FAMILIES: dict[str, Family] = {
         config={"hidden_size": 48, "num_attention_heads": 6, "max_seq_len": 512, "attn_config": {"clip_qkv": 3.0}},
         oracle="eager",
     ),
+    "gptj": Family(
+        model_type="gptj", config={"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4}, oracle="eager"
+    ),
+    "codegen": Family(
+        model_type="codegen", config={"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4}, oracle="eager"
+    ),
 }
 
 REFUSED: dict[str, Family] = {
     "mamba": Family(model_type="mamba"),  # no attention
     "jamba": Family(model_type="jamba"),  # some layers without attention
-    "gptj": Family(
-        model_type="gptj", config={"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 8}
-    ),  # own attention
     "diffllama": Family(model_type="diffllama"),  # attends twice per layer
 }
 """Families that the runtime must refuse, since it would not compute them right."""

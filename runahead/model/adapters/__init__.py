@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from runahead.model.adapters import bloom, falcon, mpt
+from runahead.model.adapters import bloom, falcon, gptj, mpt
 
 ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "bloom": bloom.adapt,
+    "codegen": gptj.adapt,
     "falcon": falcon.adapt,
+    "gptj": gptj.adapt,
     "mpt": mpt.adapt,
 }
 """model_type -> makes a model of that family call our attention."""
