@@ -34,10 +34,10 @@ MAY_IMPORT = {
 ROOMS = {
     "runahead": (
         ("failures", "config", "context", "rotary", "files", "picture_style"),
-        ("ranks", "cache", "timeline"),
+        ("ranks", "timeline", "attention"),
         ("report",),
-        ("attention", "kv_transfer"),
-        ("model",),
+        ("cache",),
+        ("kv_transfer", "model"),
         ("retrieval", "reuse"),
         ("thinning",),
         ("prefill", "decoding"),
@@ -58,12 +58,6 @@ ROOMS = {
     "benchmarks": (("harness", "network"), ("ttft",), ("evaluation",), ("studies",), ("__init__",)),
 }
 """Folders and files of a package by level, lowest first. A room may import its own level and those below it."""
-
-EXCEPTIONS = {
-    ("runahead.cache.kept", "runahead.retrieval"),
-    ("runahead.model.model", "runahead.retrieval"),
-}
-"""(Module, module or room) of imports that are wrong and not yet mended. One that is no longer needed fails a test."""
 
 MOST_FILES = 16
 """Python files of a folder at most."""
@@ -93,7 +87,7 @@ def refusal(candidates: list[str], module: str) -> str | None:
     if name.split(".")[0] in (*HYDRA, "argparse"):
         knows = is_edge(module) or (package == "benchmarks" and not is_inside_any(name, HYDRA))
         return None if knows else name
-    if name.split(".")[0] not in PACKAGES or any((module, excepted) in EXCEPTIONS for excepted in prefixes(name)):
+    if name.split(".")[0] not in PACKAGES:
         return None
     if is_inside(module, "launch") or is_inside_any(module, EDGE_MODULES):
         allowed = PACKAGES if module in DOORS else MAY_IMPORT["launch"]
@@ -184,8 +178,7 @@ def cycle(sources: Mapping[str, str]) -> list[str] | None:
     for (module, is_package), source in files.items():
         for _, candidates in imports(ast.parse(source), module, is_package):
             found = next((name for name in prefixes(candidates[0]) if name in modules), module)
-            excepted = any((module, name) in EXCEPTIONS for name in prefixes(found))
-            by_module[module] |= set() if excepted else {found} - {module}
+            by_module[module] |= {found} - {module}
     by_room: dict[str, set[str]] = {}
     for module, imported in by_module.items():
         if not is_inside_any(module, EDGE_MODULES):
@@ -235,15 +228,6 @@ def test_every_room_has_a_level(sources: dict[str, str]) -> None:
     assert found == {f"{package}.{name}" for package, levels in ROOMS.items() for rooms in levels for name in rooms}
 
 
-def test_exceptions_are_needed(sources: dict[str, str]) -> None:
-    needed = set()
-    for path, source in sources.items():
-        module, is_package = module_name(path)
-        for _, candidates in imports(ast.parse(source), module, is_package):
-            needed |= EXCEPTIONS & {(module, name) for name in prefixes(candidates[0])}
-    assert needed == EXCEPTIONS
-
-
 def test_no_folder_has_too_many_files(sources: dict[str, str]) -> None:
     counts = Counter(path.rpartition("/")[0] for path in sources)
     assert not {folder: n for folder, n in counts.items() if n > OTHER_LIMITS.get(folder, MOST_FILES)}
@@ -264,7 +248,7 @@ def test_no_folder_has_too_many_files(sources: dict[str, str]) -> None:
         ("runahead/engine.py", "import importlib\nimportlib.import_module('policies.h2o')"),
         ("runahead/engine.py", "print('done')"),
         ("runahead/prefill/single.py", "from ...partitioner import grid"),
-        ("runahead/cache/slabs.py", "from ..attention.partial import attend"),
+        ("runahead/attention/partial.py", "from ..cache.slabs import KVCache"),
         ("runahead/ranks/ranks.py", "if TYPE_CHECKING:\n    from runahead.model.model import Model"),
         ("runahead/context.py", "from runahead.ranks import devices"),
         ("runahead/report.py", "from runahead import Engine"),

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from runahead.attention.partial import AttentionTerms, attend
 from runahead.attention.causal import KVReader
+from runahead.attention.partial import AttentionTerms, attend
 
 
 class RunsAttention:
