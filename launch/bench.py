@@ -89,14 +89,14 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     from partitioner.table.fingerprint import Fingerprint
 
     given = partitioner(run.partition, ranks)
-    ranks.agree("the benchmark's options", lambda: _prepare(run, given, ranks.size))
-    model = ranks.together("the model", lambda: load_model(run, ranks))
+    ranks.on_rank_0("the benchmark's options", lambda: _prepare(run, given, ranks.size))
+    model = ranks.on_all_ranks("the model", lambda: load_model(run, ranks))
     prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
     check_table(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
     contenders = Contenders(run, model, ranks, given)
     fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
-    record = ranks.agree("the machine", lambda: Record.of(run, ranks, fingerprint, contenders.memory_is_of))
-    rounds_left = ranks.agree("earlier lines", lambda: _rounds_left(run, record))
+    record = ranks.on_rank_0("the machine", lambda: Record.of(run, ranks, fingerprint, contenders.memory_is_of))
+    rounds_left = ranks.on_rank_0("earlier lines", lambda: _rounds_left(run, record))
     if run.bench.pairs and not any(rounds_left.values()):
         say(f"nothing to do: {run.bench.results} has {run.bench.pairs} rounds of everything (bench.resume=true)")
         return
@@ -113,7 +113,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
         )
     peak = peak_flops(model, ranks)
     link = _link(run, ranks)
-    bounds = ranks.agree(
+    bounds = ranks.on_rank_0(
         "the bounds",
         lambda: {length: bounds_of(model, compute, length, ranks.size, peak) for length in run.bench.lengths},
     )
@@ -204,7 +204,7 @@ def _set_split(
             layers_in_flight=options.layers_in_flight,
             backend=ranks.backend,
         )
-        contenders.set_split(name, ranks.agree("a split", lambda: searched(length, cluster)))
+        contenders.set_split(name, ranks.on_rank_0("a split", lambda: searched(length, cluster)))
 
 
 def _measure(
@@ -247,7 +247,7 @@ def _measure(
             bar.clear()
             say(f"kept {len(finished)} of {rounds} rounds of {length} tokens; go on with bench.resume=true")
         raise
-    written = ranks.agree("the lines", lambda: _keep(run, model, record, length, finished, bounds))
+    written = ranks.on_rank_0("the lines", lambda: _keep(run, model, record, length, finished, bounds))
     if ranks.rank == 0:
         bar.clear()
         print(_table_of(written, length), flush=True)

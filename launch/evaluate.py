@@ -107,7 +107,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
     from benchmarks.evaluation import summary
     from benchmarks.ttft.tables import text
 
-    plan = ranks.agree("the evaluation's options", lambda: _prepare(run, ranks))
+    plan = ranks.on_rank_0("the evaluation's options", lambda: _prepare(run, ranks))
     missing = plan.missing()
     if not missing:
         say(f"nothing to do: {run.lines} has all of it; remove it to measure again")

@@ -100,7 +100,7 @@ def _answer(run: RunOptions, ranks: Ranks) -> None:
     from launch.inputs.policy_file import load_files
 
     load_files(run.policy, ranks)
-    policies = ranks.agree("the policies", lambda: rank_policies(run.policy))
+    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
     infer(run, ranks, partitioner(run.partition, ranks), policies)
 
 
@@ -119,22 +119,22 @@ def infer(
     from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.prefill import PREFILLS
-    from runahead.prefill.tensor import share_out
+    from runahead.prefill.tensor import shard_model
     from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
-    prompts = ranks.agree("the prompts", lambda: _prepare(run, partition, policies, ranks.size))
-    model = ranks.together(
+    prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.size))
+    model = ranks.on_all_ranks(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
     if PREFILLS[run.prefill.name].shares_model:
-        share_out(model, ranks)
+        shard_model(model, ranks)
     if run.prefill.takes_partition:
         check_table(partition, model, ranks, run)
     store = None
     if run.policy["name"] == "prompt_cache":
-        store = ranks.together("the store", lambda: open_store(prompt_cache_options(run.policy), model))
+        store = ranks.on_all_ranks("the store", lambda: open_store(prompt_cache_options(run.policy), model))
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
 
     answers, places = Answers(skipped=prompts.skipped), prompts.places
@@ -164,7 +164,7 @@ def infer(
                 answers.write_line(place, generation)
     if ranks.rank == 0:
         answers.write_skipped()
-    ranks.agree("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
+    ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
     if ranks.rank == 0:
         sys.stderr.write(summary(batches, skipped=prompts.skipped))
     return batches

@@ -103,7 +103,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
     def earlier() -> MeasuredCost | None:
         return None if run.search.force else read_measured(path, purpose)
 
-    measured = ranks.agree("the compute cost", earlier)
+    measured = ranks.on_rank_0("the compute cost", earlier)
     if measured is None:
         points = len(chunks) * (1 + len(prefixes))
         with tqdm(total=points, desc="measuring compute", disable=ranks.rank != 0, leave=False, mininterval=0.5) as bar:
@@ -113,7 +113,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
                 bar.update()
                 ranks.progress()
 
-            measured = ranks.together(
+            measured = ranks.on_all_ranks(
                 "the compute cost",
                 lambda: probe_compute(
                     model,

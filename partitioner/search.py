@@ -68,10 +68,10 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from runahead.model.model import Model
 
     counts = run.search.ranks or list(range(1, ranks.size + 1))
-    num_layers = ranks.agree("the search's options", lambda: _prepare(run, counts, ranks.size))
+    num_layers = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.size))
     assert run.table is not None
     path = Path(run.table)
-    model = ranks.together(
+    model = ranks.on_all_ranks(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
@@ -86,7 +86,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         link_measured=run.link.gbps is None,
         speeds=run.search.speeds or (),
     )
-    table = ranks.agree("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
+    table = ranks.on_rank_0("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
     calibration = Calibration.of(run, ranks, model, link, num_layers, fingerprint)
     known = {count: calibration.cluster(count) for count in counts}
     clusters = {count: cluster for count, cluster in known.items() if cluster is not None}

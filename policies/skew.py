@@ -88,7 +88,7 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
     from runahead.files import write_whole
     from runahead.model.model import Model
 
-    ids_S = ranks.agree("the options", lambda: _prepare(run, ranks))
+    ids_S = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
     model = Model.load(run.model, ranks.device, progress=True)
     with Bar("reading the sample", shown=True) as bar:
         skew = skew_of(model, ids_S, rotaries=model.known_rotaries, chunk=run.chunk, bar=bar)

@@ -57,11 +57,11 @@ class Engine:
         self.prefill = prefill or PrefillOptions()
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
-        if model.num_shares != (ranks.size if self._strategy.shares_model else 1):
+        if model.num_shards != (ranks.size if self._strategy.shares_model else 1):
             whose = "that is shared out over these ranks" if self._strategy.shares_model else "that each rank has whole"
             raise ValueError(
-                f"prefill={self.prefill.name.name} needs a model {whose}, and this one has {model.num_shares} shares; "
-                "see runahead.prefill.tensor.share_out"
+                f"prefill={self.prefill.name.name} needs a model {whose}, and this one has {model.num_shards} shares; "
+                "see runahead.prefill.tensor.shard_model"
             )
         self._strategy.check(model, ranks.size)
         if self.policies:
@@ -112,7 +112,7 @@ class Engine:
         partition = self._strategy.split(max(map(len, new_ids)), self.ranks.size, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._agree(prompts, options, partition.boundaries)
-        with self.ranks.failing_together():
+        with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
             chunk_tokens = limits.chunk_tokens(batch.num_tokens)
             result = self._generate(
@@ -172,7 +172,7 @@ class Engine:
             return
         if self._weights is None:
             # Of a share of the weights no two ranks have the same; whether they fit was found out when they were made.
-            self._weights = "" if self.model.num_shares > 1 else model_fingerprint(self.model.module)
+            self._weights = "" if self.model.num_shards > 1 else model_fingerprint(self.model.module)
         facts = {
             "the prompts": secret(prompts),
             "the context partition": fact(list(boundaries)),

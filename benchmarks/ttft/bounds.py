@@ -139,7 +139,7 @@ def measure_compute(
         fits = found is not None and found.purpose == purpose and max(found.cost.first_s) >= longest
         return found if fits else None
 
-    known = ranks.agree("the compute cost", earlier)
+    known = ranks.on_rank_0("the compute cost", earlier)
     if known is not None:
         return known
     num_points = len(lengths) * (1 + len(lengths))
@@ -148,7 +148,7 @@ def measure_compute(
         bar(num_points, text)
         ranks.progress()
 
-    cost = ranks.together(
+    cost = ranks.on_all_ranks(
         "the compute cost",
         lambda: probe_compute(model, chunks=lengths, prefixes=lengths, repeats=repeats, on_progress=tick),
     )
@@ -159,14 +159,14 @@ def measure_compute(
     )
     if path is not None:
         file = path
-        ranks.agree("the compute cost", lambda: write_whole(file, measured.to_json()))
+        ranks.on_rank_0("the compute cost", lambda: write_whole(file, measured.to_json()))
     return measured
 
 
 def peak_flops(model: Model, ranks: Ranks) -> float:
     """Operations per second of matrix products of the model's shapes, on all ranks at once, added up."""
     ranks.barrier("the peak")
-    return sum(ranks.gather(ranks.together("the peak", lambda: matmul_rate(model)), "the peak"))
+    return sum(ranks.gather(ranks.on_all_ranks("the peak", lambda: matmul_rate(model)), "the peak"))
 
 
 def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, peak: float) -> Bounds:

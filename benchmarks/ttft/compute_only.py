@@ -31,7 +31,7 @@ class ComputeOnly:
     def ttft_s(self, ids: list[int], partition: ContextPartition) -> float:
         """Seconds until the rank that takes longest is through its chunk."""
         self._ranks.barrier("all ranks to compute")
-        seconds = self._ranks.together("the chunks alone", lambda: self._chunk_s(ids, partition))
+        seconds = self._ranks.on_all_ranks("the chunks alone", lambda: self._chunk_s(ids, partition))
         return max(self._ranks.gather(seconds, "the chunks' seconds"))
 
     def _chunk_s(self, ids: list[int], partition: ContextPartition) -> float:

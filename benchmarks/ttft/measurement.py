@@ -21,7 +21,7 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.engine import Engine
 from runahead.model.model import Model
 from runahead.prefill import PREFILLS
-from runahead.prefill.tensor import share_out
+from runahead.prefill.tensor import shard_model
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -88,15 +88,15 @@ class Contenders:
                 continue
             options = prefill_options(name, run.prefill.layers_in_flight)
             if options is None:
-                self._plain = ranks.together("plain transformers", lambda: _plain(run, ranks))
+                self._plain = ranks.on_all_ranks("plain transformers", lambda: _plain(run, ranks))
                 continue
             own = model
             if PREFILLS[options.name].shares_model:
-                own = ranks.together("a model to share out", lambda: load_model(run, ranks))
-                share_out(own, ranks)
+                own = ranks.on_all_ranks("a model to share out", lambda: load_model(run, ranks))
+                shard_model(own, ranks)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             make = partial(Engine, own, ranks, prefill=options, partition=partial(self._split, name), policies=policies)
-            self._engines[name] = ranks.together("the variants", make)
+            self._engines[name] = ranks.on_all_ranks("the variants", make)
 
     @property
     def memory_is_of(self) -> str:
@@ -162,7 +162,7 @@ class Contenders:
             return self._plain.first_token(ids)
 
         self._ranks.barrier("all ranks to be idle")
-        token, ttft_s = self._ranks.agree("plain transformers", first_token)
+        token, ttft_s = self._ranks.on_rank_0("plain transformers", first_token)
         return _Outcome(
             ttft_s=ttft_s,
             first_token=token,

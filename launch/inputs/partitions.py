@@ -46,7 +46,7 @@ class TablePartition:
 def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     assert path is not None
-    return TablePartition(ranks.agree("the lookup table", lambda: LookupTable.load(path)))
+    return TablePartition(ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path)))
 
 
 PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Partitioner]] = {
@@ -74,7 +74,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
     if not isinstance(partition, TablePartition) or ranks.size == 1:
         return
     fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
-    ranks.agree("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
+    ranks.on_rank_0("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
 
 
 def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequence[int]) -> str | None:

@@ -64,7 +64,7 @@ def load_files(policy: Any, ranks: Ranks) -> None:
         ValueError: a file cannot be used, or its content differs between ranks; SharedError on the other ranks.
     """
     for path in _paths(policy):
-        kind = ranks.together("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]
+        kind = ranks.on_all_ranks("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]
         ranks.require_same({f"policy.path={path}": secret(kind.__module__)}, "give every rank the same file")
 
 

@@ -86,7 +86,7 @@ def run_program(
             ranks = Ranks.start(run.ranks)
             ranks.when_stuck(end)
             ranks.require_same(option_facts(run, OF_ONE_HOST), "start every rank with the same command line")
-            fault_file = ranks.together("the fault reports", partial(_fault_file, run, ranks.rank))
+            fault_file = ranks.on_all_ranks("the fault reports", partial(_fault_file, run, ranks.rank))
             work(run, ranks)
             ranks.close()
         except BaseException as error:

@@ -92,7 +92,7 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
 
 def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) -> bytes:
     from partitioner.simulation.chain import simulate
-    from runahead.timeline.picture import skew_png
+    from runahead.timeline.picture import timeline_png
 
     entry = table.entries_for(ranks)[-1]
     simulated = simulate(entry.partition, cluster, record=True)
@@ -103,7 +103,7 @@ def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) ->
     words = [f"predicted: {chunks} tokens", f"{about.name or about.model.type}, {about.dtype}", about.transfer]
     if about.link is not None:
         words.append(link_text(about.link))
-    return skew_png(simulated.spans, ttft_s=simulated.ttft_s, subject="; ".join(words))
+    return timeline_png(simulated.spans, ttft_s=simulated.ttft_s, subject="; ".join(words))
 
 
 def _without_communication(length: int, cluster: Cluster) -> float:

@@ -92,6 +92,6 @@ class LiveSearch:
         options = self._run.search
         purpose = {"fingerprint": self.table.fingerprint.key(), "objective": options.objective.name}
         points = Points(Path(f"{self._run.table}.points.jsonl") if self._ranks.rank == 0 else None, purpose)
-        known = self._ranks.agree("earlier points", lambda: {} if options.force else points.read())
+        known = self._ranks.on_rank_0("earlier points", lambda: {} if options.force else points.read())
         points.known = {key: value for key, value in known.items() if len(key) == count + 1 and key[-1] == length}
         return points.remembering(cost)

@@ -83,8 +83,9 @@ class _Prefill:
         self.num_layers = layers = cluster.compute.num_layers
         self.costs = _costs(partition, cluster)
         self.num_bytes = [len(partition.chunk(rank)) * cluster.kv_bytes_per_token for rank in partition.chain]
-        self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.piece, routes.bandwidth_Bps, strict=True)]
-        self.depth = [cluster.layers_in_flight + skew - 1 for skew in routes.skew]  # layers that a rank has room for
+        self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.chunk, routes.bandwidth_Bps, strict=True)]
+        # Layers that a rank has slots for.
+        self.depth = [cluster.layers_in_flight + skew - 1 for skew in routes.layer_skew]
         size = len(self.costs)
         # The main thread of each rank: its layer, whether it has sent that layer's own K,V, and until when it is busy.
         self.at, self.has_sent = [0] * size, [False] * size
@@ -117,7 +118,7 @@ class _Prefill:
     def sent_bytes(self, i: int) -> float:
         """By a rank, in all layers."""
         routes = self.routes
-        sent = sum(self.num_bytes[k] for k, sender in zip(routes.piece, routes.sender, strict=True) if sender == i)
+        sent = sum(self.num_bytes[k] for k, sender in zip(routes.chunk, routes.sender, strict=True) if sender == i)
         return sent * self.num_layers
 
     def _compute(self, i: int) -> None:
@@ -306,7 +307,7 @@ class _Recorder:
             self._add(i, Span(kind="wait", layer=layer, start_s=begin, end_s=end, detail=what_for))
 
     def send(self, message: int, layer: int, route: int, routes: Routes, end: float) -> None:
-        chunk = self._partition.chunk(self._chain[routes.piece[route]])
+        chunk = self._partition.chunk(self._chain[routes.chunk[route]])
         detail = f"tokens {chunk.start}-{chunk.stop} to rank {self._chain[routes.receiver[route]]}"
         span = Span(kind="send", layer=layer, start_s=self.begun_s[message], end_s=end, detail=detail)
         self.spans[self._chain[routes.sender[route]]].append(span)

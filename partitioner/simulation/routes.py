@@ -21,19 +21,19 @@ class Routes:
     not matter to them, so all partitions of one chain share theirs.
 
     Attributes:
-        piece: whose chunk it carries.
+        chunk: whose chunk it carries.
         bandwidth_Bps, latency_s: of its link.
         wire: number of the wire on which it leaves.
         port: number of the port, shared by the receiver's links, at which it arrives; -1 without one.
         onward: route by which the receiver passes it on; -1 if it does not.
         first: per rank, its first route as a receiver, and the number of routes behind the last rank.
         own: per rank, the routes that carry its own chunk.
-        skew: per rank, layers by which the earliest sender to it runs ahead of it.
+        layer_skew: per rank, layers by which the earliest sender to it runs ahead of it.
     """
 
     sender: list[int] = field(default_factory=list)
     receiver: list[int] = field(default_factory=list)
-    piece: list[int] = field(default_factory=list)
+    chunk: list[int] = field(default_factory=list)
     bandwidth_Bps: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
     wire: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Routes:
     onward: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     own: list[list[int]] = field(default_factory=list)
-    skew: list[int] = field(default_factory=list)
+    layer_skew: list[int] = field(default_factory=list)
     num_wires: int = 0
 
     def __len__(self) -> int:
@@ -64,17 +64,17 @@ def _routes(chain: tuple[int, ...], transfer: Transfer, links: Links | None) -> 
     arriving: dict[tuple[int, int], int] = {}
     for i, rank in enumerate(chain):
         schedule = TransferSchedule(one_token_each, rank, transfer, lambda layer, start: 0)
-        routes.skew.append(schedule.skew())
+        routes.layer_skew.append(schedule.layer_skew())
         routes.first.append(len(routes))
         for message in schedule.receives(0):
             k = place[message.peer]
             link = None if links is None else links.between(message.peer, rank)
             shared = link is not None and link.shared
-            arriving[message.piece, i] = len(routes)
-            if message.piece == k:
+            arriving[message.chunk, i] = len(routes)
+            if message.chunk == k:
                 routes.own[k].append(len(routes))
             routes.sender.append(k)
-            routes.piece.append(message.piece)
+            routes.chunk.append(message.chunk)
             routes.bandwidth_Bps.append(inf if link is None else link.bandwidth_Bps)
             routes.latency_s.append(0.0 if link is None else link.latency_s)
             routes.wire.append(wires.setdefault((k, -1) if shared else (k, i), len(wires)))
@@ -83,7 +83,7 @@ def _routes(chain: tuple[int, ...], transfer: Transfer, links: Links | None) -> 
     routes.first.append(len(routes))
     routes.onward = [-1] * len(routes)
     if transfer is Transfer.relay:
-        for (piece, i), route in arriving.items():
-            routes.onward[route] = arriving.get((piece, i + 1), -1)
+        for (index, i), route in arriving.items():
+            routes.onward[route] = arriving.get((index, i + 1), -1)
     routes.num_wires = len(wires)
     return routes

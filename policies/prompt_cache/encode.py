@@ -97,8 +97,8 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
 
     if not run.out:
         raise ValueError("out=<folder> is missing; name the folder that is to hold what is encoded")
-    segments = ranks.agree("the schema", lambda: _read(run).segments)
-    model = ranks.together(
+    segments = ranks.on_rank_0("the schema", lambda: _read(run).segments)
+    model = ranks.on_all_ranks(
         "the model",
         lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
     )
@@ -106,7 +106,7 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
     # No prompt uses the segments in this run, so they need not stay in memory.
     limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)
-    store = ranks.together("the store", lambda: SegmentStore(model, run.out, limits))
+    store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, run.out, limits))
     bytes_per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     needed = sum(len(segment.stored) for segment in segments) * bytes_per_token
     if needed > limits.disk_bytes:
@@ -114,7 +114,7 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
             f"all modules and scaffolds need {needed:,} bytes, more than disk_bytes={limits.disk_bytes:,}; raise it"
         )
     began_s = time.perf_counter()
-    with ranks.busy(), ranks.failing_together():
+    with ranks.busy(), ranks.announcing_failure():
         encoded, _ = encode_missing(segments, store, model, ranks)
     every = ranks.gather([segment.content_key for segment in encoded], "the end")
     if ranks.rank == 0:

@@ -30,7 +30,7 @@ class TransferLog:
 class KVTransfer(ABC):
     """K,V of one prefill on their way. For every layer in order: open, (write own K,V), send, await_prefix, close.
 
-    Layers in which a rank attends to what arrived piece by piece have several `await_pieces` for the `await_prefix`.
+    Layers in which a rank attends to what arrived piece by piece have several `await_messages` for the `await_prefix`.
 
     At most `depth` layers are in flight: a layer's slot is taken again only once its K,V were attended to and left.
     """
@@ -53,7 +53,7 @@ class KVTransfer(ABC):
         """Return once all that is received of the layer may be read (on a GPU: by work queued from now on)."""
 
     @abstractmethod
-    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Return once what these messages bring may be read."""
 
     @abstractmethod

@@ -57,7 +57,7 @@ class ExchangeSchedule(Schedule):
         steps, sends = self.steps(layer), self.sends(layer)
         if self.exchange is not Exchange.ring:
             return [(received, sends) for received in steps]
-        passed_on = [[onward for each in step for onward in self.forwards(layer, each.piece)] for step in steps]
+        passed_on = [[onward for each in step for onward in self.forwards(layer, each.chunk)] for step in steps]
         return list(zip(steps, [sends, *passed_on], strict=False))
 
     def receives(self, layer: int) -> list[Message]:
@@ -70,11 +70,11 @@ class ExchangeSchedule(Schedule):
         targets = [self._at(self.position + ahead) for ahead in range(1, len(self.chain))][:reach]
         return [message for target in targets for message in self._messages(layer, target, rank, target)]
 
-    def forwards(self, layer: int, piece: int) -> list[Message]:
-        target, origin = self._at(self.position + 1), self._origins[piece]
+    def forwards(self, layer: int, chunk: int) -> list[Message]:
+        target, origin = self._at(self.position + 1), self._origins[chunk]
         if self.exchange is not Exchange.ring or origin == target:
             return []
-        return [message for message in self._messages(layer, target, origin, target) if message.piece == piece]
+        return [message for message in self._messages(layer, target, origin, target) if message.chunk == chunk]
 
     def links(self) -> list[tuple[int, int]]:
         if self.exchange is Exchange.ring:
@@ -87,11 +87,11 @@ class ExchangeSchedule(Schedule):
     def _messages(self, layer: int, peer: int, origin: int, receiver: int) -> list[Message]:
         """The origin's pieces on their way to the receiver, with `peer` at the other end."""
         messages = []
-        for piece, run in enumerate(self._runs[origin], self._origins.index(origin)):
+        for index, run in enumerate(self._runs[origin], self._origins.index(origin)):
             start = self._start(layer, run, receiver)
             if start < run.stop:
-                tag = layer * len(self._origins) + piece
-                messages.append(Message(peer=peer, layer=layer, piece=piece, start=start, end=run.stop, tag=tag))
+                tag = layer * len(self._origins) + index
+                messages.append(Message(peer=peer, layer=layer, chunk=index, start=start, end=run.stop, tag=tag))
         return messages
 
     def _start(self, layer: int, run: range, receiver: int) -> int:

@@ -36,7 +36,9 @@ class GlooTransfer(KVTransfer):
         self._staging = _Staging(cache, depth) if staged else None
         self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
         self._arrived = [threading.Event() for _ in layers]
-        self._pieces = {(layer, each.piece): threading.Event() for layer in layers for each in schedule.receives(layer)}
+        self._chunk_arrived = {
+            (layer, each.chunk): threading.Event() for layer in layers for each in schedule.receives(layer)
+        }
         self._closed = [threading.Event() for _ in layers]
         self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
         self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any, TransferRecord]]]] = queue.SimpleQueue()
@@ -81,9 +83,9 @@ class GlooTransfer(KVTransfer):
         if self._staging is not None:
             self._staging.await_upload(layer)
 
-    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
         for message in messages:
-            self._wait_for_arrival(self._pieces[layer, message.piece], layer, [message])
+            self._wait_for_arrival(self._chunk_arrived[layer, message.chunk], layer, [message])
         if self._staging is not None:
             self._staging.await_upload(layer)
 
@@ -137,7 +139,7 @@ class GlooTransfer(KVTransfer):
             body()
         except Exception as error:
             self._error = self._error or error
-            for events in (self._free, self._arrived, self._closed, self._left, self._pieces.values()):
+            for events in (self._free, self._arrived, self._closed, self._left, self._chunk_arrived.values()):
                 for event in events:
                     event.set()
 
@@ -170,11 +172,11 @@ class GlooTransfer(KVTransfer):
                     work.wait()
                 record.done()
                 self.log.received_bytes += self._host_part(message).nbytes
-                for onward in self.schedule.forwards(layer, message.piece):
+                for onward in self.schedule.forwards(layer, message.chunk):
                     self._isend(onward)
                 if self._staging is not None:
                     self._staging.bring_up(self.cache, message)
-                self._pieces[layer, message.piece].set()
+                self._chunk_arrived[layer, message.chunk].set()
             self._arrived[layer].set()
 
     def _see_sends_out(self) -> None:
@@ -197,7 +199,7 @@ class GlooTransfer(KVTransfer):
         self._sending.put((message, work, begin_s, self.note("send", message)))
 
     def _all_sends(self, layer: int) -> list[Message]:
-        forwards = [self.schedule.forwards(layer, message.piece) for message in self.schedule.receives(layer)]
+        forwards = [self.schedule.forwards(layer, message.chunk) for message in self.schedule.receives(layer)]
         return self.schedule.sends(layer) + [message for messages in forwards for message in messages]
 
     def _host_part(self, message: Message) -> Tensor:

@@ -48,16 +48,16 @@ class NcclTransfer(KVTransfer):
         works = [self._isend(message) for message in self.schedule.sends(layer)]
         with torch.cuda.stream(self._forwarding):
             for message, work in self._receives.get(layer, []):
-                onward = self.schedule.forwards(layer, message.piece)
+                onward = self.schedule.forwards(layer, message.chunk)
                 if onward:
                     work.wait()
                     works += [self._isend(each) for each in onward]
         self._sends[layer] = works
 
     def await_prefix(self, layer: int) -> None:
-        self.await_pieces(layer, [message for message, _ in self._receives.get(layer, [])])
+        self.await_messages(layer, [message for message, _ in self._receives.get(layer, [])])
 
-    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
         begin = self.clock.mark()
         for message, work in self._receives.get(layer, []):
             if message in messages:

@@ -59,7 +59,7 @@ class NcclExchange(KVTransfer):
     def await_prefix(self, layer: int) -> None:
         self._await(layer, [work for _, works in self._works[layer] for work in works])
 
-    def await_pieces(self, layer: int, messages: list[Message]) -> None:
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
         steps = self._works[layer]
         self._await(layer, [work for received, works in steps if received == messages for work in works])
 

@@ -21,7 +21,7 @@ class Message:
 
     peer: int
     layer: int
-    piece: int
+    chunk: int
     start: int
     end: int
     tag: int
@@ -47,7 +47,7 @@ class Schedule(ABC):
         """Messages with this rank's own K,V."""
 
     @abstractmethod
-    def forwards(self, layer: int, piece: int) -> list[Message]:
+    def forwards(self, layer: int, chunk: int) -> list[Message]:
         """Messages that pass on a piece which arrived."""
 
     @abstractmethod
@@ -82,43 +82,42 @@ class TransferSchedule(Schedule):
     def receives(self, layer: int) -> list[Message]:
         """The prefix, piece by piece."""
         nearest_first = range(self.position - 1, -1, -1)
-        return self._messages(layer, [(self._source(piece), piece, self.position) for piece in nearest_first])
+        return self._messages(layer, [(self._source(index), index, self.position) for index in nearest_first])
 
     def sends(self, layer: int) -> list[Message]:
         """The own chunk."""
         return self._messages(layer, [(target, self.position, target) for target in self._targets()])
 
-    def forwards(self, layer: int, piece: int) -> list[Message]:
+    def forwards(self, layer: int, chunk: int) -> list[Message]:
         if self.transfer is Transfer.direct or self.is_last:
             return []
-        return self._messages(layer, [(self.position + 1, piece, self.position + 1)])
+        return self._messages(layer, [(self.position + 1, chunk, self.position + 1)])
 
     def links(self) -> list[tuple[int, int]]:
         return chain_links(self._partition, self.transfer)
 
-    def skew(self) -> int:
+    def layer_skew(self) -> int:
         """Layers by which the earliest sender to this rank runs ahead of it, at least one."""
         return max(1, self.position) if self.transfer is Transfer.direct else 1
 
-    def _source(self, piece: int) -> int:
-        return piece if self.transfer is Transfer.direct else self.position - 1
+    def _source(self, chunk: int) -> int:
+        return chunk if self.transfer is Transfer.direct else self.position - 1
 
     def _targets(self) -> range:
         behind = self.position + 1
         return range(behind, len(self.chain) if self.transfer is Transfer.direct else min(behind + 1, len(self.chain)))
 
     def _messages(self, layer: int, routes: list[tuple[int, int, int]]) -> list[Message]:
-        """Messages for (peer, piece, receiver), all as positions in the chain; empty ones are left out."""
+        """Messages for (peer, index of the chunk, receiver), all as positions in the chain; empty ones are left out."""
         messages = []
         partition = self._partition if self._by_layer is None else self._by_layer[layer]
-        for peer, piece, receiver in routes:
-            chunk = partition.chunk(self.chain[piece])
+        for peer, index, receiver in routes:
+            chunk = partition.chunk(self.chain[index])
             start = max(chunk.start, self._first_needed(layer, partition.chunk(self.chain[receiver]).start))
             if start < chunk.stop:
-                tag = layer * len(self.chain) + piece
-                messages.append(
-                    Message(peer=self.chain[peer], layer=layer, piece=piece, start=start, end=chunk.stop, tag=tag)
-                )
+                tag = layer * len(self.chain) + index
+                at, end = self.chain[peer], chunk.stop
+                messages.append(Message(peer=at, layer=layer, chunk=index, start=start, end=end, tag=tag))
         return messages
 
 

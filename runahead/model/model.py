@@ -27,7 +27,7 @@ from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.finite import require_numbers
-from runahead.model.loading.sharing import share_out
+from runahead.model.loading.sharing import shard_module
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import PROBED_AT, QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
@@ -65,7 +65,7 @@ class Model:
         self.config = module.config.get_text_config(decoder=True)
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
-        self.num_shares = 1
+        self.num_shards = 1
         self._run: Run = lambda forward: forward()
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
@@ -108,7 +108,7 @@ class Model:
         )
         return cls(loaded.module, loaded.tokenizer, name=loaded.name)
 
-    def share_out(self, group: dist.ProcessGroup, run: Run) -> None:
+    def shard(self, group: dist.ProcessGroup, run: Run) -> None:
         """Keep this rank's share of every layer, by transformers' tensor parallelism.
 
         From then on K,V shapes are those of this rank's heads, logits are the same on all ranks, and every rank of the
@@ -123,8 +123,8 @@ class Model:
         """
         ids_1S = self._check_ids()
         whole_BV = self._transformers_logits(ids_1S)
-        share_out(self.module, group, self.device)
-        self.num_shares, self._run = group.size(), run
+        shard_module(self.module, group, self.device)
+        self.num_shards, self._run = group.size(), run
         self._look_at_layers()
         self._require_logits(whole_BV, ids_1S, "the whole model")
 

@@ -54,7 +54,7 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     by_layer = policies.by_layer(job.partition, model.num_layers)
     schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed, by_layer if policies else None)
     # A sender that is many layers ahead needs that much more room here, or it would have to wait.
-    depth = job.options.layers_in_flight + schedule.skew() - 1
+    depth = job.options.layers_in_flight + schedule.layer_skew() - 1
     # Under policies the last rank has a ring, too: what is kept of a layer gets memory of its own.
     decodes_from_slabs = schedule.is_last and not policies
     own = [partition.chunk(rank) for partition in by_layer]

@@ -39,7 +39,7 @@ class TensorParallel(Prefill):
         return run_in_chain(job, 0)
 
 
-def share_out(model: Model, ranks: Ranks) -> None:
+def shard_model(model: Model, ranks: Ranks) -> None:
     """Leave every rank its share of the model, in place. Every rank calls it with the same whole model.
 
     Raises:
@@ -50,10 +50,10 @@ def share_out(model: Model, ranks: Ranks) -> None:
         return
     _check_plan(model.config)
     _check_heads(model.config, ranks.size)
-    with ranks.failing_together():
+    with ranks.announcing_failure():
         with ranks.busy():
             group = ranks.collective_group()
-        model.share_out(group, partial(ranks.collectively, "the other ranks' shares of the layers"))
+        model.shard(group, partial(ranks.collectively, "the other ranks' shares of the layers"))
 
 
 def allreduce_bytes(model: Model, num_tokens: int, num_ranks: int, batch: int = 1) -> int:

@@ -54,7 +54,7 @@ class ZigzagAttention(LayerAttention):
             part_of_rows.own(k, v)
             parts.append(part_of_rows)
         for messages in self._schedule.steps(layer):
-            self.run.transfer.await_pieces(layer, messages)
+            self.run.transfer.await_messages(layer, messages)
             for tokens in _side_by_side(messages):
                 for part_of_rows in parts:
                     part_of_rows.others(slab, tokens)

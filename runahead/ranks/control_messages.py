@@ -75,7 +75,7 @@ class ControlMessages(Waiting):
         self.control(what, lambda: dist.all_gather_object(values, value, group=self._control))
         return values
 
-    def agree(self, what: str, call: Callable[[], T]) -> T:
+    def on_rank_0(self, what: str, call: Callable[[], T]) -> T:
         """Rank 0's result of `call`, on every rank; the others do not call it.
 
         Raises:
@@ -96,7 +96,7 @@ class ControlMessages(Waiting):
             raise SharedError(message)
         return result
 
-    def together(self, what: str, call: Callable[[], T]) -> T:
+    def on_all_ranks(self, what: str, call: Callable[[], T]) -> T:
         """This rank's result of `call`, once it succeeded on every rank.
 
         Raises:

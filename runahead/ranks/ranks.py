@@ -128,7 +128,7 @@ class Ranks(ControlMessages):
             store=store,
         )
         gpus = ranks.gather(gpu_name(device), "the GPUs")
-        ranks.agree("the GPUs", lambda: check_own_gpus(gpus))
+        ranks.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
         return ranks
 
     # Links for K,V.

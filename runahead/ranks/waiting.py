@@ -153,7 +153,7 @@ class Waiting:
             self._heartbeat.announce_failure(message)
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def announcing_failure(self) -> Iterator[None]:
         """What is raised inside is announced: see `fail`."""
         try:
             with nullcontext() if self._watcher is None else self._watcher.engaged():

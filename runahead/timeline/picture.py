@@ -24,7 +24,7 @@ BAND_TOP, BAND_HEIGHT = -0.38, 0.60
 SEND_TOP, SEND_HEIGHT = 0.26, 0.07
 
 
-def skew_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
+def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
     """The prefill: a band per rank, compute coloured by layer, waits hatched, sends as thin bars below.
 
     Lines join the end of the same layer on neighbouring ranks: their slant is the layer skew. What begins

@@ -39,11 +39,11 @@ def write_timeline(
     Raises: ValueError if `path` itself ends in .png; OSError.
     """
     # Imported late: a run without a timeline should not pay for matplotlib.
-    from runahead.timeline.picture import skew_png
+    from runahead.timeline.picture import timeline_png
 
     picture = picture_path(path)
     write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))
-    write_whole(picture, skew_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
+    write_whole(picture, timeline_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
 
 
 def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:

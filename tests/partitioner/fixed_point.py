@@ -21,7 +21,7 @@ class Sent:
 
     sender: int
     receiver: int
-    piece: int
+    chunk: int
     place: int
     num_bytes: float
 
@@ -35,7 +35,7 @@ def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
     size, layers = len(chain), range(compute.num_layers)
     schedules = [TransferSchedule(partition, rank, cluster.transfer, lambda layer, start: 0) for rank in chain]
     messages = _messages(schedules, chain, cluster)
-    depth = [cluster.layers_in_flight + schedule.skew() - 1 for schedule in schedules]
+    depth = [cluster.layers_in_flight + schedule.layer_skew() - 1 for schedule in schedules]
     chunks = [partition.chunk(rank) for rank in chain]
     speed = [cluster.speed[rank] for rank in chain]
 
@@ -74,12 +74,12 @@ def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
 def _messages(schedules: list[TransferSchedule], chain: list[int], cluster: Cluster) -> list[Sent]:
     messages = []
     for i, schedule in enumerate(schedules):
-        theirs = [each for message in schedule.receives(0) for each in schedule.forwards(0, message.piece)]
+        theirs = [each for message in schedule.receives(0) for each in schedule.forwards(0, message.chunk)]
         for message in schedule.sends(0) + theirs:
             j = chain.index(message.peer)
-            order = [received.piece for received in schedules[j].receives(0)]
+            order = [received.chunk for received in schedules[j].receives(0)]
             num_bytes = (message.end - message.start) * cluster.kv_bytes_per_token
-            messages.append(Sent(i, j, message.piece, order.index(message.piece), num_bytes))
+            messages.append(Sent(i, j, message.chunk, order.index(message.chunk), num_bytes))
     return messages
 
 
@@ -99,7 +99,7 @@ def _serve(
     for message in messages:
         i, j = message.sender, message.receiver
         links[message] = None if cluster.links is None else cluster.links.between(chain[i], chain[j])
-        source = next((m for m in messages if m.receiver == i and m.piece == message.piece), None)
+        source = next((m for m in messages if m.receiver == i and m.chunk == message.chunk), None)
         for layer in layers:
             ready = opened[i][layer] if source is None else seen[source, layer]
             if source is not None and not cluster.pass_on_as_landed:

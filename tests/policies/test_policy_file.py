@@ -147,7 +147,7 @@ def load_own_file(ranks: Ranks, folders: list[str], content: list[str]) -> str:
     policy = {"name": "sequence", "steps": ["h2o", {"name": "file", "path": "my.py"}]}
     try:
         load_files(policy, ranks)
-        [_, made] = ranks.agree("the policies", lambda: policies_of(policy, "policy"))
+        [_, made] = ranks.on_rank_0("the policies", lambda: policies_of(policy, "policy"))
         return type(made).__name__
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from launch.infer import INFER, infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.prefill.chain_attention import ChainAttention
-from runahead.prefill.tensor import share_out
+from runahead.prefill.tensor import shard_model
 from runahead.report import GenerationBatch
 from tests.families import build, throughout
 from tests.ranks.tasks import Steps
@@ -34,7 +34,7 @@ def shared_model(ranks: Ranks, family: str, dtype: torch.dtype) -> Model:
     module = build(family, dtype=dtype, **SIZES)
     module.forward = _throughout(module.forward, dtype)
     model = Model(module, name=family)
-    share_out(model, ranks)
+    shard_model(model, ranks)
     return model
 
 
@@ -106,7 +106,7 @@ def tokens_of_loaded(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tup
     for name in (PrefillName.tensor, PrefillName.single):
         model = Model.load(options, ranks.device)
         if name is PrefillName.tensor:
-            share_out(model, ranks)
+            shard_model(model, ranks)
         batch = Engine(model, ranks, prefill=PrefillOptions(name=name)).generate([ids], greedy)
         tokens.append(batch.generations[0].new_token_ids)
     return tokens[0], tokens[1]
@@ -121,8 +121,8 @@ def message_of(ranks: Ranks, task: Callable[..., Any], *args: Any) -> str:
     return "ok"
 
 
-def share_out_whole(ranks: Ranks, family: str, sizes: dict[str, Any]) -> None:
-    share_out(Model(build(family, **sizes), name=family), ranks)
+def shard_whole(ranks: Ranks, family: str, sizes: dict[str, Any]) -> None:
+    shard_model(Model(build(family, **sizes), name=family), ranks)
 
 
 def whole_model_in_tensor_engine(ranks: Ranks) -> None:

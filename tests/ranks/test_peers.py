@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import PrefillName
-from runahead.timeline.picture import skew_png
+from runahead.timeline.picture import timeline_png
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.rank_pool import RankPool
@@ -160,7 +160,7 @@ def test_timeline_shows_every_layer_and_send(rank_pools: RankPools, variant: str
         assert sends >= set(range(DEEP_LAYERS - 1))
         waits_s = sum(span.end_s - span.start_s for span in spans if span.kind == "wait")
         assert waits_s == pytest.approx(batch.ranks[rank].wait_s, abs=0.05)
-    assert skew_png(batch.spans, ttft_s=batch.ttft_s).startswith(b"\x89PNG")
+    assert timeline_png(batch.spans, ttft_s=batch.ttft_s).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("family", ["bart", "llama4_text_tempered"])

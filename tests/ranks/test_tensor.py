@@ -168,7 +168,7 @@ class TestRefusals:
     def test_model_that_cannot_be_shared_out(
         self, rank_pools: RankPools, family: str, sizes: dict[str, int], size: int, expected: str
     ) -> None:
-        for message in rank_pools.run(size, tasks.message_of, tasks.share_out_whole, family, sizes):
+        for message in rank_pools.run(size, tasks.message_of, tasks.shard_whole, family, sizes):
             assert message.startswith("ValueError: ")
             assert expected in message
             assert "\n" not in message

@@ -46,11 +46,11 @@ def test_both_ends_of_every_link_agree_and_all_that_is_needed_arrives(
         received: dict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
 
         def key(message: Message) -> tuple[int, ...]:
-            return message.piece, message.start, message.end, message.tag
+            return message.chunk, message.start, message.end, message.tag
 
         for rank, schedule in of_rank.items():
             arrivals = schedule.receives(layer)
-            onward = [each for arrival in arrivals for each in schedule.forwards(layer, arrival.piece)]
+            onward = [each for arrival in arrivals for each in schedule.forwards(layer, arrival.chunk)]
             for message in schedule.sends(layer) + onward:
                 sent[rank, message.peer].append(key(message))
             for message in arrivals:

@@ -66,7 +66,7 @@ def sent(schedule: TransferSchedule, layer: int) -> list[Message]:
     """In the order of issue: the own chunk, then what arrives is passed on as it arrives."""
     messages = schedule.sends(layer)
     for received in schedule.receives(layer):
-        messages += schedule.forwards(layer, received.piece)
+        messages += schedule.forwards(layer, received.chunk)
     return messages
 
 
@@ -77,7 +77,7 @@ def by_link(job: Job, messages_of: Callable[[TransferSchedule, int], list[Messag
         for layer in range(NUM_LAYERS):
             for m in messages_of(schedule, layer):
                 link = (rank, m.peer) if outgoing else (m.peer, rank)
-                links[link].append((m.layer, m.piece, m.start, m.end, m.tag))
+                links[link].append((m.layer, m.chunk, m.start, m.end, m.tag))
     return dict(links)
 
 
@@ -107,7 +107,7 @@ def test_ranks_send_only_what_they_computed_or_received(job: Job) -> None:
             for message in schedule.sends(layer):
                 assert chunk.start <= message.start < message.end == chunk.stop
             for received in schedule.receives(layer):
-                for onward in schedule.forwards(layer, received.piece):
+                for onward in schedule.forwards(layer, received.chunk):
                     assert received.start <= onward.start < onward.end == received.end
 
 

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from runahead.timeline.picture import skew_png
+from runahead.timeline.picture import timeline_png
 from runahead.timeline.span import Span
 from runahead.timeline.trace import picture_path, trace_json, write_timeline
 
@@ -72,19 +72,19 @@ def test_timeline_is_written_with_a_picture_beside_it(tmp_path):
 def test_layers_have_colours_of_their_own(tmp_path):
     one = [[span("compute", 0.0, 1.0, 0), span("compute", 1.0, 2.0, 1)]]
     same = [[span("compute", 0.0, 1.0, 0), span("compute", 1.0, 2.0, 0)], []]
-    assert skew_png(one) != skew_png(same[:1])
+    assert timeline_png(one) != timeline_png(same[:1])
 
 
 def test_decoding_is_left_out_of_the_picture():
     # Layers in both, for the colour bar to be the same.
     prefill = [[span("compute", 0.0, 0.5, 0), span("compute", 0.5, 1.0, 1)]]
     with_decoding = [[*prefill[0], span("compute", 1.0, 9.0, 0)]]
-    assert skew_png(prefill, ttft_s=1.0) == skew_png(with_decoding, ttft_s=1.0)
+    assert timeline_png(prefill, ttft_s=1.0) == timeline_png(with_decoding, ttft_s=1.0)
 
 
 @pytest.mark.parametrize("spans", [[], [[]], [[], []], [[span("wait", 0.0, 0.0)]], [TWO_RANKS[0], [], TWO_RANKS[1]]])
 def test_picture_of_idle_ranks(spans):
-    assert skew_png(spans, ttft_s=0.5).startswith(b"\x89PNG")
+    assert timeline_png(spans, ttft_s=0.5).startswith(b"\x89PNG")
     json.loads(trace_json(spans))
 
 

@@ -18,7 +18,7 @@ from runahead.model.loading.quiet import one_line, quiet
 AXIS = "tp"
 
 
-def share_out(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.device) -> None:
+def shard_module(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.device) -> None:
     """Leave this rank's share of the weights in `module`, on `device`; its forward then needs all ranks of the group.
 
     transformers does it while it loads a checkpoint, over groups that it makes itself. Here it is done to a loaded
