@@ -1,4 +1,4 @@
-"""The context partition: which rank computes which contiguous tokens of a prompt."""
+"""Context partition: which rank computes which contiguous tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Partitioner = Callable[[int, int], "ContextPartition"]
-"""(number of tokens, number of ranks) -> their partition."""
+"""Function from number of tokens and number of ranks to a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class ContextPartition:
 
     @property
     def chain(self) -> list[int]:
-        """Ranks with work, in order. The last of them holds the whole prompt's K,V and decodes."""
+        """Ranks with a chunk that is not empty, in order. The last one gets the whole prompt's KV cache and decodes."""
         return [rank for rank, length in enumerate(self.chunk_lengths) if length]
 
     def owner(self, token: int) -> int:
-        """Rank whose chunk holds a token."""
+        """Rank whose chunk contains a token."""
         return bisect_right(self.boundaries, token) - 1
 
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
-        """Itself, when it fits this prompt and this many ranks.
+        """Check that the partition is for this prompt and this many ranks, and return it.
 
         Raises:
             ValueError: it has another number of chunks or tokens.
@@ -71,12 +71,12 @@ class ContextPartition:
 
 
 def even(num_tokens: int, num_ranks: int) -> ContextPartition:
-    """Chunks whose lengths differ by at most one token (KVR-E)."""
+    """Partition into chunks whose lengths differ by at most one token (KVR-E in the paper)."""
     return ContextPartition(boundaries=tuple(num_tokens * i // num_ranks for i in range(num_ranks + 1)))
 
 
 def from_ratios(ratios: Sequence[float]) -> Partitioner:
-    """Partitioner with fixed shares per rank, rounded to whole tokens.
+    """Partitioner with a fixed share of the prompt per rank, rounded to whole tokens.
 
     Raises:
         ValueError: a ratio is negative or not finite, they do not sum to 1 (within 1e-3), or their number

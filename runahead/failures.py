@@ -1,16 +1,16 @@
-"""What ends a rank's work that is not its own mistake."""
+"""Errors of a rank whose cause is on another rank."""
 
 from __future__ import annotations
 
 
 class PeerFailure(RuntimeError):
-    """A peer is silent, gone, or announced that it failed. The message names it and what was waited for."""
+    """A peer is silent, has ended, or announced a failure. The message names it and what this rank waited for."""
 
 
 class SharedError(RuntimeError):
-    """Another rank reports this error; this one only ends."""
+    """An error that another rank reports. This rank ends too, without reporting it again."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line; its type's name if it says nothing."""
+    """First line of an error's message that is not blank; the name of its type if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,7 +1,7 @@
-"""Reading any file that a user names, and writing files completely or not at all.
+"""Safe reading of files that a user names, and atomic writing of files.
 
-A file that is read is never waited for, and does not fill the memory. A file that is written is filled under another
-name, or under none where the system can (O_TMPFILE on Linux's usual file systems), and then takes its name.
+Reading neither blocks (on a pipe, say) nor fills the memory. A file is written under another name, or without a name
+where the file system supports that (O_TMPFILE on Linux), and then renamed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 2**30
+"""Size of the largest file that is read."""
 PART_BYTES = 2**20
+"""Bytes that are read at a time."""
 
 
 def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
-    """The content of a regular file.
+    """Read a regular file.
 
     Args:
-        pipes: also of a pipe, which is waited for as standard input is.
+        pipes: allow a pipe too, and wait for it as for standard input.
 
     Raises:
-        OSError: it cannot be read, is something else, or is larger than a GiB.
+        OSError: it cannot be read, is not a regular file, or is larger than `MOST_BYTES`.
         ValueError: no file can have this name.
     """
     about = os.stat(path)
@@ -32,16 +34,16 @@ def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> byte
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     parts: list[bytes] = []
     size = about.st_size
     try:
         with open(path, "rb") as file:
             while size <= MOST_BYTES and (part := file.read(PART_BYTES)):
                 parts.append(part)
-                size = max(size, len(parts) * PART_BYTES)  # of a pipe nobody knows it before
+                size = max(size, len(parts) * PART_BYTES)  # the size of a pipe is not known before
     except OSError as error:
-        error.filename = os.fspath(path)  # which the system does not know where reading fails
+        error.filename = os.fspath(path)  # an error of read() lacks it
         raise
     if size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES // 2**20:,} MiB", os.fspath(path))
@@ -49,17 +51,21 @@ def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> byte
 
 
 def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> None:
-    """Find out before any work whether `write_whole(path, ...)` can succeed; leaves nothing behind.
+    """Check, before any work, that `write_whole(path, ...)` can succeed. No file is created or changed.
 
-    Raises: ValueError, naming the command line's `option`, if the file could not be written.
+    Args:
+        option: the command line's option that holds the path, for messages.
+
+    Raises:
+        ValueError: the file could not be written.
     """
     name = f"{option}={os.fspath(path)}"
     if not os.fspath(path):
         raise ValueError(f"{option}= is empty; name a file")
     try:
         target = Path(os.path.realpath(path))
-    except ValueError as error:  # a NUL, or half a character
-        raise ValueError(f"{name} is no name that a file can have; name another file") from error
+    except ValueError as error:  # a NUL, or an incomplete character
+        raise ValueError(f"{name} is not a name that a file can have; name another file") from error
     try:
         if target.is_dir():
             raise ValueError(f"{name} is a folder; name a file in it")
@@ -68,8 +74,8 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
         if target.exists() and not os.access(target, os.W_OK):
             raise ValueError(f"{name} is read-only; name another file")
         if target.exists() and not target.is_file():
-            return  # a device or a pipe: there is no folder to try
-        # Permission bits do not tell: root passes them, a read-only file system is not in them.
+            return  # a device or a pipe is written directly
+        # Permission bits do not suffice: root ignores them, and they do not show a read-only file system.
         trial, handle = _create_beside(target)
         os.close(handle)
         trial.unlink()
@@ -78,21 +84,21 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) to `path`; if that fails, a file that was there keeps its content.
+    """Write `content` (text as UTF-8) to `path` atomically: if that fails, an existing file keeps its content.
 
-    Raises: OSError.
+    Raises:
+        OSError: the file cannot be written.
     """
     try:
         _write(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         if error.errno is not None:
-            error.filename = os.fspath(path)  # which the system does not know where a disk is full
+            error.filename = os.fspath(path)  # an error of write() lacks it
         raise
 
 
 def _write(path: str | os.PathLike[str], data: bytes) -> None:
-    # A link keeps pointing where it did. Devices and pipes (report=/dev/stderr) must not be replaced by a
-    # file.
+    # Follows links, so that they stay links. Devices and pipes (report=/dev/stderr) must not be replaced by a file.
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         Path(path).write_bytes(data)
@@ -102,15 +108,16 @@ def _write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def _write_unnamed(target: Path, data: bytes) -> bool:
-    """Fill a file that has no name yet, so that a process that is killed meanwhile leaves nothing.
+    """Write a file without a name, and name it at the end, so that a killed process leaves no partial file.
 
-    But for the moment between two system calls, where it takes the place of another file.
+    Only if it replaces another file, a temporary name exists for the moment between two system calls.
 
-    Returns: whether this system has such files.
+    Returns:
+        Whether the file system supports files without a name; if not, nothing was written.
     """
     try:
         handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, 0o666)
-    except (AttributeError, OSError):  # what is wrong with the folder shows again beside the target
+    except (AttributeError, OSError):  # an error of the folder occurs again in _write_beside
         return False
     part = _beside(target)
     try:
@@ -119,7 +126,7 @@ def _write_unnamed(target: Path, data: bytes) -> bool:
             try:
                 _give_name(handle, target)
                 return True
-            except FileExistsError:  # a name can be given to a file, but not taken from another one in one step
+            except FileExistsError:  # link() does not replace a file, rename() does
                 _give_name(handle, part)
         os.replace(part, target)
         return True
@@ -131,12 +138,12 @@ def _write_unnamed(target: Path, data: bytes) -> bool:
 
 
 class _NoNames(Exception):
-    """The file system does not give a name to a file that was made without one."""
+    """The file system cannot name a file that was created without a name."""
 
 
 def _give_name(handle: int, path: Path) -> None:
     try:
-        # With a descriptor beside it Python has the link to the open file followed; an absolute path needs none.
+        # src_dir_fd makes Python follow the symbolic link in /proc; it has no effect on an absolute path otherwise.
         os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)
     except FileExistsError:
         raise
@@ -168,6 +175,6 @@ def _beside(target: Path) -> Path:
 
 
 def _create_beside(target: Path) -> tuple[Path, int]:
-    """A new file beside `target`, and its open descriptor; unlike tempfile's it has the usual permissions."""
+    """Create a file beside `target`, with the usual permissions, unlike tempfile; return its path and descriptor."""
     part = _beside(target)
     return part, os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,4 +1,4 @@
-"""Look of the pictures: colours, axes, titles and numbers."""
+"""Style of all pictures: colours, axes, titles and numbers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from matplotlib.ticker import LogLocator
 INK, MUTED = "#1f2933", "#7b8794"
 GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"
-"""Of what a reader should see first: the best split."""
+"""Colour of the most important element, such as the best split."""
 
 MOST_TICKS = 10
-"""Prompt lengths that can be read side by side."""
+"""Most prompt lengths that are readable side by side on an axis."""
 
 Colour = tuple[float, float, float, float]
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A white figure, in inches. Figure rather than pyplot: no display, no globals."""
+    """Make a white figure; `width` and `height` in inches. Without pyplot, so no display and no globals are needed."""
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def rows_and_columns(number: int, most_columns: int) -> tuple[int, int]:
-    """Of so many panels, with few places left over."""
+    """Rows and columns for `number` panels, with few empty places."""
     rows = -(-number // most_columns)
     return rows, -(-number // rows)
 
 
 def panels(figure: Figure, number: int, rows: int, columns: int) -> list[Any]:
-    """Axes in rows; the places that are left over in the last row stay blank."""
+    """Axes of `number` panels, row by row; empty places in the last row are blank."""
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for blank in axes[number:]:
         blank.set_axis_off()
@@ -44,14 +44,15 @@ def panels(figure: Figure, number: int, rows: int, columns: int) -> list[Any]:
 
 
 def png(figure: Figure) -> bytes:
+    """The figure as a PNG."""
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
 
 
 def set_title(figure: Figure, title: str, subject: str = "") -> None:
-    """A bold line at the top left, and what it is about in small below it."""
-    # An empty line of the title makes room for the subject, which is put where the layout moves the title.
+    """Set a bold title at the top left, and the subject in small type below it."""
+    # An empty line of the title makes room for the subject, whose position is relative to the title.
     text = title + ("\n" if subject else "")
     heading = figure.suptitle(text, x=0.008, ha="left", fontsize=13, fontweight="bold", color=INK)
     if subject:
@@ -61,7 +62,7 @@ def set_title(figure: Figure, title: str, subject: str = "") -> None:
 
 
 def dress(axes: Any, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
-    """The project's axes: little ink."""
+    """Set title and labels of axes in the project's style; `grid` is "x", "y", "both" or ""."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
@@ -77,19 +78,19 @@ def dress(axes: Any, *, title: str = "", x: str = "", y: str = "", grid: str = "
 
 
 def colours(number: int, *, last: float = 0.88) -> list[Colour]:
-    """From dark to light, told apart in print too."""
+    """`number` colours from dark to light, distinguishable in print too; `last` is the place of the lightest one."""
     viridis = matplotlib.colormaps["viridis"]
     return [viridis(last * at / max(number - 1, 1)) for at in range(number)]
 
 
 def ink_on(colour: Colour) -> str:
-    """What can be read on a colour."""
+    """Text colour that is readable on a background colour."""
     red, green, blue, _ = colour
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
 
 
 def set_lengths(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic x axis with prompt lengths as its ticks, as many as fit; the longest is always there."""
+    """Make the x axis logarithmic with prompt lengths as ticks, as many as fit; the longest one is always shown."""
     axes.set_xscale("log", base=2)
     apart = (max(lengths) / min(lengths)) ** (1 / MOST_TICKS)
     shown: list[int] = []
@@ -101,7 +102,7 @@ def set_lengths(axes: Any, lengths: Sequence[int]) -> None:
 
 
 def set_seconds(axis: Any, *, log: bool = False) -> None:
-    """Times as the ticks of an axis; on a logarithmic one 1, 2 and 5 of every decade, or what fits a narrow range."""
+    """Format an axis of seconds. A logarithmic one has ticks at 1, 2 and 5 of a decade, more in a narrow range."""
     if log:
         low, high = axis.get_view_interval()
         subs = (1,) if high / low > 1e4 else (1, 2, 5) if high / low > 4 else range(1, 10)
@@ -111,12 +112,12 @@ def set_seconds(axis: Any, *, log: bool = False) -> None:
 
 
 def tokens(number: int) -> str:
-    """A prompt length, short: 4k is 4096."""
+    """Short text of a prompt length: 4k is 4096."""
     return f"{number // 1024:,}k" if number % 1024 == 0 else f"{number:,}"
 
 
 def seconds(value: float, *, aligned: bool = False) -> str:
-    """Three digits, in the unit that reads well; `aligned` keeps the zeros among them, as 80.0 ms."""
+    """Text of a time with three digits in s, ms or µs; `aligned` keeps trailing zeros, as in 80.0 ms."""
     if value >= 1000:
         return f"{value:,.0f} s"
     scale, unit = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")

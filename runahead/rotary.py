@@ -1,8 +1,8 @@
-"""Rotary positions that the runtime gives queries and keys itself: what the model's own code would do, and checked so.
+"""Rotary position embeddings (RoPE) computed by the runtime, and checked to equal those of the model's own code.
 
-At position 0 a rotation turns nothing. So a model that is told position 0 for every token hands out queries and keys
-as they are before RoPE, with whatever scale its tables have, and they can be rotated to any position afterwards, once
-and without a drift: a stored key is never rotated back.
+At position 0 the rotation is the identity. So a model that is given position 0 for every token returns queries and keys
+as they are before RoPE, including any scale of its tables, and the runtime rotates them to any position. Each key is
+rotated once: a stored key is never rotated back, so rounding errors do not add up.
 """
 
 # Legend: T tokens, B batch, N heads, X head dim, F frequencies, of which each turns two of the head's dims.
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 
 class Pairs(Enum):
-    """Which two of the rotated dims belong together: i with i + F (Llama), or 2i with 2i + 1 (Cohere, GLM)."""
+    """Pairing of the rotated dims: i with i + F (Llama), or 2i with 2i + 1 (Cohere, GLM)."""
 
     half = "half"
     interleaved = "interleaved"
 
 
 class Rotary:
-    """One layer's rotation.
+    """Rotation of queries and keys in one layer.
 
     Args:
-        inv_freq_F: radians per position; none in a layer without positions.
+        inv_freq_F: radians per position; empty for a layer without positions.
         pairs: how dims are paired.
-        first: of the head's dims, the first one that is rotated.
+        first: first of the head's dims that is rotated.
     """
 
     def __init__(self, inv_freq_F: Tensor, pairs: Pairs = Pairs.half, first: int = 0) -> None:
@@ -38,16 +38,16 @@ class Rotary:
         self._step: tuple[tuple[int, tuple[int, ...], torch.dtype], Tensor, Tensor, Tensor] | None = None
 
     def rotated(self, x_TBNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
-        """Tokens [start, start + T) of a left-padded batch, rotated to the positions that they have in their rows.
+        """Rotate the tokens [start, start + T) of a left-padded batch to their positions in their rows.
 
         Returns:
-            (T, B, N, X) of its own memory, in the dtype of `x_TBNX`; padding is where position 0 is.
+            (T, B, N, X) in new memory, in the dtype of `x_TBNX`; padding is at position 0.
         """
         num_freqs, end = len(self.inv_freq_F), start + x_TBNX.shape[0]
         out_TBNX = x_TBNX.clone(memory_format=torch.contiguous_format)
         if num_freqs == 0 or out_TBNX.numel() == 0:
             return out_TBNX
-        # As transformers does, tables are in at least float32, whatever the model's dtype.
+        # As in transformers, tables are in at least float32, whatever the model's dtype.
         cos_LF, sin_LF = self._cos_sin(end, torch.promote_types(x_TBNX.dtype, torch.float32), x_TBNX.device)
         if any(pads):
             slots_T1 = torch.arange(start, end, device=x_TBNX.device)[:, None]
@@ -62,7 +62,7 @@ class Rotary:
         return out_TBNX
 
     def rotated_token(self, x_BNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
-        """As `rotated`, of one token per row, (B, N, X): three operations, with tables for whole heads."""
+        """As `rotated`, for one token per row, (B, N, X), with three operations on tables for whole heads."""
         if len(self.inv_freq_F) == 0:
             return x_BNX
         asked = start, tuple(pads), x_BNX.dtype
@@ -72,10 +72,10 @@ class Rotary:
         return (x_BNX * cos_BNX).addcmul_(x_BNX.index_select(-1, partner_X), sin_BNX)
 
     def _whole_heads(self, x_BNX: Tensor, start: int, pads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Factors (B or 1, 1, X) of each dim and of its partner in the rotation, and which dim that is."""
+        """Factors (B or 1, 1, X) of each dim and of its partner in the rotation, and the partners' indices (X)."""
         width, device = x_BNX.shape[-1], x_BNX.device
         ones_1B1X = torch.ones(1, len(pads) if any(pads) else 1, 1, width, dtype=x_BNX.dtype, device=device)
-        # A head of ones turns into (cos - sin, cos + sin), so both can be read off from two heads.
+        # Pairs of (1, 0) are rotated to (cos, sin).
         first_1B1X = ones_1B1X.clone()
         self.paired(first_1B1X)[1].zero_()
         rows = pads if any(pads) else [0]
@@ -93,7 +93,7 @@ class Rotary:
         return cos_1B1X[0], sin_1B1X[0], partner_X
 
     def turned(self, x_BNCX: Tensor, by_BC: Tensor) -> Tensor:
-        """What stands at some position, so many positions further on: rotations add up."""
+        """Rotate heads (B, N, C, X) by `by_BC` further positions; rotations add up."""
         if len(self.inv_freq_F) == 0:
             return x_BNCX
         wide = torch.promote_types(x_BNCX.dtype, torch.float32)
@@ -106,7 +106,7 @@ class Rotary:
         return out_BNCX
 
     def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The two dims of every frequency, (..., F) each, as views."""
+        """The first and the second dim of every pair, (..., F) each, as views."""
         num_freqs = len(self.inv_freq_F)
         turned = x[..., self.first : self.first + 2 * num_freqs]
         if self.pairs is Pairs.half:
@@ -114,7 +114,7 @@ class Rotary:
         return turned[..., 0::2], turned[..., 1::2]
 
     def _cos_sin(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tables (at least `length`, F), made once for more and more positions."""
+        """Tables (at least `length`, F), computed again only for longer texts."""
         if self._tables is None or self._tables[0].shape[0] < length or self._tables[0].dtype != dtype:
             positions_L = torch.arange(length + length // 4, dtype=dtype, device=device)
             angles_LF = positions_L[:, None] * self.inv_freq_F.to(device=device, dtype=dtype)
@@ -127,17 +127,17 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def find_rotaries(module: nn.Module, heads_at: Callable[[int], list[Heads]], last_position: int) -> list[Rotary]:
-    """How each layer of a model rotates, found out by looking at one token at several positions.
+    """Find the rotation of each layer of a model from its heads for one token at several positions.
 
-    Frequencies are those of the model's rotary modules. Which of them a layer uses, for which of its head's dims and in
-    which pairs, is what gives the model's own queries and keys at all of these positions.
+    Frequencies are those of the model's rotary modules. For each layer the frequencies, dims and pairs are chosen that
+    give the model's own queries and keys at all of these positions.
 
     Args:
-        heads_at: one token's heads in every layer, at a position. Its hidden states do not depend on attention.
-        last_position: of those that will be used.
+        heads_at: position -> one token's heads in every layer. They must not depend on the output of attention.
+        last_position: largest position that will be used.
 
     Raises:
-        ValueError: a layer does anything else with positions; the message says what is wrong, not of which model.
+        ValueError: a layer uses positions in any other way; the message says how, but does not name the model.
     """
     frequencies = [
         inv_freq for name, inv_freq in module.named_buffers() if name.endswith("inv_freq") and "original" not in name
@@ -172,9 +172,9 @@ def _candidates(frequencies: list[Tensor], head_dim: int) -> list[Rotary]:
 
 
 def _turns(rotary: Rotary, x_1N1X: Tensor, expected_1N1X: Tensor, position: int) -> bool:
-    """Does rotating what stands at position 0 give what stands at another one?"""
+    """Whether rotating the heads at position 0 gives the heads at another position, up to rounding."""
     x_TBNX, expected_TBNX = x_1N1X.permute(2, 0, 1, 3), expected_1N1X.permute(2, 0, 1, 3)
-    # Against the two dims that are turned: some models have dims that are hundreds of times as large as others.
+    # Relative to the dims of the pair: in some models dims are hundreds of times as large as others.
     scale_TBNX = x_TBNX.abs()
     a, b = rotary.paired(scale_TBNX)
     both = a + b
@@ -185,5 +185,5 @@ def _turns(rotary: Rotary, x_1N1X: Tensor, expected_1N1X: Tensor, position: int)
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Of tables in float32, or of low precision; a wrong frequency or pair is off by about 1."""
+    """Relative error allowed for rounding; that of a wrong frequency or pair is about 1."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.05

@@ -1,1 +1,1 @@
-"""From the logits of the first token to the end of the text."""
+"""Decoding, after the prefill: the loop over new tokens, sampling, stop strings and the stream of tokens to rank 0."""

@@ -1,4 +1,4 @@
-"""Decoding on the rank that holds the KV cache: one token per row and step, until every row has ended."""
+"""The decoding loop, on the rank with the whole KV cache: one token per row and step until all rows have ended."""
 
 # Legend: B batch, V vocabulary.
 
@@ -26,7 +26,12 @@ from runahead.thinning.steps import PolicySteps
 
 
 class Row:
-    """One prompt's generation: its tokens, its text, and why it ended."""
+    """One row of the batch while it is generated.
+
+    Attributes:
+        prompt, new_ids: token ids.
+        finish_reason: "eos", "stop", "length", or None while it goes on.
+    """
 
     def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
         self.prompt, self.new_ids = prompt, list[int]()
@@ -37,7 +42,7 @@ class Row:
         self._text = StopStrings(model.tokenizer, options.stop)
 
     def step(self, logits_V: Tensor) -> int:
-        """Take the next token, and end if it says so."""
+        """Choose the next token from its logits, and set `finish_reason` if the row ends with it."""
         token = self._sampler.next_token(self.prompt + self.new_ids, logits_V)
         self.new_ids.append(token)
         if token in self._eos:
@@ -56,7 +61,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class Decoded:
-    """Rows as they ended, and when: seconds of the host's clock at the first and the last token."""
+    """Rows that have ended, with the seconds of `time.perf_counter` at the first and the last token."""
 
     rows: list[Row]
     first_token_s: float
@@ -67,10 +72,13 @@ class Decoded:
 def attention_over(
     cache: KVStore, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int, num_layers: int
 ) -> Callable[[int], LayerAttention]:
-    """The attention of single new tokens to a prompt's keys and values, by their index in the padded batch.
+    """Choose the attention of single new tokens to a prompt's KV cache.
 
     Args:
         policies: those that decide after each token, over a cache that can drop tokens.
+
+    Returns:
+        A function from the index of the new token in the padded batch to the attention of its forward.
     """
     if not policies:
         return lambda start: CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
@@ -94,15 +102,15 @@ def decode(
     pads: list[int],
     on_step: Callable[[list[int | None]], None],
 ) -> Decoded:
-    """Generate from the first logits on.
+    """Generate new tokens until every row has ended.
 
     Args:
-        rows: one per prompt, without tokens yet.
-        logits_BV: of the prompts' last tokens.
-        attention_at: attention to what is stored of the padded prompt, by the index of the new token.
+        rows: one per prompt, without new tokens.
+        logits_BV: logits of the prompts' last tokens.
+        attention_at: index of a new token in the padded batch -> attention of its forward.
         num_tokens: length of the padded prompt.
         pads: left padding per row.
-        on_step: is told each step's tokens, None for rows that had ended.
+        on_step: called with each step's tokens, None for rows that had ended before.
     """
     step, first_token_s = 0, 0.0
     while True:

@@ -1,4 +1,4 @@
-"""From logits to the next token, row by row, on transformers' own logits processors."""
+"""Sampling: the next token of a row from its logits, with transformers' own logits processors."""
 
 # Legend: V vocabulary.
 
@@ -20,11 +20,12 @@ from runahead.config import GenerationOptions
 
 
 class Sampler:
-    """Next tokens of one row; rows have generators of their own, so that a batch draws what its rows draw alone.
+    """Sampler of one row. Each row has a generator of its own, so a row in a batch samples what it would alone.
 
     Args:
-        options: greedy or sampling, and the processors' settings.
-        seed: of this row.
+        options: greedy or sampling, and the settings of the processors.
+        seed: seed of this row's generator.
+        device: device of the logits.
     """
 
     def __init__(self, options: GenerationOptions, seed: int, device: torch.device) -> None:
@@ -33,10 +34,10 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(seed) if options.do_sample else None
 
     def next_token(self, token_ids: list[int], logits_V: Tensor) -> int:
-        """The token behind `token_ids`: the likeliest, or one drawn.
+        """Choose the token after `token_ids`: the most likely one, or a sampled one.
 
         Raises:
-            ValueError: the logits hold NaN, or one without bound.
+            ValueError: a logit is NaN or plus infinity.
         """
         if not logits_V.max() < math.inf:  # false for NaN
             raise ValueError(
@@ -54,7 +55,7 @@ class Sampler:
 
 
 def processors(options: GenerationOptions) -> LogitsProcessorList:
-    """In the order of `transformers.generate`; temperature, top-k and top-p only where tokens are drawn."""
+    """Logits processors in the order of `transformers.generate`; temperature, top-k and top-p only for sampling."""
     chosen = LogitsProcessorList()
     if options.repetition_penalty != 1.0:
         chosen.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))

@@ -1,6 +1,6 @@
-"""The text of one row while it is generated: where a stop string ends it, and what may be printed already.
+"""Text of one row while it is generated: detokenization token by token, and stop strings.
 
-The last rank uses it to know when to stop, the edge to know what to print: the same token ids lead both to
+The rank that decodes uses it to know when to stop, and rank 0 to know what to print: from the same token ids both get
 the same text.
 """
 
@@ -11,30 +11,28 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) UTF-8
 
-# A character has at most 4 bytes and a token at least one. Text that is still broken after more tokens than
-# that stays broken, but for a character that may just have begun: up to three bytes, each shown as one
-# replacement character.
+# A character has at most 4 bytes, and a token at least one. Text that is still incomplete after more tokens is invalid,
+# except for a character that may just have begun: up to three bytes, each shown as one replacement character.
 MAX_TOKENS_OF_A_CHARACTER = 4
-# Bounds the work on endless bytes that are no UTF-8 (of an untrained model, say); such text may lose a
-# character here.
+# Bounds the work on long invalid UTF-8, such as that of an untrained model; such text may lose a character here.
 MAX_PENDING_TOKENS = 32
 
 
 class Detokenizer:
-    """Turns token ids, one by one, into pieces of text that are never taken back.
+    """Incremental detokenizer: turns token ids, one by one, into parts of the text that do not change any more.
 
-    Tokenizers treat the start of a text apart (SentencePiece drops its first blank), so a token is decoded
-    together with the tokens of the piece before it, and only what they add is handed out.
+    Tokenizers treat the start of a text specially (SentencePiece drops its first space), so a token is decoded together
+    with the tokens of the part before it, and only the text that it adds is returned.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the tokens of the last complete piece, then the pending ones
-        self._num_context = 0  # how many of the window's tokens belong to the last complete piece
-        self._num_chars = 0  # how many characters of the window's text were handed out
+        self._window: list[int] = []  # the tokens of the last complete part, then the pending ones
+        self._num_context = 0  # number of the window's tokens that belong to the last complete part
+        self._num_chars = 0  # number of characters of the window's text that were returned
 
     def add(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character still lacks bytes."""
+        """Add a token, and return the text that it completes: "" while a character still lacks bytes."""
         self._window.append(token_id)
         text = self._decode(self._window)
         num_pending = len(self._window) - self._num_context
@@ -46,40 +44,47 @@ class Detokenizer:
         return self._hand_out(text[:num_complete], is_whole_window=num_complete == len(text))
 
     def finish(self) -> str:
-        """The rest, as it is when nothing follows: lone bytes become replacement characters."""
+        """Return the rest of the text; incomplete characters become replacement characters."""
         return self._hand_out(self._decode(self._window), is_whole_window=True)
 
     def _hand_out(self, complete: str, *, is_whole_window: bool) -> str:
-        piece = complete[self._num_chars :]
+        part = complete[self._num_chars :]
         self._num_chars = max(self._num_chars, len(complete))
-        if piece and is_whole_window:
+        if part and is_whole_window:
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
             self._num_chars = len(self._decode(self._window))
-        return piece
+        return part
 
     def _decode(self, token_ids: list[int]) -> str:
-        # Cleaning up would take back blanks that were handed out already ("do n" + "'t" -> "don't").
+        # Cleaning up would remove spaces that were returned already ("do n" + "'t" -> "don't").
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 
 class StopStrings:
-    """One row's text so far, cut before the stop string that was complete first.
+    """Text of one row so far, which ends before the stop string that was complete first.
 
-    "Complete first" makes the outcome independent of how the text falls into tokens; of two that end on the
-    same character, the longer one counts. A stop string that is the name of a special token ("<|im_end|>"),
-    which text does not show, stops at that token. Without a tokenizer the text is empty.
+    "Complete first" makes the result independent of how the text is split into tokens; of two stop strings that end at
+    the same character, the longer one counts. A stop string that is the name of a special token ("<|im_end|>"), which
+    text does not contain, stops at that token. Without a tokenizer the text is empty.
 
         row = StopStrings(tokenizer, ["\\n\\n"])
         while not row.add(next_token()):
-            print(row.take(), end="")   # never a part of a stop string, never half a character
+            print(row.take(), end="")   # no part of a stop string, no incomplete character
         row.finish()
-        print(row.take())               # now row.text is everything that was taken
+        print(row.take())               # now all of row.text has been taken
+
+    Args:
+        tokenizer: the model's tokenizer, or None.
+        stop: the stop strings.
+
+    Raises:
+        ValueError: there are stop strings but no tokenizer.
     """
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str] = ()):
-        """Raises: ValueError if there are stop strings but no tokenizer to find them with."""
+
         if stop and tokenizer is None:
             raise ValueError(f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out")
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
@@ -96,7 +101,7 @@ class StopStrings:
         return self._text
 
     def add(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete. What follows that is ignored."""
+        """Add the next token, and return whether a stop string is complete. Later tokens are ignored then."""
         if self._detokenizer is None or self.stopped or self.finished:
             return self.stopped
         if token_id in self._stop_ids:
@@ -107,26 +112,26 @@ class StopStrings:
         return self.stopped
 
     def finish(self) -> None:
-        """Nothing follows: what was held back becomes text."""
+        """End the text: what was held back becomes part of it."""
         if self._detokenizer is not None and not self.stopped and not self.finished:
             self._append(self._detokenizer.finish())
         self.finished = True
 
     def take(self) -> str:
-        """The text that no later token can take back and that was not taken yet."""
+        """Return the text that was not taken before and that no later token can change."""
         end = len(self._text)
         if not (self.stopped or self.finished):
             end -= self._num_chars_of_a_begun_stop_string()
-        piece = self._text[self._num_taken : end]
-        self._num_taken += len(piece)
-        return piece
+        part = self._text[self._num_taken : end]
+        self._num_taken += len(part)
+        return part
 
-    def _append(self, piece: str) -> None:
+    def _append(self, part: str) -> None:
         old_length = len(self._text)
-        self._text += piece
+        self._text += part
         ends_and_starts = []
         for stop in self._stop:
-            # A stop string may begin in text that is here already, but it ends in the new piece.
+            # A stop string may begin in the old text, but it ends in the new part.
             start = self._text.find(stop, max(0, old_length - len(stop) + 1))
             if start >= 0:
                 ends_and_starts.append((start + len(stop), start))

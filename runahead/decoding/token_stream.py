@@ -1,4 +1,4 @@
-"""New tokens on their way from the rank that decodes to rank 0, which shows them while they come."""
+"""Stream of new tokens from the rank that decodes to rank 0, which shows them as they arrive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TAG = 3
 
 
 class TokenStream:
-    """Every step's tokens of one batch: ranks that decode call `send`, then all ranks call `relay`.
+    """Tokens of every step of one batch. Ranks that decode call `send` per step, then all ranks call `relay`.
 
     Args:
-        source: rank whose tokens are passed on, where several decode alike.
+        source: rank whose tokens are sent, as several ranks may decode the same.
         num_rows: rows of the batch.
-        on_tokens: what rank 0 does with a step's tokens (None for a row that has ended).
+        on_tokens: called on rank 0 with each step's tokens, None for rows that have ended.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class TokenStream:
         self._on_tokens = on_tokens or (lambda tokens: None)
 
     def send(self, tokens: list[int | None]) -> None:
-        """Pass a step's tokens on without waiting for rank 0."""
+        """Send a step's tokens to rank 0, without waiting for it."""
         self._ranks.progress()
         if self._ranks.rank != self._source:
             return
@@ -44,7 +44,7 @@ class TokenStream:
             self._post([ROW_ENDED if token is None else token for token in tokens])
 
     def relay(self) -> None:
-        """On rank 0: hand out steps until the source has ended. On the source: end. Elsewhere: nothing."""
+        """Receive steps on rank 0 until the source has ended, and tell it so on the source. Other ranks do nothing."""
         if self._source == 0:
             return
         if self._ranks.rank == self._source:
@@ -54,7 +54,7 @@ class TokenStream:
                 self._show([None if token == ROW_ENDED else token for token in step])
 
     def _show(self, tokens: list[int | None]) -> None:
-        with self._ranks.busy():  # a reader who pauses is not a rank that hangs
+        with self._ranks.busy():  # a reader of the output that pauses must not count as silence
             self._on_tokens(tokens)
 
     def _post(self, values: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The only place that sends or receives K,V between ranks."""
+"""Transfer of keys and values between ranks: who sends what to whom, over Gloo and over NCCL."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.kv_transfer.schedule import Message, TransferSchedule, chain_links
 
 TRANSFERS: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclTransfer}
-"""Backend -> what carries K,V along a chain over it."""
+"""Transfers along a chain of ranks, by backend."""
 
 EXCHANGES: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclExchange}
-"""Backend -> what carries K,V that all ranks exchange."""
+"""Transfers in which all ranks exchange their keys and values, by backend."""
 
 __all__ = [
     "EXCHANGES",

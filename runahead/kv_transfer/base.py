@@ -1,4 +1,4 @@
-"""What a prefill asks of a K,V transfer, whatever carries it."""
+"""Interface of a KV transfer, as a prefill uses it with every backend."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ from runahead.timeline.clock import Clock
 
 @dataclass(kw_only=True)
 class TransferLog:
-    """What was moved, and when, in marks of the clock."""
+    """Bytes that a rank sent and received, and when; begin and end are marks of the clock."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     waits: list[tuple[int, object, object]] = field(default_factory=list)
-    """(layer, begin, end) of this rank's standing still."""
+    """(layer, begin, end) of each time that this rank stood still."""
     sends: list[tuple[int, object, object, str]] = field(default_factory=list)
-    """(layer, begin, end, detail)."""
+    """(layer, begin, end, detail) of each message sent."""
 
 
 class KVTransfer(ABC):
-    """K,V of one prefill on their way. For every layer in order: open, (write own K,V), send, await_prefix, close.
+    """Transfer of the keys and values of one prefill, on one rank.
 
-    Layers in which a rank attends to what arrived piece by piece have several `await_messages` for the `await_prefix`.
+    A prefill calls, for every layer in order: `open`, write the own keys and values to the cache, `send`,
+    `await_prefix`, attend, `close`; and `finish` at the end. To attend to messages as they arrive it calls
+    `await_messages` several times rather than `await_prefix`.
 
-    At most `depth` layers are in flight: a layer's slot is taken again only once its K,V were attended to and left.
+    Args:
+        schedule: the messages of this rank.
+        cache: sends read from it, and receives write to it in place.
+        depth: most layers in flight. The slot of a layer is used again `depth` layers later, once its keys and values
+            were attended to and have been sent.
     """
 
     def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
@@ -42,30 +48,30 @@ class KVTransfer(ABC):
 
     @abstractmethod
     def open(self, layer: int) -> None:
-        """Return once the layer's slot may be written."""
+        """Wait until the layer's slot may be written."""
 
     @abstractmethod
     def send(self, layer: int) -> None:
-        """Start sending the own K,V, which are in the cache, without waiting for them to leave."""
+        """Start sending the own keys and values, which are in the cache, without waiting for them to leave."""
 
     @abstractmethod
     def await_prefix(self, layer: int) -> None:
-        """Return once all that is received of the layer may be read (on a GPU: by work queued from now on)."""
+        """Wait until all that is received of the layer may be read (on a GPU: by work queued from now on)."""
 
     @abstractmethod
     def await_messages(self, layer: int, messages: list[Message]) -> None:
-        """Return once what these messages bring may be read."""
+        """Wait until the content of these messages may be read (on a GPU: by work queued from now on)."""
 
     @abstractmethod
     def close(self, layer: int) -> None:
-        """The layer was attended to: its slot may be taken by a later one once its messages have left."""
+        """Note that the layer was attended to: its slot may be used again once its messages have left."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Return once everything that this rank passes on has left."""
+        """Wait until everything that this rank sends or passes on has left."""
 
     def note(self, direction: str, message: Message) -> TransferRecord:
-        """Keep a record of a message that is being posted."""
+        """Record a message that is being posted; `direction` is "send" or "receive"."""
         record = TransferRecord(
             direction=direction,
             peer=message.peer,
@@ -77,11 +83,11 @@ class KVTransfer(ABC):
         return self.ranks.records.posted(record)
 
     def state(self, direction: str, layer: int, messages: Iterable[Message]) -> str:
-        """What became of messages of a layer: bytes, posted or not."""
+        """Describe the state of messages of a layer, for an error message: bytes posted, done and not posted."""
         messages = list(messages)
         num_bytes = sum(self.part(message).nbytes for message in messages)
         return self.ranks.records.state(direction, layer, {message.peer for message in messages}, num_bytes)
 
     def part(self, message: Message) -> Tensor:
-        """Where a message lies in the cache."""
+        """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""
         return self.cache.layer(message.layer).tokens(message.start, message.end)

@@ -1,9 +1,10 @@
-"""Who sends which K,V to whom where ranks give each other theirs in every layer, instead of along a chain.
+"""Schedule of messages where all ranks exchange their keys and values in every layer, instead of along a chain.
 
-`all_gather` sends every rank's K,V straight to all the others, in place and at once. `ring` (Liu et al., 2023) passes
-them from neighbour to neighbour in p - 1 steps, each rank's own first. Both move (p - 1) C tokens per layer. `direct`
-is an all-gather without what its receiver does not attend to: of 2p chunks in zigzag three quarters of that, less under
-a window, and nothing in the last layer but to the rank that gets the first token.
+`all_gather` sends every rank's keys and values straight to all others, in place and at once. `ring` (Liu et al., 2023,
+"Ring Attention") passes them from neighbour to neighbour in p - 1 steps, each rank's own first. Both send (p - 1) C
+tokens per layer. `direct` is an all-gather without the tokens that the receiver does not attend to: three quarters of
+them for the 2p chunks of zigzag, fewer under a sliding window, and in the last layer only those that the rank with the
+first token needs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from runahead.kv_transfer.schedule import Message, Schedule
 
 
 class ExchangeSchedule(Schedule):
-    """The messages of one rank.
+    """The messages of one rank that exchanges keys and values with all others.
 
     Args:
-        runs: contiguous tokens of every rank, in order; a rank may have none and then takes no part.
-        rank: whose messages.
+        runs: per rank, its contiguous runs of tokens, in order. A rank without runs takes no part.
+        rank: the rank.
         num_layers: layers of the model.
         first_needed: (layer, start of a run) -> first token that this run attends to in that layer.
 
@@ -41,10 +42,10 @@ class ExchangeSchedule(Schedule):
         self.exchange, self.own, self._runs = exchange, runs[rank], runs
         self._num_layers, self._first_needed = num_layers, first_needed
         self._origins = [origin for origin in self.chain for _ in runs[origin]]
-        """By piece: a piece is a run, and its number is the same on every rank."""
+        """Rank of each run. Runs are numbered in the order of ranks, and `Message.chunk` is such a number."""
 
     def steps(self, layer: int) -> list[list[Message]]:
-        """What is received, in groups that are there together: one group, or in a ring one per step."""
+        """Messages received, in groups that are complete together: a group per step of a ring, otherwise one."""
         here = self.position
         origins = [self._at(here - step) for step in range(1, len(self.chain))]
         if self.exchange is Exchange.ring:
@@ -53,7 +54,7 @@ class ExchangeSchedule(Schedule):
         return [[message for group in groups for message in group]]
 
     def batches(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
-        """(received, sent) of each step, for transports that start both together."""
+        """(messages received, messages sent) of each step, for backends that start both together."""
         steps, sends = self.steps(layer), self.sends(layer)
         if self.exchange is not Exchange.ring:
             return [(received, sends) for received in steps]
@@ -64,7 +65,7 @@ class ExchangeSchedule(Schedule):
         return [message for step in self.steps(layer) for message in step]
 
     def sends(self, layer: int) -> list[Message]:
-        """The own K,V, to the next rank first, as they are waited for there."""
+        """Messages with the own keys and values, to the next rank first, which waits for them first."""
         rank = self._at(self.position)
         reach = 1 if self.exchange is Exchange.ring else len(self.chain) - 1
         targets = [self._at(self.position + ahead) for ahead in range(1, len(self.chain))][:reach]
@@ -85,7 +86,7 @@ class ExchangeSchedule(Schedule):
         return self.chain[position % len(self.chain)]
 
     def _messages(self, layer: int, peer: int, origin: int, receiver: int) -> list[Message]:
-        """The origin's pieces on their way to the receiver, with `peer` at the other end."""
+        """Messages with the runs of rank `origin` that travel to or towards `receiver`; `peer` is the other end."""
         messages = []
         for index, run in enumerate(self._runs[origin], self._origins.index(origin)):
             start = self._start(layer, run, receiver)
@@ -95,7 +96,7 @@ class ExchangeSchedule(Schedule):
         return messages
 
     def _start(self, layer: int, run: range, receiver: int) -> int:
-        """First token of a run that travels to the receiver; the run's end if none does."""
+        """First token of a run that is sent to the receiver; the run's end if none is."""
         if self.exchange is not Exchange.direct:
             return run.start
         readers = [each.start for each in self._runs[receiver] if each.start >= run.stop]

@@ -1,8 +1,8 @@
-"""K,V over Gloo: three threads keep receives posted ahead, pass pieces on as they land, and see sends out.
+"""KV transfer over Gloo: three threads post receives ahead, pass chunks on as they arrive, and wait for sends.
 
-Gloo's own threads move the bytes; ours only wait for them, outside the interpreter's lock. A work object must be kept
-and waited for: dropping it loses the message, and it never reports completion by itself. Tensors on a GPU are staged
-through pinned host memory.
+Gloo's own threads move the bytes; the threads here only wait for them, without the interpreter's lock. A work object
+must be kept and waited for: dropping it loses the message, and it never reports completion by itself. Tensors on a GPU
+are staged through pinned host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runahead.timeline.clock import Clock
 
 
 class GlooTransfer(KVTransfer):
-    """As `KVTransfer`, between CPUs or staged through host memory."""
+    """`KVTransfer` over Gloo, between CPUs or staged through host memory."""
 
     def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
@@ -39,8 +39,8 @@ class GlooTransfer(KVTransfer):
         self._chunk_arrived = {
             (layer, each.chunk): threading.Event() for layer in layers for each in schedule.receives(layer)
         }
-        self._closed = [threading.Event() for _ in layers]
-        self._left = [threading.Event() for _ in layers]  # everything that is sent of this layer has left
+        self._closed = [threading.Event() for _ in layers]  # the layer was attended to
+        self._left = [threading.Event() for _ in layers]  # all messages sent of this layer have left
         self._posted: queue.SimpleQueue[tuple[int, list[tuple[Message, Any, TransferRecord]]]] = queue.SimpleQueue()
         self._sending: queue.SimpleQueue[tuple[Message, Any, float, TransferRecord]] = queue.SimpleQueue()
         self._unsent = [len(self._all_sends(layer)) for layer in layers]
@@ -51,13 +51,13 @@ class GlooTransfer(KVTransfer):
                 self._left[layer].set()
         self._error: Exception | None = None
         self._threads: list[threading.Thread] = []
-        if len(schedule.chain) == 1:  # nothing moves: no threads, hence no waiting for them
+        if len(schedule.chain) == 1:  # no messages, so no threads
             for event in (*self._free, *self._arrived):
                 event.set()
             return
         self._threads = [
             threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
-            for body in (self._post_receives, self._take_arrivals, self._see_sends_out)
+            for body in (self._post_receives, self._take_arrivals, self._wait_for_sends)
         ]
         for thread in self._threads:
             thread.start()
@@ -67,7 +67,7 @@ class GlooTransfer(KVTransfer):
     def open(self, layer: int) -> None:
         before = max(0, layer - self.depth)
         sends = self._all_sends(before)
-        self._wait(self._free[layer], layer, f"room for the K,V of layer {layer} from", "send", before, sends)
+        self._wait(self._free[layer], layer, f"room for the KV of layer {layer} from", "send", before, sends)
 
     def send(self, layer: int) -> None:
         for message in self.schedule.sends(layer):
@@ -96,9 +96,9 @@ class GlooTransfer(KVTransfer):
 
     def finish(self) -> None:
         for layer, left in enumerate(self._left):
-            what = f"the K,V of layer {layer} to leave for"
+            what = f"the KV of layer {layer} to leave for"
             self._wait(left, layer, what, "send", layer, self._all_sends(layer))
-            # The last layer's prefix may have arrived without being read; its slots are not given up before that.
+            # The last layer's prefix may not have been read, but it must have arrived before its slots are freed.
             self._wait_for_arrival(self._arrived[layer], layer, self.schedule.receives(layer))
         for thread in self._threads:
             thread.join()
@@ -106,12 +106,12 @@ class GlooTransfer(KVTransfer):
             self._staging.settle()
 
     def _wait_for_arrival(self, event: threading.Event, layer: int, messages: list[Message]) -> None:
-        self._wait(event, layer, f"the K,V of layer {layer} from", "receive", layer, messages)
+        self._wait(event, layer, f"the KV of layer {layer} from", "receive", layer, messages)
 
     def _wait(
         self, event: threading.Event, layer: int, what: str, direction: str, of_layer: int, messages: list[Message]
     ) -> None:
-        """The messages and their peers are named; all with whom this rank exchanges K,V can hold it up."""
+        """Wait for an event. Error messages name the messages' peers; all peers of this rank can delay it."""
         if not event.is_set():
             begin = self.clock.mark()
             peers = sorted({message.peer for message in messages}) or self._peers
@@ -135,7 +135,7 @@ class GlooTransfer(KVTransfer):
     def _guard(self, body: Callable[[], None]) -> None:
         try:
             if self.cache.device.type == "cuda":
-                torch.cuda.set_device(self.cache.device)  # which is every thread's own
+                torch.cuda.set_device(self.cache.device)  # each thread has a current device of its own
             body()
         except Exception as error:
             self._error = self._error or error
@@ -144,7 +144,7 @@ class GlooTransfer(KVTransfer):
                     event.set()
 
     def _post_receives(self) -> None:
-        """Layer by layer: once the slot is free, post its receives, up to `depth` layers ahead of the main thread."""
+        """Post the receives of each layer once its slot is free, up to `depth` layers ahead of the main thread."""
         for layer in range(self.cache.num_layers):
             before = layer - self.depth
             if before >= 0:
@@ -164,7 +164,7 @@ class GlooTransfer(KVTransfer):
             self._posted.put((layer, works))
 
     def _take_arrivals(self) -> None:
-        """Wait for the prefix piece by piece and pass each piece on as soon as it is there."""
+        """Wait for the chunks of the prefix one by one, and pass each on as soon as it has arrived."""
         for _ in range(self.cache.num_layers):
             layer, works = self._posted.get()
             for message, work, record in works:
@@ -179,7 +179,7 @@ class GlooTransfer(KVTransfer):
                 self._chunk_arrived[layer, message.chunk].set()
             self._arrived[layer].set()
 
-    def _see_sends_out(self) -> None:
+    def _wait_for_sends(self) -> None:
         for _ in range(sum(self._unsent)):
             message, work, begin_s, record = self._sending.get()
             with _naming("to leave for", message):
@@ -208,20 +208,20 @@ class GlooTransfer(KVTransfer):
 
 
 class _Lost(RuntimeError):
-    """A connection ended. The message is what was waited for."""
+    """A lost connection. The message says what was waited for."""
 
 
 @contextmanager
 def _naming(way: str, message: Message) -> Iterator[None]:
-    """Gloo's errors name addresses and its own source lines; ours name the rank and the layer."""
+    """Replace Gloo's errors, which name addresses and its own source lines, by one that names rank and layer."""
     try:
         yield
     except RuntimeError as error:
-        raise _Lost(f"the K,V of layer {message.layer} {way} rank {message.peer}") from error
+        raise _Lost(f"the KV of layer {message.layer} {way} rank {message.peer}") from error
 
 
 class _Staging:
-    """Pinned host slots beside the GPU's, for Gloo, which reads and writes host memory only."""
+    """Pinned host copies of the GPU's slots, since Gloo reads and writes host memory only."""
 
     def __init__(self, cache: KVCache, depth: int) -> None:
         self.host = KVCache(
@@ -238,12 +238,12 @@ class _Staging:
         self._depth = depth
 
     def take_down(self, cache: KVCache, message: Message) -> None:
-        """Copy to the host; returns when it is there, since Gloo reads it at once."""
+        """Copy a message to the host, and wait for the copy, since Gloo reads it at once."""
         part = cache.layer(message.layer).tokens(message.start, message.end)
         self.host.layer(message.layer).tokens(message.start, message.end).copy_(part)
 
     def bring_up(self, cache: KVCache, message: Message) -> None:
-        """Queue the copy to the GPU, behind the attention that last used the slot."""
+        """Queue the copy of a message to the GPU, after the attention that last used the slot."""
         with torch.cuda.stream(self._stream):
             if (before := self._attended.pop(message.layer - self._depth, None)) is not None:
                 self._stream.wait_event(before)
@@ -252,17 +252,19 @@ class _Staging:
             self._uploads[message.layer] = self._stream.record_event()
 
     def await_upload(self, layer: int) -> None:
+        """Make the current stream wait for the copies of a layer to the GPU."""
         if layer in self._uploads:
             torch.cuda.current_stream().wait_event(self._uploads[layer])
 
     def attended(self, layer: int) -> None:
+        """Note that the layer's attention is queued on the current stream."""
         self._attended[layer] = torch.cuda.current_stream().record_event()
 
     def await_reuse(self, layer: int) -> None:
-        """Block until the host slot of a layer was copied to the GPU."""
+        """Wait on the host until the host slot of a layer has been copied to the GPU."""
         if (upload := self._uploads.pop(layer, None)) is not None:
             upload.synchronize()
 
     def settle(self) -> None:
-        """What is queued from now on comes after every copy, so that the slots may be freed."""
+        """Make the current stream wait for all copies, so that the slots may be freed."""
         torch.cuda.current_stream().wait_stream(self._stream)

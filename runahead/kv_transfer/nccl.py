@@ -1,7 +1,7 @@
-"""K,V over NCCL: everything is queued on streams, and the host never waits.
+"""KV transfer over NCCL: all operations are queued on streams, and the host never waits for a message.
 
-Every directed link has a process group, hence a stream, of its own. NCCL matches the messages of a link in the order
-of issue, which is the schedule's order on both sides: the sender's own chunk first, then the pieces that it passes on.
+Every directed link has a process group, and so a stream, of its own. NCCL matches the messages of a link in the order
+of issue, which is the schedule's order on both sides: the sender's own chunk first, then the chunks that it passes on.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from runahead.timeline.clock import Clock
 
 
 class NcclTransfer(KVTransfer):
-    """As `KVTransfer`, between GPUs."""
+    """`KVTransfer` over NCCL, between GPUs."""
 
     def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
         super().__init__(schedule, cache, ranks, clock, depth)
-        self._groups = ranks.nccl_links(())  # all ranks made this prompt's before it began
+        self._groups = ranks.nccl_links(())  # all ranks made this prompt's links before the prefill
         self._receives: dict[int, list[tuple[Message, dist.Work]]] = {}
         self._sends: dict[int, list[dist.Work]] = {}
-        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: its attention
+        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: the end of its attention
         self._forwarding = torch.cuda.Stream(cache.device)
         self._posting = torch.cuda.Stream(cache.device)
         self._watching = torch.cuda.Stream(cache.device)
-        self._arriving: dict[int, torch.cuda.Stream] = {}  # by peer: sees its messages arrive, for the records
+        self._arriving: dict[int, torch.cuda.Stream] = {}  # by peer: waits for its messages, for the records
         for layer in range(min(depth, cache.num_layers)):
             self._post_receives(layer)
 
@@ -38,10 +38,10 @@ class NcclTransfer(KVTransfer):
         before = layer - self.depth
         begin = self.clock.mark()
         for work in self._sends.pop(before, []):
-            work.wait()  # the compute stream waits before it writes the slot again
+            work.wait()  # makes the compute stream wait before it writes the slot again
         self.log.waits.append((layer, begin, self.clock.mark()))
         if (ended := self._ended.pop(before, None)) is not None:
-            # The host stays within reach of the device: a launch queue that is full blocks without a word.
+            # Keeps the host at most `depth` layers ahead of the device: a full launch queue would block it, unwatched.
             self._watch(ended, f"layer {before}")
 
     def send(self, layer: int) -> None:
@@ -77,8 +77,8 @@ class NcclTransfer(KVTransfer):
     def finish(self) -> None:
         unread = [work for receives in self._receives.values() for _, work in receives]
         for work in [*unread, *(work for works in self._sends.values() for work in works)]:
-            work.wait()  # also for what nobody reads: slots are not freed under a message
-        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the K,V in flight")
+            work.wait()  # also for messages that nobody reads, since their slots are freed after this
+        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the KV in flight")
 
     def _watch(self, event: torch.cuda.Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
@@ -117,7 +117,7 @@ class NcclTransfer(KVTransfer):
 
 
 def queried(event: torch.cuda.Event, block_s: float) -> bool:
-    """Has the event happened, now or within block_s?"""
+    """Whether the event has happened, now or within `block_s` seconds."""
     deadline = time.perf_counter() + block_s
     while not event.query():
         if time.perf_counter() >= deadline:

@@ -1,7 +1,7 @@
-"""K,V that ranks exchange over NCCL: each group of messages is one operation in a process group of all ranks.
+"""Exchange of keys and values over NCCL: each batch of messages is one operation in a process group of all ranks.
 
-The messages of a group are launched together, in place and of any length, on the process group's own stream, in the
-order of issue. So a ring's steps follow each other there while the compute stream attends to what earlier ones brought.
+The messages of a batch are launched together, in place and of any length, on the process group's own stream, in the
+order of issue. So the steps of a ring follow each other there while the compute stream attends to earlier steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runahead.timeline.clock import Clock
 
 
 class NcclExchange(KVTransfer):
-    """As `KVTransfer`, between GPUs that are in step: a layer's messages are all queued by its `send`."""
+    """`KVTransfer` between GPUs that all exchange their keys and values: `send` queues all messages of a layer."""
 
     schedule: ExchangeSchedule
 
@@ -27,13 +27,14 @@ class NcclExchange(KVTransfer):
         super().__init__(schedule, cache, ranks, clock, depth)
         self._group = ranks.nccl_group() if len(schedule.chain) > 1 else None
         self._works: dict[int, list[tuple[list[Message], list[dist.Work]]]] = {}
-        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: its attention
+        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: the end of its attention
         self._watching = torch.cuda.Stream(cache.device)
 
     def open(self, layer: int) -> None:
-        """The slot's last messages were waited for by the compute stream, so they are over before it is written."""
+        # `close` made the compute stream wait for the slot's last messages, so it may be written. The wait here only
+        # keeps the host at most `depth` layers ahead of the device.
         if (ended := self._ended.pop(layer - self.depth, None)) is not None:
-            self._watch(ended, f"layer {layer - self.depth}")  # the host stays within reach of the device
+            self._watch(ended, f"layer {layer - self.depth}")
 
     def send(self, layer: int) -> None:
         self._works[layer] = []
@@ -64,7 +65,7 @@ class NcclExchange(KVTransfer):
         self._await(layer, [work for received, works in steps if received == messages for work in works])
 
     def close(self, layer: int) -> None:
-        # What was only sent counts too: the slot is written again.
+        # Waits for sends too, since the slot will be written again.
         for _, works in self._works.pop(layer):
             for work in works:
                 work.wait()
@@ -72,8 +73,8 @@ class NcclExchange(KVTransfer):
 
     def finish(self) -> None:
         for layer in list(self._works):
-            self.close(layer)  # also what nobody reads: slots are not freed under a message
-        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the K,V in flight")
+            self.close(layer)  # also for messages that nobody reads, since their slots are freed after this
+        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the KV in flight")
 
     def _await(self, layer: int, works: list[dist.Work]) -> None:
         begin = self.clock.mark()

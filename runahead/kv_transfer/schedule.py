@@ -1,8 +1,7 @@
-"""Who sends which K,V to whom: derived on both sides from the same split, so no shapes travel.
+"""Schedule of KV messages along a chain of ranks. Both ends derive it from the same partition, so no shapes are sent.
 
-KV-Runahead has one directed chain, never back. `relay` is the paper's: rank i passes the whole prefix on to rank
-i + 1, here piece by piece (a piece is one rank's chunk), the own chunk first. `direct` sends each chunk straight to
-every later rank.
+KV-Runahead sends along one directed chain, never back. With `relay`, as in the paper, rank i passes the whole prefix
+on to rank i + 1, here chunk by chunk, its own chunk first. With `direct` each chunk goes straight to every later rank.
 """
 
 from __future__ import annotations
@@ -17,7 +16,12 @@ from runahead.context import ContextPartition
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """K,V of the tokens [start, end) of one layer, to or from a peer. `tag` is unique within one prefill."""
+    """Keys and values of the tokens [start, end) in one layer, sent to or received from a peer.
+
+    Attributes:
+        chunk: number of the chunk that the tokens belong to, the same on every rank.
+        tag: unique within one prefill.
+    """
 
     peer: int
     layer: int
@@ -28,42 +32,47 @@ class Message:
 
 
 class Schedule(ABC):
-    """The messages of one rank. `chain` are the ranks with work, in the order of their last tokens."""
+    """The messages of one rank.
+
+    Attributes:
+        chain: the ranks with work, in the order of their last tokens.
+        position: this rank's place in the chain.
+    """
 
     chain: list[int]
     position: int
 
     @property
     def is_last(self) -> bool:
-        """Does this rank get all K,V, and with them the first token?"""
+        """Whether this rank receives all keys and values, and so computes the first token."""
         return self.position == len(self.chain) - 1
 
     @abstractmethod
     def receives(self, layer: int) -> list[Message]:
-        """Messages with other ranks' K,V of a layer, in the order in which they are sent on each link."""
+        """Messages with other ranks' keys and values of a layer, in the order in which each link sends them."""
 
     @abstractmethod
     def sends(self, layer: int) -> list[Message]:
-        """Messages with this rank's own K,V."""
+        """Messages with this rank's own keys and values of a layer."""
 
     @abstractmethod
     def forwards(self, layer: int, chunk: int) -> list[Message]:
-        """Messages that pass on a piece which arrived."""
+        """Messages that pass on a chunk which arrived."""
 
     @abstractmethod
     def links(self) -> list[tuple[int, int]]:
-        """Directed links (from rank, to rank) between all ranks."""
+        """Directed links (from rank, to rank) that the ranks use, in the same order on every rank."""
 
 
 class TransferSchedule(Schedule):
-    """The messages of one rank of the chain.
+    """The messages of one rank of a chain.
 
     Args:
-        partition: chunks; ranks with an empty one take no part.
-        rank: whose messages.
+        partition: chunks of the ranks; a rank with an empty chunk takes no part.
+        rank: the rank.
         first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
             decreases with the start, so a relay always holds what the next rank needs.
-        by_layer: the chunks of each layer, where deeper layers compute fewer tokens.
+        by_layer: chunks per layer, if deeper layers compute fewer tokens; by default those of `partition`.
     """
 
     def __init__(
@@ -80,12 +89,12 @@ class TransferSchedule(Schedule):
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
 
     def receives(self, layer: int) -> list[Message]:
-        """The prefix, piece by piece."""
+        """Messages with the prefix, the nearest chunk first."""
         nearest_first = range(self.position - 1, -1, -1)
         return self._messages(layer, [(self._source(index), index, self.position) for index in nearest_first])
 
     def sends(self, layer: int) -> list[Message]:
-        """The own chunk."""
+        """Messages with the own chunk."""
         return self._messages(layer, [(target, self.position, target) for target in self._targets()])
 
     def forwards(self, layer: int, chunk: int) -> list[Message]:
@@ -97,15 +106,15 @@ class TransferSchedule(Schedule):
         return chain_links(self._partition, self.transfer)
 
     def layer_skew(self) -> int:
-        """Layers by which the earliest sender to this rank runs ahead of it, at least one."""
+        """Most layers by which a sender runs ahead of this rank, at least 1."""
         return max(1, self.position) if self.transfer is Transfer.direct else 1
 
     def _source(self, chunk: int) -> int:
         return chunk if self.transfer is Transfer.direct else self.position - 1
 
     def _targets(self) -> range:
-        behind = self.position + 1
-        return range(behind, len(self.chain) if self.transfer is Transfer.direct else min(behind + 1, len(self.chain)))
+        first, size = self.position + 1, len(self.chain)
+        return range(first, size if self.transfer is Transfer.direct else min(first + 1, size))
 
     def _messages(self, layer: int, routes: list[tuple[int, int, int]]) -> list[Message]:
         """Messages for (peer, index of the chunk, receiver), all as positions in the chain; empty ones are left out."""

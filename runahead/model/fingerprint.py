@@ -1,4 +1,4 @@
-"""Which weights a file was made for: a fingerprint of a model, so that another model's file is never taken for it."""
+"""Fingerprint of a model's weights, stored in files that are valid for these weights only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 SAMPLES = 64
-"""Values of each parameter that are looked at, spread evenly over it."""
+"""Number of values of each parameter that the fingerprint covers, spread evenly over the parameter."""
 
 
 @torch.inference_mode()
 def model_fingerprint(module: nn.Module) -> str:
-    """32 hexadecimal digits: of every parameter its name, shape, and some of its values in float32.
+    """Compute the fingerprint: 32 hexadecimal digits from each parameter's name, shape, dtype and some of its values.
 
-    The same weights have the same fingerprint on every device. In another dtype they have another one, since what is
+    The same weights have the same fingerprint on every device, but another one in another dtype, since what is
     computed from them differs.
     """
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""A loaded model as the runtime sees it: K,V shapes, limits, and one forward with our attention."""
+"""A loaded model as the runtime uses it: KV shapes, limits, and a forward with our attention."""
 
 # Legend: B batch, C new tokens, V vocabulary.
 
@@ -35,28 +35,36 @@ from runahead.model.seam import ATTENTION_NAME, SeamCache, register
 from runahead.rotary import Heads, Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]
+"""Runs a forward and returns its result."""
 
 CHECK_TOKENS = (5, 2)
-"""Lengths of the two chunks with which a family is checked against transformers when it is loaded."""
+"""Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
 PROBED_POSITION = 1 << 17
-"""Up to this position a model's rotations are looked at before the runtime takes them over."""
+"""Largest position at which a model's rotations are compared with ours before ours are used."""
 
 
 class PrefillEndsHere(Exception):
-    """Raised by a rank's attention once nothing that it could still compute is needed. Carries no error."""
+    """Raised by a rank's attention to end the forward early, once the rest of it is not needed. Not an error."""
 
 
 class Model:
     """A transformers causal language model whose attention layers call ours.
 
     Args:
-        module: the model, in eval mode, on its device, with attention implementation `ATTENTION_NAME`.
+        module: the model, in eval mode, on its device.
         tokenizer: its tokenizer, if it has one.
-        name: for reports.
+        name: for reports and messages; the model type by default.
+        check: compare the logits of a short text with those of transformers' own attention.
+
+    Attributes:
+        config: configuration of the text decoder.
+        kv_shapes: KV shape per layer.
+        rules: mask rule per layer; None is plain causal attention.
+        has_key_bias: attention adds a bias per key, as ALiBi does.
+        num_shards: ranks over which the weights are sharded.
 
     Raises:
-        ValueError: a layer does not go through our attention, or the logits of a short text differ from those of
-            transformers' own attention.
+        ValueError: a layer does not call our attention, or the check fails: this family is not supported.
     """
 
     def __init__(self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", check: bool = True) -> None:
@@ -81,7 +89,7 @@ class Model:
                 self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
         except (torch.OutOfMemoryError, ValueError):
             raise
-        except Exception as error:  # whatever a family's own code does with what it does not expect
+        except Exception as error:  # the family's own code may raise anything on input that it does not expect
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"model family {self.config.model_type} is not supported: {reason}") from error
 
@@ -89,14 +97,16 @@ class Model:
     def load(
         cls, options: ModelOptions, device: torch.device, *, progress: bool = False, ranks_on_host: int = 1
     ) -> Model:
-        """Load as the options say.
+        """Load a model.
 
         Args:
+            options: source, path, dtype and so on.
+            device: where the weights go.
             progress: show progress bars on standard error.
-            ranks_on_host: processes of this host that load the same model.
+            ranks_on_host: processes on this host that load the same model, for the check of free memory.
 
         Raises:
-            ValueError, OSError: one line that names the path and the remedy.
+            ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
         """
         register()
         loaded = loading.load(
@@ -109,17 +119,17 @@ class Model:
         return cls(loaded.module, loaded.tokenizer, name=loaded.name)
 
     def shard(self, group: dist.ProcessGroup, run: Run) -> None:
-        """Keep this rank's share of every layer, by transformers' tensor parallelism.
+        """Keep only this rank's shard of every layer, by transformers' tensor parallelism.
 
-        From then on K,V shapes are those of this rank's heads, logits are the same on all ranks, and every rank of the
-        group makes the same calls, in step.
+        From then on `kv_shapes` are those of this rank's heads, logits are the same on all ranks, and all ranks of the
+        group must make the same calls in the same order.
 
         Args:
-            group: of the ranks, for nothing else meanwhile.
+            group: process group of the ranks; nothing else may use it meanwhile.
             run: runs a forward, which waits for the other ranks.
 
         Raises:
-            ValueError: transformers cannot share this model out, or the shares give other logits than the whole.
+            ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
         ids_1S = self._check_ids()
         whole_BV = self._transformers_logits(ids_1S)
@@ -146,7 +156,7 @@ class Model:
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """Ids that end a generation, from the generation config, else the model's config."""
+        """Token ids that end a generation, from the generation config, else from the model's config."""
         for config in (self.module.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
@@ -155,7 +165,7 @@ class Model:
 
     @property
     def length_threshold(self) -> int | None:
-        """Length at which LongRoPE switches its tables; prompts on either side are computed differently."""
+        """Length in tokens above which LongRoPE uses other tables; None for other models."""
         for rotary in self._rotaries:
             kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
             for layer_type, kind in kinds.items():
@@ -167,20 +177,20 @@ class Model:
 
     @cached_property
     def rotaries(self) -> list[Rotary]:
-        """How each layer rotates queries and keys, for positions that the runtime gives.
+        """Rotation of queries and keys per layer, for policies that give tokens other positions.
 
         Raises:
-            ValueError: positions are not given by rotations alone, or are not ours to change.
+            ValueError: the model uses positions otherwise than by rotation, or its rotations cannot be replaced.
         """
         why = None
         if self.has_key_bias:
             why = "adds a bias to its attention by distance (ALiBi)"
         elif any(rule is not None and not rule.sees_everything for rule in self.rules):
-            why = "has layers that look at windows of the text as it is"
+            why = "has layers with sliding windows over the original positions"
         elif self._rotaries:
             why = "rotates by angles that depend on the length of the text"
         elif "position_ids" not in self._optional:
-            why = "counts positions on its own"
+            why = "counts positions by itself"
         else:
             try:
                 last = min(self.max_positions or PROBED_POSITION, PROBED_POSITION) - 1
@@ -194,12 +204,12 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the weights: what files that belong to this model alone are known by."""
+        """Fingerprint of the weights, stored in files that are valid for this model only."""
         return model_fingerprint(self.module)
 
     @cached_property
     def known_rotaries(self) -> list[Rotary] | None:
-        """`rotaries`, or None where they cannot be told."""
+        """`rotaries`, or None where that raises a ValueError."""
         try:
             return self.rotaries
         except ValueError:
@@ -207,10 +217,10 @@ class Model:
 
     @cached_property
     def query_prediction(self) -> QueryPrediction:
-        """Queries of a layer from the attention input of the layer before it.
+        """Prediction of a layer's queries from the attention input of the layer before it.
 
         Raises:
-            ValueError: this family does not let them be predicted.
+            ValueError: this family does not allow it.
         """
         token_11 = torch.full((1, 1), 3, device=self.device)
         try:
@@ -233,17 +243,17 @@ class Model:
 
     @property
     def rotates_by_length(self) -> bool:
-        """Do rotary angles depend on the length of the whole text?"""
+        """Whether rotary angles depend on the length of the whole text."""
         return bool(self._rotaries)
 
     @property
     def counts_positions(self) -> bool:
-        """Does the family count positions on its own, rather than take those that it is given?"""
+        """Whether the family counts positions by itself, at least beyond some length, and ignores position ids."""
         return self.uneven_limit is not None
 
     @property
     def uneven_limit(self) -> int | None:
-        """Tokens up to which prompts of different lengths may run together; None is any number.
+        """Longest text in tokens that may be batched with texts of other lengths; None is any length.
 
         Some families count positions from the start of the padded batch, whatever position ids they are given.
         """
@@ -254,7 +264,7 @@ class Model:
         return None
 
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
-        """First token that a chunk starting at `start` attends to in a layer: 0, or less far back under a window."""
+        """First token that a chunk from `start` on attends to in a layer: 0, or later under a sliding window."""
         rule = self.rules[layer]
         return 0 if rule is None else min(pad + rule.first_key(max(0, start - pad)) for pad in pads)
 
@@ -271,19 +281,21 @@ class Model:
         tokens: NewTokens | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """Logits (B, V) of the last of the tokens [start, start + C), in at least float32.
+        """Run the model on the tokens [start, start + C) of a left-padded batch.
 
         Args:
-            ids_BC: token ids of a left-padded batch.
-            attention: this forward's attention, called by every layer in order.
+            ids_BC: token ids.
+            attention: the attention of this forward, called by every layer in order.
             start: index of the first token in the padded batch.
             pads: left padding per row.
-            length: tokens of the whole padded prompt, which length-dependent RoPE must know; by default the
-                prompt ends with these tokens.
-            index_C: increasing indices of the tokens in the padded batch, from `start` on, where they do not lie
-                side by side.
-            tokens: narrowed by `attention` from layer to layer, if a policy does that.
-            all_logits: (B, C, V), of all tokens. Those of tokens that a policy dropped on the way mean nothing.
+            length: length of the whole padded prompt in tokens, for RoPE that depends on it; by default the prompt
+                ends with these tokens.
+            index_C: ascending indices of the tokens in the padded batch, if they are not contiguous.
+            tokens: the tokens that layers still compute, for policies that drop some from layer to layer.
+            all_logits: return the logits of all tokens. Those of tokens that a policy dropped are meaningless.
+
+        Returns:
+            Logits of the last token (B, V), or of all tokens (B, C, V), in at least float32.
 
         Raises:
             PrefillEndsHere: `attention` raised it.
@@ -309,14 +321,15 @@ class Model:
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
     def _trace(self) -> list[tuple[KVShape, AttentionTerms]]:
-        """K,V shape and attention terms of every layer, seen in a forward of one token."""
+        """Find the KV shape and attention terms of every layer, by a forward of one token."""
         trace = _Trace()
         self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), trace, start=0, pads=[0])
         expected = int(self.config.num_hidden_layers)
         if [layer for layer, _, _ in trace.calls] != list(range(expected)):
             raise ValueError(
                 f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(trace.calls)} calls of "
-                "transformers' attention interface; recurrent layers and layers that share K,V are not supported"
+                "transformers' attention interface; recurrent layers and layers that share keys and values are not "
+                "supported"
             )
         return [(shape, terms) for _, shape, terms in trace.calls]
 
@@ -330,7 +343,15 @@ class Model:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size
 
     def _require_logits(self, theirs_BV: Tensor, ids_1S: Tensor, whose: str) -> None:
-        """Compare two chunks through our attention with logits of the last token that are known to be right."""
+        """Compute a short text in two chunks with our attention, and compare the logits with the expected ones.
+
+        Args:
+            theirs_BV: expected logits of the last token.
+            whose: where they come from, for the message.
+
+        Raises:
+            ValueError: the logits differ by more than rounding.
+        """
         require_numbers(theirs_BV, self.module, self.name)
         first, second = CHECK_TOKENS
         cache = KVCache(
@@ -345,8 +366,8 @@ class Model:
             ours_BV = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
         theirs_BV = theirs_BV.double()
         scale, off = theirs_BV.std().item(), (ours_BV.double() - theirs_BV).abs().max().item()
-        # Rounding of the weights' dtype against the spread of the logits; a wrong mask, position or scale is far above.
-        # transformers' eager attention takes its softmax in float32 even for float64.
+        # Rounding in the weights' dtype, relative to the spread of the logits; the error of a wrong mask, position or
+        # scale is far larger. transformers' eager attention computes softmax in float32 even for float64.
         bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(self.dtype, 0.2)
         if not off <= bound * max(scale, 1e-6):
             raise ValueError(
@@ -356,10 +377,10 @@ class Model:
 
     @torch.inference_mode()
     def _transformers_logits(self, ids: Tensor) -> Tensor:
-        """Logits (B, V) of the last token by transformers' own attention."""
+        """Logits (B, V) of the last token, computed with transformers' own attention."""
         modules = [] if self._passes_keywords else self.module.modules()
         adapted = {module: vars(module).pop("forward") for module in modules if "forward" in vars(module)}
-        # Eager knows all terms; but Falcon's counts its ALiBi twice (as of transformers 5.23).
+        # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
         set_attention(self.module, "sdpa" if self.config.model_type == "falcon" else "eager")
         try:
             return self.module(input_ids=ids, use_cache=False).logits[:, -1]
@@ -370,7 +391,7 @@ class Model:
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence a model was made for, if its config says so."""
+    """Longest sequence in tokens that a model supports, if its config says so."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -379,14 +400,14 @@ def max_positions(config: Any) -> int | None:
 
 
 def _dynamic_factor(config: Any) -> float:
-    """What dynamic NTK scaling makes of a model's length; its config keeps the length before that."""
+    """Factor by which dynamic NTK scaling extends the length in a model's config."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by layer type
     return max(float(kind.get("factor") or 1.0) if kind.get("rope_type") == "dynamic" else 1.0 for kind in kinds)
 
 
 def set_attention(module: PreTrainedModel, name: str) -> None:
-    """Choose the attention implementation by name, also for families that transformers would not let choose."""
+    """Set the attention implementation of all submodules by name, also for families that transformers restricts."""
     for child in module.modules():
         if isinstance(child, PreTrainedModel):
             child.config._attn_implementation = name
@@ -394,7 +415,7 @@ def set_attention(module: PreTrainedModel, name: str) -> None:
 
 
 class _Trace(LayerAttention):
-    """Attention that only looks: what every layer brings along."""
+    """Attention object that records each layer's inputs and returns zeros."""
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(start=start, pads=[0])

@@ -1,10 +1,10 @@
-"""Fewer tokens in deeper layers: what a policy has dropped is taken out of the hidden states in front of a layer.
+"""Removal of the tokens that a policy dropped from the hidden states, before each decoder layer.
 
-By forward pre-hooks on the model's decoder layers, whose code stays untouched. What goes along with the hidden states
-(rotary tables, position ids) is made once for the whole chunk and cut to what is left.
+Forward pre-hooks on the model's decoder layers do this, so the model's code stays untouched. The tensors that a model
+makes once for the whole chunk (rotary tables, position ids) are cut to the same tokens.
 """
 
-# Legend: B batch, C new tokens of the chunk, c those that are left.
+# Legend: B batch, C new tokens of the chunk, c those that are not dropped.
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from runahead.cache.new_tokens import NewTokens
 
 
 def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
-    """The layers of a model, in order.
+    """Find the decoder layers of a model, in order.
 
     Raises:
-        ValueError: it keeps them in no list of their own.
+        ValueError: the model has no `ModuleList` of so many layers.
     """
     for child in module.modules():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
@@ -35,7 +35,13 @@ def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
 
 @contextmanager
 def narrowing(layers: list[nn.Module], tokens: NewTokens, num_new: int) -> Iterator[None]:
-    """While it is open, layers compute only what is left of a chunk of `num_new` tokens."""
+    """Context manager in which layers compute only the tokens in `tokens` of a chunk of `num_new` tokens.
+
+    Args:
+        layers: all decoder layers, in order.
+        tokens: the tokens that are not dropped, which may become fewer from layer to layer.
+        num_new: C.
+    """
 
     def narrowed(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
         if tokens.left_Bc is None:
@@ -60,7 +66,7 @@ def narrowing(layers: list[nn.Module], tokens: NewTokens, num_new: int) -> Itera
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     hooks = [layer.register_forward_pre_hook(narrowed, with_kwargs=True) for layer in layers]
-    # What comes behind the layers may rely on the length that it knows; only the last token's part of it is used.
+    # Modules after the layers may expect the whole chunk. Zeros do no harm: only the last token's output is used.
     hooks.append(layers[-1].register_forward_hook(widened))
     try:
         yield
@@ -70,7 +76,7 @@ def narrowing(layers: list[nn.Module], tokens: NewTokens, num_new: int) -> Itera
 
 
 def _cut(value: Any, num_new: int, left_Bc: Tensor) -> Any:
-    """A tensor (B or 1, C, ...), or several of them, at what is left; anything else as it is."""
+    """Select the tokens of every tensor (B or 1, C, ...) in `value`; anything else stays as it is."""
     if isinstance(value, tuple):
         return tuple(_cut(part, num_new, left_Bc) for part in value)
     if isinstance(value, dict):
@@ -81,6 +87,6 @@ def _cut(value: Any, num_new: int, left_Bc: Tensor) -> Any:
 
 
 def _taken(x_BCx: Tensor, index_Bc: Tensor) -> Tensor:
-    """(B or 1, C, ...) at indices (B, c) -> (B, c, ...)."""
+    """Select tokens: (B or 1, C, ...) at indices (B, c) -> (B, c, ...)."""
     rows_B1 = torch.arange(len(index_Bc), device=x_BCx.device)[:, None]
     return x_BCx.expand(len(index_Bc), *x_BCx.shape[1:])[rows_B1, index_Bc]

@@ -1,8 +1,8 @@
-"""Rotary tables that depend on the prompt's length (LongRoPE, dynamic NTK) see the whole prompt on every rank.
+"""Rotary tables that depend on the prompt's length (LongRoPE, dynamic NTK), made for the whole prompt on every rank.
 
-transformers derives the length from the largest position of a forward, so a chunk that ends before the threshold
-would silently get the tables of a short prompt. It also keeps the largest length it ever saw, which would leak from
-one prompt to the next.
+transformers takes the largest position of a forward for the length, so a chunk that ends before the threshold would
+silently get the tables of a short prompt. It also keeps the largest length that it ever saw, which would leak from one
+prompt to the next.
 """
 
 # Legend: B batch, C tokens of this forward.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def length_dependent_rotaries(module: nn.Module) -> list[nn.Module]:
-    """Rotary embeddings whose frequencies change with the length of the sequence."""
+    """Find the rotary embeddings of a model whose frequencies change with the length of the sequence."""
     found = []
     for child in module.modules():
         kinds = getattr(child, "rope_type", None)
@@ -30,7 +30,7 @@ def length_dependent_rotaries(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[None]:
-    """While it is open, the rotary embeddings compute row r's tables for a sequence of lengths_B[r] tokens."""
+    """Context manager in which the rotary embeddings compute row r's tables for a sequence of lengths_B[r] tokens."""
     with ExitStack() as stack:
         for rotary in rotaries:
             stack.enter_context(_lengths(rotary, lengths_B))
@@ -38,7 +38,7 @@ def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[N
 
 
 def _forget(rotary: nn.Module) -> None:
-    """Back to the tables that it was made with, whatever lengths it has seen since."""
+    """Reset a rotary embedding to its original tables, whatever lengths it has seen since."""
     for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
         setattr(rotary, name, rotary.original_max_seq_len)
     for name, inv_freq in list(rotary.named_buffers()):
@@ -57,7 +57,7 @@ def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
         tables = []
         for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
             _forget(rotary)
-            last = torch.full_like(row[:, :1], length - 1)  # one more position, which only carries the length
+            last = torch.full_like(row[:, :1], length - 1)  # an additional position, which only tells the length
             cos, sin = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
             tables.append((cos[:, :-1], sin[:, :-1]))
         return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])

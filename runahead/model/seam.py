@@ -1,9 +1,9 @@
-"""The one place where a stock transformers model meets our attention.
+"""The seam between transformers' models and our attention.
 
-transformers lets a program register an attention function by name and hands it every keyword that a model's forward
-did not know. So the state of this forward travels as a keyword (`runahead=`), never as a global, and the model's own
-code stays untouched. A few families drop keywords; for them it travels on the keys, from the cache to attention.
-Families outside the interface have an adapter each (`runahead/model/adapters/`).
+transformers lets a program register an attention function by name, and passes it every keyword that a model's forward
+does not know. So the attention object of a forward is passed as a keyword (`runahead=`), never as a global, and the
+model's own code stays untouched. For the few families that drop keywords it is an attribute of the keys, set by the
+cache. Families outside the interface have an adapter each (`runahead/model/adapters/`).
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
@@ -43,14 +43,17 @@ HARMLESS_KEYWORDS = frozenset(
         "cu_seq_lens_k",
     }
 )
-"""Keywords that do not change attention here: no dropout in inference; window and causality are in the mask rule."""
+"""Keywords that attention may ignore: inference has no dropout; window and causality are in the mask rule."""
 
 
 class SeamCache(Cache):
-    """Stands where a model expects its KV cache: tells how many tokens came before, stores nothing itself.
+    """KV cache for transformers that stores nothing: it only tells a model how many tokens came before.
 
-    Our attention stores K,V, since it alone knows where this forward's K,V go. `attention` is there for adapters of
-    families that do not pass keywords on.
+    The attention object stores keys and values, since it alone knows where those of this forward go.
+
+    Args:
+        attention: the attention of this forward, for adapters of families that do not pass keywords on.
+        start: index of the first new token.
     """
 
     def __init__(self, attention: LayerAttention, start: int) -> None:
@@ -85,13 +88,20 @@ def attention_function(
     runahead: LayerAttention | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function. query (B, N, C, H), key (B, K, C, H), value (B, K, C, V) of the new tokens.
+    """The attention function that is registered with transformers: calls the forward's attention object.
+
+    Args:
+        query, key, value: of the new tokens, (B, N, C, H), (B, K, C, H) and (B, K, C, V).
+        attention_mask: the mask as a rule, since our mask function is registered too.
+        scaling: of the scores; H ** -0.5 by default.
+        softcap, s_aux: soft cap of the scores, and sink logits (N).
+        runahead: the attention object.
 
     Returns:
         output (B, C, N, V), as transformers expects it.
 
     Raises:
-        ValueError: the family needs something of its attention that we do not compute.
+        ValueError: the family needs something of its attention that ours does not compute.
     """
     family = type(module).__name__
     runahead = runahead or getattr(key, "runahead", None)
@@ -109,11 +119,11 @@ def attention_function(
         sinks_N=s_aux,
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    # contiguous, since some families view it
+    # Contiguous, since some families call view() on it.
     return runahead.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
 def register() -> None:
-    """Make our attention known to transformers. Harmless when repeated."""
+    """Register our attention and mask functions with transformers. May be called again."""
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, keep_mask_rule)

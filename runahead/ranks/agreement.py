@@ -1,4 +1,7 @@
-"""Ranks that were given different work would wait for each other for ever, or answer wrongly: do they agree?"""
+"""Comparison of what must be the same on all ranks: library versions, code, options, prompts and weights.
+
+Ranks that were given different work would wait for each other for ever, or answer wrongly.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,26 @@ from typing import Any
 import torch
 
 DIGEST = "sha256 "
-"""Begins values that are only compared, and not shown."""
+"""Prefix of values that are compared but not shown in messages."""
 
 SHOWN_LENGTH = 40
-"""Longer values are not shown, but their digests compared."""
+"""Longest value that a message shows, in characters; of longer ones the digests are compared."""
 
 SHOWN_FACTS = 4
+"""Most differences that a message names."""
 
 CODE = ("runahead", "policies")
-"""Packages that must be the same on all ranks to the letter: a version does not tell checkouts apart."""
+"""Packages whose source must be identical on all ranks: a version number does not tell checkouts apart."""
 
 
 def disagreement(facts: Sequence[Mapping[str, str]]) -> str | None:
-    """Who differs from rank 0 and in what, as the beginning of a sentence; None if all agree.
+    """Describe which ranks differ from rank 0 and in what; None if all ranks agree.
 
     Args:
-        facts: by rank, values by name. A value that begins with `DIGEST` is not shown.
+        facts: per rank, values by name. A value that begins with `DIGEST` is not shown.
+
+    Returns:
+        The beginning of a sentence, such as "rank 1 and rank 0 differ in torch (2.9 on rank 0, 2.8 on rank 1)".
     """
     names = list(dict.fromkeys(name for of_rank in facts for name in of_rank))
     others, told = set(), []
@@ -50,25 +57,26 @@ def disagreement(facts: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def fact(value: object) -> str:
-    """A value to be compared: itself if it is short and on one line, else its digest."""
+    """A value as it is compared: its text if that is short and printable, else its digest."""
     text = str(value)
     return text if len(text) <= SHOWN_LENGTH and text.isprintable() else DIGEST + digest_of(text.encode())
 
 
 def digest_of(data: bytes) -> str:
+    """SHA-256 of `data` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def secret(value: object) -> str:
-    """A value that is only compared, such as a prompt."""
+    """Digest of a value that messages must not show, such as a prompt."""
     return DIGEST + digest_of(repr(value).encode())
 
 
 def option_facts(options: Any, leave_out: Sequence[str] = ()) -> dict[str, str]:
-    """Every value of a dataclass, or a dictionary of them, by its full name, such as generation.top_p.
+    """Facts of a dataclass, or of a dictionary of them, by full option name, such as generation.top_p.
 
     Args:
-        leave_out: full names that may differ.
+        leave_out: full names of options that may differ between ranks.
     """
     facts: dict[str, str] = {}
 
@@ -86,7 +94,7 @@ def option_facts(options: Any, leave_out: Sequence[str] = ()) -> dict[str, str]:
 
 
 def library_facts() -> dict[str, str]:
-    """What computes: versions of the libraries, and this project's own code."""
+    """Versions of the libraries that compute, and a digest of this project's own code."""
     facts = {package: metadata.version(package) for package in ("transformers", "numpy")} | {"torch": torch.__version__}
     root, code = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
     for path in sorted(path for package in CODE for path in (root / package).rglob("*.py")):

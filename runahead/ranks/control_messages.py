@@ -1,6 +1,6 @@
-"""What ranks tell each other besides K,V: small Python objects, barriers, errors that all of them end with.
+"""Control messages between ranks: small Python objects, barriers, and errors that end every rank.
 
-Over Gloo, in a thread of their own, so that the main thread can notice a silent peer and say whom it waited for.
+They are sent over Gloo by a thread of their own, so that the main thread can notice a silent peer and name it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ T = TypeVar("T")
 
 
 class ControlMessages(Waiting):
-    """A rank that talks to the others, once `_control` and `_worker` are there."""
+    """Collectives of small objects on the control group; a base class of `Ranks`, which sets up group and thread."""
 
     _control: dist.ProcessGroup
     _worker: Worker
 
     def control(self, what: str, call: Callable[[], T], peers: Iterable[int] | None = None) -> T:
-        """Result of a blocking call on the control group, watched over.
+        """Run a blocking call on the control group in the control thread and return its result.
+
+        Args:
+            what: what the call waits for, for messages.
+            peers: ranks that can delay it; all by default.
 
         Raises:
-            PeerFailure: as in `wait_until`, or a connection was lost.
+            PeerFailure: as for `wait_until`, or a connection was lost.
         """
         job = self._worker.submit(call)
         self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
@@ -40,9 +44,9 @@ class ControlMessages(Waiting):
         return job.result
 
     def post(self, call: Callable[[], object]) -> None:
-        """Run a blocking call on the control group behind those before it, without waiting for it.
+        """Queue a blocking call on the control group, to run after those queued before, and return at once.
 
-        An error of it is raised by the next `progress`.
+        If it fails, the next `progress` raises its error.
         """
 
         def guarded() -> None:
@@ -54,12 +58,12 @@ class ControlMessages(Waiting):
         self._worker.submit(guarded)
 
     def barrier(self, what: str) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             self.control(what, lambda: dist.barrier(self._control))
 
     def broadcast(self, value: T, source: int, what: str) -> T:
-        """The source rank's value, on every rank."""
+        """Return the source rank's value on every rank."""
         if self.size == 1:
             return value
         box = [value if self.rank == source else None]
@@ -68,7 +72,7 @@ class ControlMessages(Waiting):
         return box[0]  # type: ignore[return-value]
 
     def gather(self, value: T, what: str) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -76,10 +80,11 @@ class ControlMessages(Waiting):
         return values
 
     def on_rank_0(self, what: str, call: Callable[[], T]) -> T:
-        """Rank 0's result of `call`, on every rank; the others do not call it.
+        """Run `call` on rank 0 only, and return its result on every rank. Every rank calls this.
 
         Raises:
-            whatever `call` raises, on rank 0; SharedError with its message on the others.
+            Exception: on rank 0, whatever `call` raises.
+            SharedError: on the other ranks, with the same message.
         """
         error: Exception | None = None
         result: Any = None
@@ -97,10 +102,11 @@ class ControlMessages(Waiting):
         return result
 
     def on_all_ranks(self, what: str, call: Callable[[], T]) -> T:
-        """This rank's result of `call`, once it succeeded on every rank.
+        """Run `call` on every rank, and return this rank's result once all have succeeded; else all fail together.
 
         Raises:
-            whatever `call` raises, on the lowest rank where it fails; SharedError on the others.
+            Exception: whatever `call` raises, on the lowest rank where it fails.
+            SharedError: on the other ranks, with that rank's message.
         """
         error: Exception | None = None
         result: Any = None
@@ -118,24 +124,25 @@ class ControlMessages(Waiting):
         raise SharedError(f"rank {first}: {messages[first]}") from error
 
     def require_same(self, facts: Mapping[str, str], remedy: str) -> None:
-        """Every rank has the same facts. Every rank calls it.
+        """Check that all ranks hold the same facts. Every rank calls this.
 
         Args:
             facts: values by name; see runahead/ranks/agreement.py.
-            remedy: ends the message.
+            remedy: end of the error message.
 
         Raises:
             ValueError: on rank 0, names the ranks that differ and in what.
-            SharedError: on the others, the same.
+            SharedError: on the other ranks, with the same message.
         """
-        differing = disagreement(self.gather(dict(facts), "all ranks to say what they are to do"))
+        differing = disagreement(self.gather(dict(facts), "the options of all ranks"))
         if differing is not None:
             raise (ValueError if self.rank == 0 else SharedError)(f"{differing}; {remedy}")
 
     def clock_offset_s(self, rounds: int = 7) -> float:
-        """Seconds to add to this rank's `time.perf_counter` to get rank 0's, by Cristian's algorithm.
+        """Seconds to add to this rank's `time.perf_counter` to get rank 0's, by Cristian's algorithm (1989).
 
-        Every rank calls it. Each exchange bounds the offset by its round trip; the shortest one counts.
+        Every rank calls this. The error of an exchange is at most half its round trip, so of `rounds` exchanges with
+        each rank the one with the shortest round trip is used.
         """
         best, offset = float("inf"), 0.0
         for peer in range(1, self.size):
@@ -143,9 +150,9 @@ class ControlMessages(Waiting):
                 stamp = torch.zeros(1, dtype=torch.float64)
                 sent = time.perf_counter()
                 if self.rank == 0:
-                    self.control("a clock", partial(_answer_with_time, stamp, peer), [peer])
+                    self.control("the clock of another rank", partial(_answer_with_time, stamp, peer), [peer])
                 else:
-                    self.control("a clock", partial(_ask_for_time, stamp, 0), [0])
+                    self.control("the clock of another rank", partial(_ask_for_time, stamp, 0), [0])
                     received = time.perf_counter()
                     if received - sent < best:
                         best, offset = received - sent, float(stamp) - (sent + received) / 2

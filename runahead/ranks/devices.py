@@ -1,4 +1,4 @@
-"""Where a rank computes, what carries its K,V, and on how many threads."""
+"""Device, communication backend and number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ import torch.distributed as dist
 from runahead.config import Backend, Device
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# Parameters of mallopt(3).
 LARGEST_MMAP_THRESHOLD = 32 << 20
 LARGEST_INT = 2**31 - 1
 
 
 def choose_device(wanted: Device, local_rank: int, local_size: int) -> torch.device:
-    """A GPU for each local rank, or the CPU.
+    """Choose this rank's device: GPU number `local_rank`, or the CPU.
 
-    A rank that sees one GPU takes that: schedulers such as SLURM (--gpus-per-task=1) show every rank another one.
-    Whether they did is found out by `check_own_gpus` once the ranks have met.
+    A rank that sees a single GPU takes that one: schedulers such as SLURM (--gpus-per-task=1) show each rank a
+    different one. `check_own_gpus` verifies this once the ranks have met.
+
+    Args:
+        local_rank, local_size: number of this rank on its host, and of ranks on its host.
 
     Raises:
-        ValueError: CUDA is asked for and not there, or there are several GPUs but fewer than local ranks.
+        ValueError: CUDA is asked for and not available, or several GPUs are visible but fewer than local ranks.
     """
     if wanted is Device.cpu or (wanted is Device.auto and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -43,23 +47,23 @@ def choose_device(wanted: Device, local_rank: int, local_size: int) -> torch.dev
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What tells a GPU from all others, on whatever host; None for a CPU."""
+    """Globally unique id of a GPU, or None for a CPU."""
     if device.type != "cuda":
         return None
-    # Instances of one multi-instance GPU may all have its UUID, and are named by the variable.
+    # All instances of a multi-instance GPU (MIG) may report its UUID; the variable tells them apart.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     instance = f" {visible}" if visible.startswith("MIG") else ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}{instance}"
 
 
 def check_own_gpus(names: Sequence[str | None]) -> None:
-    """Has every rank a GPU of its own?
+    """Check that every rank has a GPU of its own.
 
     Args:
         names: `gpu_name` of every rank.
 
     Raises:
-        ValueError: names the first ranks that share one.
+        ValueError: two ranks share a GPU; the message names them.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -74,13 +78,13 @@ def check_own_gpus(names: Sequence[str | None]) -> None:
 
 
 def choose_backend(wanted: Backend, device: torch.device) -> str:
-    """NCCL between GPUs, Gloo otherwise or where it is asked for.
+    """Choose the backend that carries KV between ranks: NCCL between GPUs, Gloo otherwise or on request.
 
     Raises:
-        ValueError: NCCL is asked for on CPUs, or this PyTorch has none.
+        ValueError: NCCL is asked for on CPUs, or this PyTorch was built without it.
     """
     if wanted is Backend.nccl and device.type != "cuda":
-        raise ValueError("ranks.backend=nccl moves K,V between GPUs only; use ranks.backend=gloo on CPUs")
+        raise ValueError("ranks.backend=nccl sends KV between GPUs only; use ranks.backend=gloo on CPUs")
     if wanted is Backend.gloo or device.type == "cpu":
         return "gloo"
     if not dist.is_nccl_available():
@@ -89,22 +93,22 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
 
 
 def default_threads(local_size: int) -> int:
-    """An even share of the processors that this process may use."""
+    """Intra-op threads per rank: an even share of the processors that this process may use."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_size)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what this process frees, for its next tensors of the same size.
+    """Make glibc keep freed memory for the next tensors, rather than return it to the system.
 
-    By default it hands activations back to the system after every layer, which then clears the same pages anew: on a
-    CPU that is several percent of a prefill, and makes its time uneven. K,V slabs above 32 MiB are still given back.
+    By default activations are returned after every layer, and the kernel clears the same pages again: on a CPU that
+    costs several percent of a prefill and makes its time uneven. KV slabs above 32 MiB are still returned.
     """
     if sys.platform != "linux":
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library
+    except AttributeError:  # a C library other than glibc
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     mallopt(M_TRIM_THRESHOLD, LARGEST_INT)

@@ -1,4 +1,4 @@
-"""What a rank knew when it had to end: whom it waited for, what it had posted, what was outstanding, where it stood."""
+"""Fault report of a rank that had to end, as JSON: its wait, its transfers, the ranks' heartbeats and thread stacks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
 
 DUMP_S = 2.0
-"""NCCL's flight recorder is not waited for longer: it may need a lock that somebody holds for ever."""
+"""Seconds to wait for the dump of NCCL's flight recorder, which may need a lock that is never released."""
 
 
 def fault_path(pattern: str | os.PathLike[str], rank: int) -> Path:
-    """The file of one rank: `run.json` becomes `run.rank1.fault.json`."""
+    """Path of one rank's fault report: `run.json` becomes `run.rank1.fault.json`."""
     path = Path(pattern)
     return path.with_name(f"{path.stem}.rank{rank}.fault.json")
 
 
 def write_fault_report(path: Path, ranks: Ranks, reason: str) -> None:
-    """Write what this rank knows to `path`, and where NCCL carries K,V its flight recorder's dump beside it.
+    """Write this rank's fault report to `path`, and with NCCL the dump of its flight recorder beside it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     report = fault_report(ranks, reason)
     if ranks.backend == "nccl" and (dump := flight_recorder()) is not None:
@@ -43,7 +43,7 @@ def write_fault_report(path: Path, ranks: Ranks, reason: str) -> None:
 
 
 def fault_report(ranks: Ranks, reason: str) -> dict[str, Any]:
-    """All that is known here, for JSON. Times are seconds ago; bytes are of K,V."""
+    """The fault report as a dictionary for JSON. Times are seconds ago; bytes are those of KV messages."""
     now_s, wait = time.monotonic(), ranks.waiting_for
     transfers = [record.as_json(now_s) for record in ranks.records.all()]
     return {
@@ -69,7 +69,7 @@ def fault_report(ranks: Ranks, reason: str) -> dict[str, Any]:
 
 
 def flight_recorder() -> bytes | None:
-    """NCCL's own record of its last operations, as JSON; None where it keeps none or does not answer."""
+    """NCCL's record of its last operations, as JSON; None if it keeps none or does not answer in `DUMP_S`."""
     from torch._C import _distributed_c10d
 
     dump: Callable[[], bytes] | None = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
@@ -80,7 +80,7 @@ def flight_recorder() -> bytes | None:
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Where each Python thread stands, innermost call last; without the folders, which are of one machine."""
+    """Call stack of each Python thread, innermost call last, with the last two parts of each path only."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         names.get(ident, str(ident)): [

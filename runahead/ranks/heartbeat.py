@@ -1,10 +1,13 @@
-"""Heartbeats through the rendezvous store: is a peer alive, working, or silent?
+"""Heartbeats through the rendezvous store, by which a rank tells whether a peer is working, alive or silent.
 
-Every rank's heartbeat thread publishes two counters. The first, its beat, moves when the main thread got somewhere (it
-reported a layer or a token, or used the processor) and, while that thread waits for a peer or is known to be busy, by
-itself. A rank that sleeps in a call, is stopped or died stops counting. So neither a long layer nor a long decode is
-silence, and of several ranks that wait for each other only the true cause is silent. The second, its work, moves
-likewise but not while it waits: where all ranks wait and nobody's work moves, what they wait for will not come.
+Every rank's heartbeat thread publishes two counters:
+
+- beat increases when the main thread made progress (it reported a layer or a token, or used the processor), and also
+  while it waits for a peer or is known to be busy. The beat of a rank that sleeps in a call, is stopped or died stands
+  still. So neither a long layer nor a long decode counts as silence, and of several ranks that wait for each other only
+  the one that caused it is silent.
+- work increases likewise, but not while the rank waits. If all ranks wait and no work increases, what they wait for
+  will not come.
 """
 
 from __future__ import annotations
@@ -22,20 +25,30 @@ from runahead.ranks.rendezvous import Presence
 from runahead.ranks.worker import Worker
 
 PERIOD_S = 0.25
+"""Seconds between two beats."""
+
 ANNOUNCE_S = 1.5
-"""A store whose host is stalled blocks its callers; a rank that fails does not wait longer than this to say so."""
+"""Seconds that a failing rank spends at most on announcing it: a store whose host is stalled blocks its callers."""
 
 FAILURE = "failure"
 
 
 class Heartbeat:
-    """This rank's beat and its view of the others'.
+    """This rank's counters and its view of the other ranks'.
 
     Args:
-        store: of torch.distributed; connections of its own are made from it, since a call that blocks on one blocks
-            that connection.
-        counts_processor_time: a thread that computes counts as progress. Right for CPUs; on a GPU a call that waits
-            for the device for ever spins.
+        store: of torch.distributed. It is cloned into connections of the heartbeat's own, since a blocking call blocks
+            its connection.
+        counts_processor_time: count use of the processor as progress. Right for CPUs; on a GPU a call that waits for
+            the device also uses the processor.
+
+    Attributes:
+        seen: last beat seen of every rank, updated while this rank waits.
+        seen_work: last work counter seen of every rank.
+        failure: the first failure that a rank announced or that was detected (a process that is gone); None so far.
+        is_end: the failure is a process that ended without announcing one, as processes do after a job without errors.
+        asking_since: `time.monotonic` of the store request that is not answered yet, or None.
+        times_asked: store requests so far.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, counts_processor_time: bool) -> None:
@@ -48,39 +61,38 @@ class Heartbeat:
         self._progress, self._published = 0, -1
         self._beat, self._work = 0, 0
         self._busy, self._masked, self._waiting = 0, 0, 0
-        self.seen = [-1] * size
-        """Last beat seen of every rank, kept up to date while this one waits."""
-        self.seen_work = [-1] * size
-        """The same of their work."""
+        self.seen, self.seen_work = [-1] * size, [-1] * size
         self.failure: str | None = None
-        """The first failure that some rank announced, or that shows by itself: a process that is gone."""
         self.is_end = False
-        """The failure is an end without a word: it may be that of a job that went well."""
         self.asking_since: float | None = None
-        """Since when (`time.monotonic`) the store owes an answer."""
         self.times_asked = 0
         self._closed = threading.Event()
         self._beats.set(str(rank), "0 0")
-        self._announcer = Worker("announcements")  # made now: a rank that runs out of memory gets no new thread
+        # Started now, since a rank that runs out of memory cannot start a thread.
+        self._announcer = Worker("announcements")
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, ranks: Sequence[Presence]) -> None:
-        """Call once every rank has made its heartbeat; `ranks` as they met."""
+        """Start the thread, once every rank has made its heartbeat.
+
+        Args:
+            ranks: the processes of all ranks, as `meet` returns them.
+        """
         self._beside = [each for each in ranks if each.rank != self._rank and each.is_beside(ranks[self._rank])]
         self._thread.start()
 
     def progress(self) -> None:
-        """The main thread got somewhere."""
+        """Count progress of the main thread."""
         self._progress += 1
 
     def also_computes(self, thread: int) -> None:
-        """A thread works for the main one; `thread` as of `threading.get_ident`."""
+        """Count the processor time of another thread as progress; `thread` is its `threading.get_ident`."""
         if self._counts_processor_time:
             self._computing.append(thread)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While it is open this rank counts as working."""
+        """Context manager in which this rank counts as working."""
         self._busy += 1
         try:
             yield
@@ -90,9 +102,9 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While it is open this rank counts as alive, and looks at the others' counters.
+        """Context manager in which this rank counts as alive and reads the other ranks' counters.
 
-        It counts as working only if it gets busy inside.
+        It does not count as working, except in a `busy` inside.
         """
         before, self._masked = self._masked, self._busy
         self._waiting += 1
@@ -104,7 +116,7 @@ class Heartbeat:
             self.progress()
 
     def announce_failure(self, message: str) -> None:
-        """Tell every rank, so that none waits for one that will not come. The first announcement stands."""
+        """Announce a failure to all ranks, so that none waits for this one. Only the first announcement is kept."""
 
         def announce() -> None:
             with suppress(RuntimeError):  # the store is gone, and the ranks with it
@@ -115,7 +127,7 @@ class Heartbeat:
         self._announcer.submit(announce).done.wait(timeout=PERIOD_S if is_cut_off else ANNOUNCE_S)
 
     def announced(self) -> str | None:
-        """The first failure that was announced, asked for now; None also where the store does not answer at once."""
+        """Ask the store for the first announced failure; None also if the store does not answer within a period."""
 
         def ask() -> str | None:
             return self._announcements.get(FAILURE).decode() if self._announcements.check([FAILURE]) else None
@@ -124,10 +136,10 @@ class Heartbeat:
         return job.result if job.done.wait(timeout=PERIOD_S) else None
 
     def find_ended(self) -> str | None:
-        """A rank of this machine whose process has ended, in a few words."""
+        """Describe a rank of this machine whose process has ended; None if all still run."""
         for each in self._beside:
             if each.has_ended:
-                return f"rank {each.rank} has ended without a word (process {each.pid} on {each.host})"
+                return f"rank {each.rank} has ended without an error message (process {each.pid} on {each.host})"
         return None
 
     def close(self) -> None:
@@ -145,11 +157,11 @@ class Heartbeat:
                 self._publish()
                 self._look()
                 self.asking_since = None
-            except RuntimeError as error:  # its host is gone, or was cut off
+            except RuntimeError as error:  # the store's host is gone or cannot be reached
                 lost = f"the rendezvous store is lost, its launcher or host is gone ({first_line(error)})"
                 self._has_ended(ended or lost)
                 return
-            self._has_ended(ended)  # behind looking: what it announced before its end says more
+            self._has_ended(ended)  # after _look: what the process announced before it ended says more
 
     def _has_ended(self, what: str | None) -> None:
         if self.failure is None and what is not None:
@@ -165,7 +177,7 @@ class Heartbeat:
             self._beats.set(str(self._rank), f"{self._beat} {self._work}")
 
     def _has_worked(self) -> bool:
-        """Have the threads that compute used the processor since it was last asked?"""
+        """Whether the threads that compute used the processor since the last call."""
         before, self._worked_s = self._worked_s, sum(map(_processor_s, self._computing))
         return self._worked_s - before > PERIOD_S / 100
 

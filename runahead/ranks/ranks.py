@@ -1,6 +1,6 @@
-"""The ranks of a job: the only place that starts, names and ends process groups.
+"""The ranks of a job. No other module creates or destroys process groups.
 
-Control messages always go over Gloo, whatever carries the K,V.
+Control messages always go over Gloo, also where NCCL carries KV.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = ["PeerFailure", "Ranks", "SharedError"]
 T = TypeVar("T")
 
 NEVER = timedelta(days=20)
-"""Timeout of the groups themselves: see runahead/ranks/watcher.py."""
+"""Timeout of the process groups: never, since runahead/ranks/watcher.py decides when a peer will not come."""
 
 MEETING_S = 120.0
-"""Seconds in which all ranks must have come, at least; processes of one job may start far apart."""
+"""Least number of seconds to wait for all ranks at the rendezvous; processes of one job may start far apart."""
 
 
 class Ranks(ControlMessages):
-    """This process among the ranks of a job. One rank needs no launcher and no process group.
+    """This process as one rank of a job. A single rank needs no launcher and no process group.
 
     Attributes:
-        rank, size: place among the ranks.
-        local_size: ranks of this host.
+        rank, size: number of this rank, and of ranks.
+        local_size: number of ranks on this host.
         device: where this rank computes.
-        backend: "gloo" or "nccl", what carries K,V between ranks.
-        timeout_s: silence after which a peer is given up.
-        present: the processes of all ranks; empty if this is the only one.
-        records: this rank's last transfers of K,V.
+        backend: "gloo" or "nccl", which carries KV between ranks.
+        timeout_s: seconds of silence after which a peer is given up.
+        present: the processes of all ranks; empty for a single rank.
+        records: this rank's last KV transfers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Ranks(ControlMessages):
             if store is None:
                 store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
             facts = library_facts() | {"the backend": backend}
-            # Before the ranks have met: its first beat has to be there when another rank looks.
+            # Made before the ranks meet, so that its first beat is in the store when another rank reads it.
             self._heartbeat = Heartbeat(store, rank, size, counts_processor_time=device.type == "cpu")
             self.present = meet(store, rank, size, facts, patience_s=patience_s)
         except SharedError:
@@ -104,11 +104,14 @@ class Ranks(ControlMessages):
 
     @classmethod
     def start(cls, options: RanksOptions, *, store: dist.Store | None = None) -> Ranks:
-        """Join the job that torchrun (or the environment it sets) describes; without one, be the only rank.
+        """Join the job that torchrun's environment variables describe; without them, be the only rank.
+
+        Args:
+            store: for the rendezvous; by default made from the environment variables.
 
         Raises:
-            ValueError: ranks without a GPU of their own, no CUDA where it is asked for, NCCL without CUDA, or no
-                rendezvous.
+            ValueError: ranks share a GPU, CUDA is asked for but not available, NCCL is asked for without CUDA, or the
+                ranks cannot meet.
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -131,18 +134,21 @@ class Ranks(ControlMessages):
         ranks.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
         return ranks
 
-    # Links for K,V.
+    # Groups for KV.
 
     @property
     def kv_group(self) -> dist.ProcessGroup:
-        """The Gloo group that carries K,V between CPUs (or staged through host memory)."""
+        """Gloo group that carries KV between CPUs, or between GPUs by way of host memory."""
         return self._kv_group
 
     def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """One NCCL group per directed link, made on first use by all ranks in the same order, and warmed up.
+        """NCCL groups by directed link (from rank, to rank). Missing ones are made, by all ranks in the same order.
 
-        Point-to-point work of one NCCL group shares one stream and is matched in the order of issue, so links that
-        must not wait for each other need groups of their own.
+        Point-to-point operations of one NCCL group share one stream and are matched in the order of issue, so links
+        that must not wait for each other need groups of their own. New groups are warmed up with one message.
+
+        Returns:
+            All groups made so far, also of other links.
         """
         for link in links:
             if link not in self._links:
@@ -159,7 +165,7 @@ class Ranks(ControlMessages):
         return self._links
 
     def nccl_group(self) -> dist.ProcessGroup:
-        """An NCCL group of all ranks with all pairs connected, made on first use by all ranks."""
+        """NCCL group of all ranks with all pairs connected, made on first use. Every rank calls this."""
         if self._nccl_group is None:
             with self._stuck_in("the NCCL connections between all ranks"):
                 group = dist.new_group(backend="nccl", timeout=NEVER, device_id=self.device)
@@ -175,7 +181,7 @@ class Ranks(ControlMessages):
 
     @contextmanager
     def _stuck_in(self, what: str) -> Iterator[None]:
-        """Around calls that block the main thread itself until all ranks have made them."""
+        """Context manager for calls that block the main thread until all ranks have made them."""
         if self._watcher is None:
             yield
             return
@@ -183,24 +189,27 @@ class Ranks(ControlMessages):
             yield
 
     def collective_group(self) -> dist.ProcessGroup:
-        """A group of all ranks for collectives, which carries K,V at other times. Every rank calls it."""
+        """Group of all ranks for collectives, which also carries KV. Every rank calls this."""
         return self.nccl_group() if self.backend == "nccl" else self._kv_group
 
     def collectively(self, what: str, call: Callable[[], T]) -> T:
-        """Result of a call that runs collectives of `collective_group`, in a thread of their own, watched over.
+        """Run a call that uses collectives of `collective_group`, in a thread of their own, and return its result.
 
-        On a GPU it cannot be told whether it computes or waits, so meanwhile this rank counts as working.
+        On a GPU such a call may compute or wait, and nothing tells which, so this rank counts as working meanwhile.
+
+        Args:
+            what: what is waited for, for messages.
 
         Raises:
-            PeerFailure: as in `wait_until`, or a connection was lost.
-            whatever else `call` raises.
+            PeerFailure: as for `wait_until`, or a connection was lost.
+            Exception: whatever else `call` raises.
         """
         if self._collective is None:
             self._collective = Worker("collectives")
             if self._heartbeat is not None:
                 self._heartbeat.also_computes(self._collective.ident)
             if self.device.type == "cuda":
-                self._collective.submit(lambda: torch.cuda.set_device(self.device))  # threads do not inherit it
+                self._collective.submit(lambda: torch.cuda.set_device(self.device))  # a thread does not inherit it
 
         def finished() -> T:
             result = call()
@@ -222,7 +231,7 @@ class Ranks(ControlMessages):
         raise job.error
 
     def close(self) -> None:
-        """Leave the job: every rank calls it once all went well."""
+        """Leave the job after a barrier. Every rank calls this at the end of a job without errors."""
         if self.size == 1 or not dist.is_initialized():
             return
         self.barrier("the end")

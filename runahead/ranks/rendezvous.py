@@ -1,4 +1,4 @@
-"""Where the processes of a job meet: who is there, and may they work together?"""
+"""Rendezvous of the ranks of a job: exchange their process ids and compare their library versions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from runahead.failures import SharedError
 from runahead.ranks.agreement import disagreement
 
 POLL_S = 0.05
+"""Seconds between two looks at what is waited for."""
 
 
 @dataclass(frozen=True)
 class Presence:
-    """A rank's process, as it presents itself.
+    """A rank's process.
 
     Attributes:
-        host: its host's name.
-        machine: what must be the same for process ids to mean the same: boot and namespace; "" if unknown.
-        pid, started: id, and its start in clock ticks since boot, since ids are used again.
-        facts: what must be the same on all ranks.
+        host: name of its host.
+        machine: boot id and process-id namespace; processes with the same `machine` can see each other. "" if unknown.
+        pid, started: process id, and its start in clock ticks since boot, which tells reused ids apart.
+        facts: values by name that must be the same on all ranks.
     """
 
     rank: int
@@ -39,7 +40,7 @@ class Presence:
 
     @classmethod
     def here(cls, rank: int, facts: Mapping[str, str]) -> Presence:
-        """Of this process."""
+        """Describe this process."""
         machine = ""
         with suppress(OSError):  # no /proc
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -47,25 +48,25 @@ class Presence:
         return cls(rank, socket.gethostname(), machine, os.getpid(), _started(os.getpid()) or 0, facts)
 
     def is_beside(self, other: Presence) -> bool:
-        """Can one process see and signal the other?"""
+        """Whether one process can see and signal the other."""
         return self.machine == other.machine != ""
 
     @property
     def has_ended(self) -> bool:
-        """Is a process of this machine gone, or gone but for its exit status?"""
+        """Whether a process of this machine has ended (a zombie counts as ended)."""
         return _started(self.pid) != self.started
 
 
 def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, patience_s: float) -> list[Presence]:
-    """All ranks, once they have come.
+    """Wait until all ranks have started, and return their processes in order of rank.
 
     Args:
-        facts: what must be the same on all ranks, by name.
-        patience_s: for which ranks that have not come yet are waited for.
+        facts: values by name that must be the same on all ranks.
+        patience_s: seconds to wait for ranks that have not started.
 
     Raises:
-        ValueError: names those that have not come; on rank 0, those whose facts differ, and in what.
-        SharedError: on the other ranks, where facts differ.
+        ValueError: ranks did not start in time; on rank 0 also if facts differ. The message names the ranks.
+        SharedError: on the other ranks, if facts differ.
     """
     here = dist.PrefixStore("runahead-here", store)
     own = Presence.here(rank, facts)
@@ -83,13 +84,13 @@ def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, p
     if differing is not None:
         here.set(f"{rank} knows", "")
         while rank == 0 and time.monotonic() < deadline and not here.check([f"{peer} knows" for peer in range(size)]):
-            time.sleep(POLL_S)  # the store may end with this process
+            time.sleep(POLL_S)  # the store may end with this process, so the others must have read it
         raise (ValueError if rank == 0 else SharedError)(f"{differing}; install the same on every host")
     return ranks
 
 
 def _started(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process that runs; None if it has ended. Fields of proc_pid_stat(5)."""
+    """Start time of a process in clock ticks since boot, or None if it has ended. Fields as in proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The last transfers of this rank: what was posted, what has arrived or left, and what is outstanding."""
+"""Records of this rank's last KV transfers, for messages and fault reports: posted, done and outstanding."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEPT = 512
-"""Records that are kept. A layer has at most two for each other rank, and only a few layers are in flight."""
+"""Number of records kept. A layer has at most two per other rank, and only a few layers are in flight."""
 
 
 @dataclass(kw_only=True)
 class TransferRecord:
-    """One message, from when it was posted.
+    """One KV message that was posted.
 
     Attributes:
         direction: "send" or "receive".
-        peer, layer: from or to whom, and of which layer.
-        start, end: tokens of the padded prompt whose K,V it holds.
-        num_bytes: what it moves.
-        posted_s, done_s: when, by `time.monotonic`; `done_s` is None while it is under way.
-        has_happened: on a GPU, where the host does not wait: asks the device whether it is over.
+        peer: rank at the other end.
+        start, end: tokens of the padded prompt whose keys and values it holds.
+        num_bytes: size of the message.
+        posted_s, done_s: `time.monotonic` when it was posted and completed; `done_s` is None until then.
+        has_happened: on a GPU, asks the device whether the transfer is complete; the host does not wait for it.
         prefill: number of the prefill that it belongs to.
     """
 
@@ -44,11 +44,11 @@ class TransferRecord:
         return self.done_s is not None
 
     def done(self) -> None:
-        """It has arrived or left."""
+        """Note that the message has arrived or left."""
         self.done_s, self.has_happened = time.monotonic(), None
 
     def as_json(self, now_s: float) -> dict[str, Any]:
-        """For a fault report; times are seconds before `now_s`."""
+        """The record for a fault report; times are seconds before `now_s` (`time.monotonic`)."""
         is_done = self.is_done
         values = {name: getattr(self, name) for name in ("prefill", "direction", "layer", "peer", "start", "end")}
         values |= {"bytes": self.num_bytes, "posted_s_ago": round(now_s - self.posted_s, 3)}
@@ -57,27 +57,28 @@ class TransferRecord:
 
 
 class TransferRecords:
-    """A ring of the last `KEPT` records. Any thread may add to it."""
+    """Ring buffer of the last `KEPT` records. Any thread may add to it."""
 
     def __init__(self) -> None:
         self._ring: deque[TransferRecord] = deque(maxlen=KEPT)
         self._prefill = 0
 
     def begin(self) -> None:
-        """A prefill begins: its layers are other ones than those of the prefills before."""
+        """Begin a new prefill, whose layers are told apart from those of earlier prefills."""
         self._prefill += 1
 
     def posted(self, record: TransferRecord) -> TransferRecord:
+        """Keep a record of a message that has been posted."""
         record.prefill = self._prefill
         self._ring.append(record)
         return record
 
     def all(self) -> list[TransferRecord]:
-        """Oldest first."""
+        """All records kept, oldest first."""
         return list(self._ring)
 
     def oldest_outstanding(self) -> str:
-        """The first transfer of this prefill that is not over, in a few words."""
+        """Describe the oldest transfer of this prefill that is not complete, for a message."""
         for record in self.all():
             if record.prefill == self._prefill and not record.is_done:
                 way = "receive of layer {} from" if record.direction == "receive" else "send of layer {} to"
@@ -87,10 +88,10 @@ class TransferRecords:
         return "no transfer is outstanding"
 
     def state(self, direction: str, layer: int, peers: Collection[int], expected_bytes: int) -> str:
-        """What became of a layer's messages in this prefill, in a few words, such as "1,024 bytes, receive posted".
+        """Describe the state of a layer's messages in this prefill, such as "1,024 bytes, receive posted".
 
         Args:
-            expected_bytes: of all of them, also of those that were not posted yet.
+            expected_bytes: total size of the messages, also of those that were not posted yet.
         """
         records = [
             record

@@ -1,4 +1,4 @@
-"""How a rank waits for others: everything that may block on a peer goes through here, so nothing waits for ever."""
+"""Waiting for other ranks with a time limit. Every call that may block on a peer goes through here."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from runahead.ranks.rendezvous import POLL_S, Presence
 from runahead.ranks.watcher import Wait, Watcher
 
 LAST_CHANCE_S = 2.0
-"""What has been sent is taken though a peer has ended: behind the last barrier of a good job all of them end."""
+"""Grace period for messages of a peer that has already exited, as all ranks do after the last barrier."""
 
 ANNOUNCED_S = 0.75
-"""A connection may end before the heartbeat brings the news why."""
+"""Seconds to wait, after a connection was lost, for the heartbeat to say why."""
 
 MERCY_S = 1.5
+"""Seconds that a silent process gets to end by itself before it is killed."""
 
 
 class Waiting:
-    """A rank as far as it waits; heartbeat and watcher are there once it has met others.
+    """Base class of `Ranks` with all that waits for peers. Heartbeat and watcher are None for a single rank.
 
     Attributes:
-        rank, size: place among the ranks.
-        timeout_s: silence after which a peer is given up.
-        present: the processes of all ranks; empty if this is the only one.
+        rank, size: number of this rank, and of ranks.
+        timeout_s: seconds of silence after which a peer is given up.
+        present: the processes of all ranks; empty for a single rank.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -39,10 +40,10 @@ class Waiting:
         self._post_error: Exception | None = None
 
     def progress(self) -> None:
-        """This rank got somewhere: a layer, a token. Silence is the absence of these.
+        """Report progress of this rank, such as a layer or a token. A rank that reports none counts as silent.
 
         Raises:
-            PeerFailure: another rank announced that it failed, so going on leads nowhere.
+            PeerFailure: another rank has failed, so this one must end too.
         """
         if self._heartbeat is None or self._watcher is None:
             return
@@ -55,7 +56,7 @@ class Waiting:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While it is open this rank counts as working without progress (loading a model)."""
+        """Context manager in which this rank counts as working without reporting progress, as in loading a model."""
         if self._heartbeat is None or self._watcher is None:
             yield
         else:
@@ -69,19 +70,21 @@ class Waiting:
         peers: Iterable[int],
         detail: Callable[[], str] | None = None,
     ) -> None:
-        """Wait until `ready(seconds to block at most)` is true.
+        """Wait until `ready` returns true.
 
         Args:
-            what: is waited for, for messages; `detail` is asked for more where it will not come.
-            peers: who can hold it up.
+            ready: called with the seconds that it may block.
+            what: what is waited for, for messages.
+            peers: ranks that can delay it.
+            detail: called for more detail when the wait fails.
 
         Raises:
-            PeerFailure: a peer was silent for timeout_s meanwhile, or has ended, or announced a failure; or no rank
-                got anywhere for timeout_s.
+            PeerFailure: a peer was silent for `timeout_s`, has ended or announced a failure; or no rank made progress
+                for `timeout_s`.
         """
         if ready(0.0):
             return
-        if self._watcher is None:  # the only rank waits for its own device
+        if self._watcher is None:  # a single rank only waits for its own device
             while not ready(POLL_S):
                 pass
             return
@@ -95,31 +98,31 @@ class Waiting:
 
     @property
     def waiting_for(self) -> Wait | None:
-        """What this rank waits for, or waited for in vain."""
+        """The wait that is under way, else the last one that failed, if any."""
         return None if self._watcher is None else self._watcher.current
 
     @property
     def beats(self) -> list[int]:
-        """The last heartbeat that was seen of every rank; -1 for none, and while this rank waited for nobody."""
+        """Last heartbeat seen of every rank, -1 for none. Heartbeats are read only while this rank waits."""
         return [] if self._heartbeat is None else self._heartbeat.seen
 
     def when_stuck(self, call: Callable[[PeerFailure], object]) -> None:
-        """Have `call` called, in another thread, should this rank have to end and not do so by itself.
+        """Set what to call, in another thread, when this rank has to end but its main thread does not.
 
-        Then its main thread is in a call of a library that does not return, or takes long. Without such a call a
-        library's user is left alone.
+        Its main thread is then in a library call that takes long or never returns. By default nothing is called, so
+        that users of the library keep control of their process.
         """
         if self._watcher is not None:
             self._watcher.when_stuck = call
 
     def known_failure(self) -> str | None:
-        """What is known to have gone wrong on another rank; it may just have happened."""
+        """Describe a failure of another rank, if one is known or can be found out now."""
         if self._heartbeat is None:
             return None
         return self._heartbeat.failure or self._heartbeat.announced() or self._heartbeat.find_ended()
 
     def lost_connection(self, while_waiting_for: str) -> PeerFailure:
-        """What to raise where a connection ended: usually because the rank at its other end did, and it said why."""
+        """Make the error for a lost connection, with the failure that the rank at its other end announced, if any."""
         if self._heartbeat is None or self._watcher is None:
             return PeerFailure(f"lost the connection while waiting for {while_waiting_for}")
         deadline = time.monotonic() + ANNOUNCED_S
@@ -132,20 +135,20 @@ class Waiting:
         return PeerFailure(f"{failure} (while waiting for {while_waiting_for})")
 
     def kill_silent(self) -> None:
-        """End the processes of this machine that were silent: stopped or stuck, they do not end by themselves."""
+        """Kill the processes of this machine that the last wait found silent, since stopped ones do not end."""
         wait = self.waiting_for
         silent = [self.present[peer] for peer in ([] if wait is None else wait.silent)]
         silent = [process for process in silent if process.is_beside(self.present[self.rank])]
-        deadline = time.monotonic() + MERCY_S  # those that were only cut off find out at the same time
+        deadline = time.monotonic() + MERCY_S  # a process that was only cut off ends by itself about now
         while not all(process.has_ended for process in silent) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         for process in silent:
             if not process.has_ended:
-                with suppress(OSError):  # another user's
+                with suppress(OSError):  # another user's process
                     os.kill(process.pid, signal.SIGKILL)
 
     def fail(self, message: str) -> None:
-        """Announce that this rank fails, so that no other waits for it. The ranks are lost then."""
+        """Announce that this rank fails, so that no other waits for it. The job cannot go on after that."""
         self._announce(f"rank {self.rank} failed: {message}")
 
     def _announce(self, message: str) -> None:
@@ -154,7 +157,7 @@ class Waiting:
 
     @contextmanager
     def announcing_failure(self) -> Iterator[None]:
-        """What is raised inside is announced: see `fail`."""
+        """Context manager that announces whatever is raised inside, so that all ranks fail together; see `fail`."""
         try:
             with nullcontext() if self._watcher is None else self._watcher.engaged():
                 yield
@@ -162,7 +165,7 @@ class Waiting:
             self._announce(f"rank {self.rank} says: {first_line(error)}")
             raise
         except BaseException as error:
-            # A signal that ends this process may be what a launcher does because another one has ended.
+            # A launcher may have sent this process a signal because another rank has ended.
             if isinstance(error, Exception) or self.known_failure() is None:
                 self.fail(first_line(error))
             raise

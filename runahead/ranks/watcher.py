@@ -1,7 +1,7 @@
-"""Decides that a peer will not come: a thread that looks on while the main thread waits.
+"""Watcher thread, which decides from heartbeats when a wait of the main thread has failed.
 
-A thread, since a main thread that is stuck in a call of a library can decide nothing. Nor can the groups' own timeouts:
-a Gloo group that timed out is unusable, and neither its nor NCCL's timeout knows of a peer that is alive and busy.
+The main thread cannot decide this itself while it is in a library call. Nor can the process groups' own timeouts: a
+Gloo group that timed out is unusable, and neither Gloo's nor NCCL's timeout knows of a peer that is alive and busy.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from runahead.failures import PeerFailure
 from runahead.ranks.heartbeat import Heartbeat
 
 PERIOD_S = 0.1
+"""Seconds between two looks at the heartbeats."""
+
 LONGEST_STEP_S = 0.5
-"""A job that was suspended and goes on has not been silent: a longer gap counts for this."""
+"""Seconds that a longer gap between two looks counts as: a job that was suspended and resumed was not silent."""
 
 STANDSTILL_S = 1.0
-"""A standstill is called one by so much later than a peer silent: who waits for the silent one says so first."""
+"""Seconds after `timeout_s` until a standstill of all ranks is reported, so that a silent peer is reported first."""
 
 GRACE_S = 3.0
-"""Seconds in which the main thread may end by itself once there is no point in going on."""
+"""Seconds in which the main thread may end by itself before `when_stuck` is called."""
 
 
 class Wait:
-    """What the main thread waits for.
+    """One wait of the main thread for other ranks.
 
     Attributes:
-        peers: who can hold it up.
-        verdict: why it is in vain, once that is known.
-        silent: the peers that were found silent then.
+        what: what is waited for, for messages.
+        peers: ranks that can delay it.
+        verdict: why it has failed, or None so far.
+        silent: the ranks found silent by then.
     """
 
     def __init__(
@@ -48,14 +51,15 @@ class Wait:
         self._times_asked, self._asked_s = 0, 0.0
 
     def describe(self) -> str:
-        """What is waited for, with what is known of it."""
+        """What is waited for, with details if there are any."""
         return self.what if self._detail is None else f"{self.what} ({self._detail()})"
 
     def look(self, heartbeat: Heartbeat, elapsed_s: float) -> None:
-        """Take note of who moved; sets the verdict if nobody did for too long.
+        """Compare the counters with those of the last look, and set the verdict if they stood still for too long.
 
-        An answer of the store is as old as its question: over a link that hardly carries anything, what arrives now is
-        no sign that anybody is there now.
+        Args:
+            elapsed_s: seconds since the last look. While the store has not answered, they are added to the age of its
+                last answer: over a very slow link an answer that arrives now does not show that a peer is alive now.
         """
         beats, work = list(heartbeat.seen), list(heartbeat.seen_work)
         if heartbeat.times_asked != self._times_asked:
@@ -71,7 +75,7 @@ class Wait:
             others = [rank for rank in range(len(beats)) if rank != self._rank]
             self.silent = self.silent or self._silent_for(self._timeout_s, others)
             self.verdict = (
-                f"no rank got anywhere for {self._standstill_s:.0f} s though all are alive; {self._waited()}; "
+                f"no rank made progress for {self._standstill_s:.0f} s though all are alive; {self._waited()}; "
                 f"the link may be cut or too slow for ranks.timeout_s={self._timeout_s:g}"
             )
         if self.silent:
@@ -95,12 +99,13 @@ class Wait:
 
 
 class Watcher:
-    """Looks on while the main thread works with others, and tells it when there is no point in going on.
+    """Watches the heartbeats while the main thread works with other ranks, and decides when it has to end.
 
     Attributes:
         is_told: the main thread knows that it has to end.
-        when_stuck: called, in this thread, if the main thread was told and did not end within `GRACE_S`: it is in a
-            call that never returns, or that takes long. None: it is left alone.
+        when_stuck: called in the watcher's thread if the main thread has to end and did not within `GRACE_S`, as it is
+            in a call that takes long or never returns. None: nothing is called.
+        last_failed: the last wait that raised an error.
     """
 
     def __init__(self, heartbeat: Heartbeat, rank: int, timeout_s: float) -> None:
@@ -118,12 +123,12 @@ class Watcher:
 
     @property
     def current(self) -> Wait | None:
-        """What is waited for now, or was in vain."""
+        """The wait that is under way, else the last one that failed."""
         return self._wait or self.last_failed
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
-        """While it is open this rank depends on the others: it must end if they do."""
+        """Context manager in which this rank depends on the others and must end if they do."""
         self._engaged += 1
         try:
             yield
@@ -132,7 +137,7 @@ class Watcher:
 
     @contextmanager
     def waiting(self, what: str, peers: Iterable[int], detail: Callable[[], str] | None = None) -> Iterator[Wait]:
-        """While it is open the main thread waits for others. One wait at a time."""
+        """Context manager in which the main thread waits for other ranks. Waits are not nested."""
         wait = Wait(what, self._rank, peers, detail, self._timeout_s)
         with self.engaged(), self._heartbeat.waiting():
             self._wait = wait
@@ -145,7 +150,7 @@ class Watcher:
                 self._wait = None
 
     def failure(self, wait: Wait | None = None) -> PeerFailure | None:
-        """Why there is no point in going on, if so. The caller sets `is_told` and raises it."""
+        """The error with which this rank has to end, if it has to. The caller sets `is_told` and raises it."""
         verdict = self._reason(wait)
         return None if verdict is None else PeerFailure(verdict)
 
@@ -160,9 +165,9 @@ class Watcher:
             self._thread.join(timeout=2 * PERIOD_S)
 
     def _looked_at(self, elapsed_s: float) -> str | None:
-        """Why there is no point in going on, if the main thread does not know yet.
+        """Look at the heartbeats, and say why this rank has to end, if the main thread does not know yet.
 
-        Nothing of the wait outlives this call: what it tells of, and the K,V with it, would not be freed.
+        No reference to the wait outlives this call: its `detail` refers to a transfer, whose KV would not be freed.
         """
         wait = self._wait
         if wait is not None and wait.verdict is None:

@@ -1,4 +1,4 @@
-"""A thread for calls that may block for ever, so that the one that needs them can go on without them."""
+"""Worker thread for calls that may block for ever, so that the thread that submits them need not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Job:
-    """A call, and once `done` is set its result or error."""
+    """A submitted call. Once `done` is set, `result` or `error` holds its outcome."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call, self.done = call, threading.Event()
@@ -25,7 +25,7 @@ class Job:
 
 
 class Worker:
-    """A daemon thread that runs blocking calls in order; one that never returns does not keep the process alive."""
+    """Daemon thread that runs calls in order. A call that never returns does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -34,11 +34,12 @@ class Worker:
 
     @property
     def ident(self) -> int:
-        """As of `threading.get_ident`."""
+        """`threading.get_ident` of the thread."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     def submit(self, call: Callable[[], Any]) -> Job:
+        """Queue a call."""
         job = Job(call)
         self._jobs.put(job)
         return job

@@ -1,1 +1,1 @@
-"""When each rank did what: clocks, spans, traces and their picture."""
+"""Timeline of a prefill: what every rank did when, measured by clocks and written as a trace and a picture."""

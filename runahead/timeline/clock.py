@@ -1,4 +1,4 @@
-"""Marks in time on the device that does the work, read as seconds of one host clock once the work is done."""
+"""Clocks that mark moments on a CPU or a GPU, and read them as seconds of the host's clock."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 
 
 class Clock(Protocol):
-    """A mark costs nothing that would disturb what is timed; `seconds` may wait for the device."""
+    """Interface of a clock."""
 
-    def mark(self) -> object: ...
+    def mark(self) -> object:
+        """Mark this moment in the device's work, without waiting for the device."""
+        ...
 
     def seconds(self, mark: object) -> float:
-        """Seconds of `time.perf_counter` at a mark; a float is such a time already."""
+        """Seconds of `time.perf_counter` at a mark, for which it may wait. A float is returned as it is."""
         ...
 
 
 class HostClock:
-    """On the CPU an operation has ended when its call returns."""
+    """Clock for a CPU, where an operation has ended when its call returns: marks are seconds."""
 
     def mark(self) -> object:
         return time.perf_counter()
@@ -30,7 +32,7 @@ class HostClock:
 
 
 class CudaClock:
-    """On a GPU calls only queue work: marks are events on the current stream."""
+    """Clock for a GPU, where calls only queue work: marks are events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -56,4 +58,5 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
+    """The clock for a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,4 +1,4 @@
-"""The picture of the layer skew: what every rank did during the prefill, as an image."""
+"""Picture of a timeline: what every rank did during the prefill, and the layer skew between ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ SEND_TOP, SEND_HEIGHT = 0.26, 0.07
 
 
 def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
-    """The prefill: a band per rank, compute coloured by layer, waits hatched, sends as thin bars below.
+    """Draw the prefill: a band per rank with compute coloured by layer, waits hatched and sends as thin bars below.
 
-    Lines join the end of the same layer on neighbouring ranks: their slant is the layer skew. What begins
-    after the first token (`ttft_s`) is left out, for decoding would squeeze the prefill into a corner.
-    `subject` says in a few words what ran.
+    Lines join the ends of the same layer on neighbouring ranks: their slant is the layer skew.
+
+    Args:
+        spans_by_rank: spans of every rank.
+        ttft_s: time of the first token. Spans that begin later are left out, since decoding takes much longer.
+        subject: what ran, in a few words, below the title.
+
+    Returns:
+        The PNG.
     """
     shown = [[s for s in spans if ttft_s is None or s.start_s < ttft_s] for spans in spans_by_rank]
     num_layers = 1 + max((s.layer for spans in shown for s in spans if s.layer is not None), default=0)
@@ -60,7 +66,7 @@ def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | Non
         fontsize=9.5,
         color=MUTED,
     )
-    note.set_in_layout(False)  # a long one would squeeze the axes
+    note.set_in_layout(False)  # a long subject would make the axes narrower
     if num_layers > 1:
         aspect = max(12, 4 * len(shown))  # as thin for many ranks as for few
         bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=aspect, ticks=_ticks(num_layers))
@@ -87,7 +93,7 @@ def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> Non
 
 
 def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int) -> None:
-    """Lines through the ends of a few layers, rank by rank; a rank without compute is passed over."""
+    """Draw lines through the ends of a few layers, from rank to rank; ranks without compute are skipped."""
     ends = []
     for rank, spans in enumerate(spans_by_rank):
         end_of_layer: dict[int, float] = {}
@@ -111,7 +117,7 @@ def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: i
 
 
 def _ticks(num_layers: int) -> list[int]:
-    """About five layers from the first to the last."""
+    """About five layer numbers from the first layer to the last."""
     steps = min(num_layers - 1, 4)
     return sorted({round(step * (num_layers - 1) / steps) for step in range(steps + 1)}) if steps else [0]
 
@@ -131,12 +137,12 @@ def _dress(axes: Any, num_ranks: int, end_s: float) -> None:
 
 
 def _add_legend(figure: Figure, present: set[str]) -> None:
-    """Explain the kinds of spans that are present; "" stands for compute outside the layers."""
+    """Add a legend for the kinds of spans that are present; "" stands for compute outside the layers."""
     handles = {
         "compute": Patch(facecolor="#2a788e", label="compute, coloured by layer"),
         "": Patch(facecolor=NO_LAYER, label="compute outside the layers"),
-        "wait": Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for K,V"),
-        "send": Patch(facecolor=SEND, label="send K,V"),
+        "wait": Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for KV"),
+        "send": Patch(facecolor=SEND, label="send KV"),
     }
     shown = [handle for kind, handle in handles.items() if kind in present]
     figure.legend(handles=shown, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)

@@ -1,4 +1,4 @@
-"""One thing that a rank did, from when to when."""
+"""Span of a timeline: something that a rank did, with its begin and end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(kw_only=True)
 class Span:
-    """One thing that a rank did: `kind` is compute, wait or send; times are seconds since the prompt's start.
+    """Something that a rank did. The spans of all ranks are on one clock.
 
-    All ranks' spans are on one clock. `layer` is None for what belongs to no layer, such as the embedding.
+    Attributes:
+        kind: "compute", "wait" or "send".
+        layer: None for what belongs to no layer, such as the embedding.
+        start_s, end_s: seconds since the prompt's start.
+        detail: more in a few words, such as the tokens that were sent.
     """
 
     kind: str

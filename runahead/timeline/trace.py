@@ -1,4 +1,4 @@
-"""Who did what when: the spans of every rank, and the trace made of them."""
+"""Timeline files: the spans of every rank as a trace for Perfetto, and the picture beside it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from runahead.files import write_whole
 from runahead.timeline.span import Span
 
 KINDS = ("compute", "wait", "send")
+"""Kinds of spans, in the order of their lanes."""
 
 
 def picture_path(path: str | os.PathLike[str]) -> Path:
-    """Where the picture beside the trace goes.
+    """Path of the picture beside a trace: the same name with .png.
 
-    Raises: ValueError if that is the trace's own path.
+    Raises:
+        ValueError: that is the trace's own path.
     """
     picture = Path(path).with_suffix(".png")
     if picture == Path(path):
@@ -32,13 +34,17 @@ def write_timeline(
     ttft_s: float | None = None,
     subject: str = "",
 ) -> None:
-    """Write the trace to `path` and the picture beside it (same name, .png).
+    """Write the trace to `path`, and the picture beside it.
 
-    `subject` says in a few words what ran, for the picture's title.
+    Args:
+        ttft_s: time of the first token, seconds since the prompt's start.
+        subject: what ran, in a few words, for the picture.
 
-    Raises: ValueError if `path` itself ends in .png; OSError.
+    Raises:
+        ValueError: `path` ends in .png.
+        OSError: a file cannot be written.
     """
-    # Imported late: a run without a timeline should not pay for matplotlib.
+    # Imported here, so that a run without a timeline does not load matplotlib.
     from runahead.timeline.picture import timeline_png
 
     picture = picture_path(path)
@@ -47,9 +53,9 @@ def write_timeline(
 
 
 def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:
-    """The spans in the Trace Event Format, for Perfetto: a process per rank, a lane per kind."""
+    """The spans in the Trace Event Format, for Perfetto: a process per rank, a thread per kind of span."""
     events: list[dict[str, Any]] = []
-    # Viewers drop what lies before time 0, where the alignment of clocks may put the first microseconds.
+    # Viewers drop events before time 0, where the alignment of clocks may put the first microseconds.
     origin_s = min([0.0, *(span.start_s for spans in spans_by_rank for span in spans)])
     for rank, spans in enumerate(spans_by_rank):
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
@@ -83,7 +89,7 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Spans by kind; those that overlap others of their kind, as sends do, get lanes of their own."""
+    """Group spans by kind into lanes. Spans that overlap others of their kind, as sends do, get additional lanes."""
     lanes: list[tuple[str, list[Span]]] = []
     for kind in KINDS:
         lanes_of_kind: list[list[Span]] = [[]]

@@ -200,7 +200,7 @@ NAMED = {
 }
 """What some line is to say."""
 
-WAITED = r"waited \d+ s for .*(the K,V of layer \d+ .*rank \d|the next token of rank \d|the end of the generation)"
+WAITED = r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the next token of rank \d|the end of the generation)"
 """What both ranks say when the link between them is gone."""
 
 

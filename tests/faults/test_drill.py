@@ -54,7 +54,7 @@ def test_every_kind_is_drilled() -> None:
     assert sum(counts[kind] for kind in NETWORK_KINDS) > 10
 
 
-LINK_CUT = "[rank 0/2] waited 3 s for the K,V of layer 1 to leave for rank 1 (8,192 bytes, send posted)"
+LINK_CUT = "[rank 0/2] waited 3 s for the KV of layer 1 to leave for rank 1 (8,192 bytes, send posted)"
 
 
 def test_a_wait_for_what_leaves_is_understood() -> None:
@@ -69,7 +69,7 @@ def test_a_wait_for_what_leaves_is_understood() -> None:
         ("kill -9 of a rank", ["[rank 0/2] out of luck"], "no line names rank 1"),
         ("stop of a rank", ["[rank 0/2] rank 1 is silent"], "no line says what was waited for"),
         ("error in a rank", ["[rank 0/2] rank 1 failed: sorry"], "no line says a fault was injected"),
-        ("link cut", ["[rank 0/2] waited 3 s for the K,V of layer 1 from rank 1"], "a rank does not say"),
+        ("link cut", ["[rank 0/2] waited 3 s for the KV of layer 1 from rank 1"], "a rank does not say"),
         ("link cut", [LINK_CUT, "[rank 1/2] rank 0 has been silent for 3 s"], "a rank does not say"),
         ("Ctrl-C", ["interrupted", "interrupted"], "a rank said more than one line"),
     ],

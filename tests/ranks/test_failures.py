@@ -37,7 +37,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def test_waiting_rank_names_silent_peer_and_layer(pool: RankPool) -> None:
     _, (message, seconds) = pool.run(failing_tasks.hang_in_layer, 0, 2, TIMEOUT_S + 3.0)
     assert message.startswith("PeerFailure: rank 0 has been silent")
-    assert re.search(r"the K,V of layer 2 from rank 0 \([\d,]+ bytes, receive posted\)", message)
+    assert re.search(r"the KV of layer 2 from rank 0 \([\d,]+ bytes, receive posted\)", message)
     assert TIMEOUT_S <= seconds < TIMEOUT_S + MARGIN_S
 
 

@@ -21,7 +21,7 @@ def test_the_spoilt_weight_is_named() -> None:
 
 def test_weights_that_overflow_are_told_from_spoilt_ones() -> None:
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="its weights are finite, so it overflows; use model.dtype=float32"):
+    with pytest.raises(ValueError, match="its weights are finite, so a layer overflows; use model.dtype=float32"):
         require_numbers(torch.tensor([[torch.inf, 0.0]]), module, "tiny")
 
 

@@ -22,7 +22,7 @@ class Counters(SimpleNamespace):
 
 def watch(seconds: float, alive: set[int], working: set[int], peers: list[int]) -> Wait:
     """Rank 2 waits for `peers` while some ranks' counters move."""
-    wait = Wait("the K,V of layer 1 from rank 1", 2, peers, lambda: "8 bytes, receive posted", TIMEOUT_S)
+    wait = Wait("the KV of layer 1 from rank 1", 2, peers, lambda: "8 bytes, receive posted", TIMEOUT_S)
     counters: Any = Counters()
     for step in range(round(seconds / STEP_S)):
         if step % 3 == 0:  # heartbeats are slower than looks
@@ -42,7 +42,7 @@ def test_silent_peer_is_given_up_after_the_timeout() -> None:
     assert wait.silent == [1]
     assert wait.verdict is not None
     assert wait.verdict.startswith(
-        "rank 1 has been silent for 2 s; waited 0 s for the K,V of layer 1 from rank 1 (8 bytes"
+        "rank 1 has been silent for 2 s; waited 0 s for the KV of layer 1 from rank 1 (8 bytes"
     )
     assert wait.verdict.endswith("(ranks.timeout_s=2)")
 
@@ -67,7 +67,7 @@ def test_all_alive_and_nobody_working_is_a_dead_link() -> None:
     wait = watch(TIMEOUT_S + 2, {0, 1, 2}, set(), [1])
     assert wait.silent == []
     assert wait.verdict is not None
-    assert wait.verdict.startswith("no rank got anywhere for 3 s though all are alive; waited")
+    assert wait.verdict.startswith("no rank made progress for 3 s though all are alive; waited")
     assert "8 bytes, receive posted" in wait.verdict
 
 

@@ -1,4 +1,4 @@
-"""Adapters for model families that do not call transformers' attention interface: one file each."""
+"""Adapters for model families that do not use transformers' attention interface, one file each."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ ADAPTERS: dict[str, Callable[[PreTrainedModel], None]] = {
     "gptj": gptj.adapt,
     "mpt": mpt.adapt,
 }
-"""model_type -> makes a model of that family call our attention."""
+"""Functions that make a model call our attention, by model_type."""

@@ -11,8 +11,8 @@ from torch import Tensor
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Slopes (num_heads) in float32.
 
-    A head count that is no power of two takes the slopes of the next lower power and then every other slope of
-    the next higher one, as BLOOM and Falcon do.
+    With a number of heads that is not a power of two, the slopes are those of the next lower power, followed by every
+    other slope of the next higher one, as in BLOOM and Falcon.
     """
     lower = 2 ** math.floor(math.log2(num_heads))
     exponents = [8.0 * n / lower for n in range(1, lower + 1)]

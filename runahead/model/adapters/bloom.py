@@ -18,7 +18,7 @@ from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let every attention module of a BLOOM model call our attention."""
+    """Make every attention module of a BLOOM model call our attention."""
     for module in model.modules():
         if isinstance(module, BloomAttention):
             module.forward = MethodType(_forward, module)

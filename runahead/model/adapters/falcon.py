@@ -19,7 +19,7 @@ from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let every attention module of a Falcon model call our attention."""
+    """Make every attention module of a Falcon model call our attention."""
     for module in model.modules():
         if isinstance(module, FalconAttention):
             module.forward = MethodType(_forward, module)
@@ -50,11 +50,11 @@ def _forward(
 
 
 def _project(self: FalconAttention, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, N, C, H) and k, v (B, K, C, H) with K as in the weights.
+    """Project to q (B, N, C, H) and k, v (B, K, C, H), with K KV heads as in the weights.
 
-    transformers repeats the kv heads of the new decoder architecture before it caches them; we keep them as they
-    are, so that K,V on the network and in memory stay small. The fused projection holds, per kv head, its group of
-    query heads, then the key, then the value; the oldest layout interleaves q, k, v per head, which is a group of 1.
+    transformers repeats the KV heads of the new decoder architecture before it caches them. They are not repeated here,
+    so that the KV cache and its messages stay small. The fused projection holds, per KV head, its group of query heads,
+    then the key, then the value; the oldest layout interleaves q, k, v per head, which is a group of 1.
     """
     fused = self.query_key_value(hidden_states)
     if self.multi_query and not self.new_decoder_architecture:

@@ -19,10 +19,10 @@ from runahead.model.seam import SeamCache
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let every attention module of an MPT model call our attention.
+    """Make every attention module of an MPT model call our attention.
 
-    The positions beyond max_seq_len that transformers' bias table cannot hold are refused by the engine's check of
-    the prompt's length.
+    Positions beyond max_seq_len, for which transformers' bias table has no entries, are refused by the engine's check
+    of the prompt's length.
     """
     for module in model.modules():
         if isinstance(module, MptAttention):
@@ -40,7 +40,7 @@ def _forward(
     assert past_key_values is not None
 
     def key_bias(keys_S: Tensor) -> Tensor:
-        # relative to the last position of the model, as transformers has it: float32 and never positive
+        # Relative to the last position of the model, as in transformers: float32 and never positive.
         return _slopes(self.n_heads, keys_S.device)[:, None] * (keys_S - (self.max_seq_length - 1))
 
     mixed = self.Wqkv(hidden_states)
@@ -55,8 +55,11 @@ def _forward(
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """ALiBi slopes for a maximal bias of 8; a head count that is no power of two takes every other of the next one's
-    slopes, odd ones first."""
+    """ALiBi slopes (num_heads) for a maximal bias of 8.
+
+    With a number of heads that is not a power of two, they are slopes of the next higher power: every other one,
+    beginning with the second, then the rest.
+    """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-8.0 / power * torch.arange(1, power + 1, dtype=torch.float32, device=device))
     return slopes if power == num_heads else torch.cat([slopes[1::2], slopes[::2]])[:num_heads]

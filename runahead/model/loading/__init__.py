@@ -1,6 +1,6 @@
-"""Where a model's weights come from: one file per source, one table.
+"""Sources of a model's weights (`LOADERS`), one file each, and what they share to find, check and load checkpoints.
 
-A source is a module with the three functions of `base.Source`. Adding one is a file, a line in `LOADERS`, and a YAML.
+A source is a module with the three functions of `base.Source`. To add one: a file, a line in `LOADERS`, and a YAML.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ def load(
     progress: bool = False,
     ranks_on_host: int = 1,
 ) -> LoadedWeights:
-    """The model's weights on `device`, in eval mode and without gradients, and its tokenizer if it has one.
+    """Load a model's weights to `device`, in eval mode and without gradients, and its tokenizer if it has one.
 
     Args:
-        attn_implementation: a name that transformers' AttentionInterface knows. Families that choose among their own
-            attention classes are built with "eager" and carry the name in their config.
-        progress: progress bars on standard error; without it nothing is written there.
-        ranks_on_host: processes of this host that load the same model; weights that cannot be mapped from the file are
-            needed once per process.
+        attn_implementation: a name registered with transformers' AttentionInterface. Families that choose among their
+            own attention classes are built with "eager", and only their config gets the name.
+        progress: show progress bars on standard error; otherwise nothing is written there.
+        ranks_on_host: processes on this host that load the same model. Weights that cannot be mapped from the file
+            need memory once per process.
 
-    Raises: ValueError, OSError: one line that names the path and the remedy.
+    Raises:
+        ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
     """
     return LOADERS[options.name].load(
         options,
@@ -49,17 +50,19 @@ def load(
 
 
 def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
-    """The model's transformers config, without its weights (those of smollm2 are fetched if they are not there yet).
+    """Load a model's transformers config, without its weights (smollm2 is fetched as a whole on first use).
 
-    Raises: ValueError, OSError: as `load`.
+    Raises:
+        ValueError, OSError: as for `load`.
     """
     return LOADERS[options.name].load_config(options, progress=progress)
 
 
 def load_tokenizer(options: ModelOptions, *, progress: bool = False) -> Any | None:
-    """The model's tokenizer, or None if it has none; as cheap as `load_config`.
+    """Load a model's tokenizer, without its weights; None if it has none.
 
-    Raises: ValueError, OSError: as `load`; also for a tokenizer that is there and broken.
+    Raises:
+        ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
     return LOADERS[options.name].load_tokenizer(options, progress=progress)
 

@@ -1,4 +1,4 @@
-"""What a source of weights offers."""
+"""Interface of a source of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runahead.config import ModelOptions
 
 @dataclass(kw_only=True)
 class LoadedWeights:
-    """A model ready to run: `module` is in eval mode, on its device, without gradients; `path` is its source."""
+    """A loaded model: `module` is in eval mode, on its device, without gradients; `path` is where it came from."""
 
     module: PreTrainedModel
     tokenizer: Any | None
@@ -23,7 +23,7 @@ class LoadedWeights:
 
 
 class Source(Protocol):
-    """A module of this package. Arguments and errors are those of the functions in `runahead.model.loading`."""
+    """A module of this package, with the arguments and errors of the functions in `runahead.model.loading`."""
 
     def load(
         self,

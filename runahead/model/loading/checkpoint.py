@@ -1,7 +1,6 @@
-"""Finding a checkpoint on disk (a hub id is brought there first) and what its files hold.
+"""Checkpoints on disk: find one by path or hub id, and check its files.
 
-Everything a user can get wrong about a checkpoint is told here, from the small files and the headers of the
-big ones, before any weight is read.
+A user's mistakes are reported from the small files and the headers of the large ones, before any weight is read.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ READ_WHOLE = (
     *("config.json", "generation_config.json", "*.index.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "*.tiktoken"),
 )
-"""What transformers reads of a model's folder beside weights."""
+"""Files of a model's folder, other than weights, that transformers reads whole."""
 MOST_SMALL_BYTES = 2**28
+"""Largest size of such a file."""
 
 # A folder with none of these has no tokenizer. tokenizer_config.json alone does not count: from it transformers
-# makes up a tokenizer of three tokens.
+# makes a tokenizer of three tokens.
 VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -52,8 +52,11 @@ HUB_GGUF = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(.+\.gguf)")
 class Checkpoint:
     """A folder with config, tokenizer and safetensors weights, or a GGUF file in it, which holds all of these.
 
-    `label` is what the user wrote, `cure` what to do if the files turn out broken; both end up in error
-    messages. `from_hub` says that missing pieces (code that lives in another repository) may be fetched.
+    Attributes:
+        gguf: name of the GGUF file in the folder, or None.
+        label: what the user wrote, for error messages.
+        cure: what to do if the files are damaged, for error messages.
+        from_hub: missing files, such as code in another repository, may be fetched.
     """
 
     folder: Path
@@ -64,7 +67,7 @@ class Checkpoint:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Arguments that lead transformers' from_pretrained to this checkpoint and nowhere else."""
+        """Arguments of transformers' from_pretrained for this checkpoint."""
         place: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder)}
         place["local_files_only"] = not self.from_hub
         return place if self.gguf is None else place | {"gguf_file": self.gguf}
@@ -72,7 +75,7 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class StoredTensor:
-    """A tensor in a safetensors file; `dtype` is None where it is none of the usual floating-point ones."""
+    """A tensor in a safetensors file; `dtype` is None if it is not in `FLOATS`."""
 
     dtype: torch.dtype | None
     num_elements: int
@@ -82,19 +85,21 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -> Checkpoint:
-    """The checkpoint that a user calls `path`: a local folder, a .gguf file, or a hub id.
+    """Find a checkpoint.
 
     Args:
+        path: a local folder, a .gguf file, or a hub id, which is downloaded.
         option: the option that holds the path, for messages.
-        weights: from the hub, also bring the weights.
-        code: from the hub, also bring the repository's Python files.
+        weights: also download the weights.
+        code: also download the repository's Python files.
 
-    Raises: ValueError, OSError.
+    Raises:
+        ValueError, OSError: there is no such checkpoint; one line with the remedy.
     """
     label = f"{option}={path}"
     try:
         local = Path(path).expanduser()
-    except RuntimeError as error:  # ~name of somebody who is not known here
+    except RuntimeError as error:  # ~name of an unknown user
         raise ValueError(f"{label} cannot be found: {error}; write the whole path") from error
     if local.is_file():
         if local.suffix != ".gguf":
@@ -110,7 +115,7 @@ def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -
         return Checkpoint(folder=file.parent, gguf=file.name, label=label, cure=f"delete {file} and run again")
     if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
-    # The small files first: they say which big ones are the model's, where a repository holds several formats.
+    # The small files first: they say which large ones belong to the model if a repository holds several formats.
     folder = _from_hub(label, progress, path, SMALL_FILES + (["*.py"] if code else []))
     checkpoint = Checkpoint(folder=folder, label=label, cure=f"delete {folder} and run again", from_hub=True)
     if weights:
@@ -119,7 +124,11 @@ def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -
 
 
 def require_small_files(folder: Path, label: str) -> None:
-    """Raise a ValueError for a config, a tokenizer or the like of a size that it never has: it would be read whole."""
+    """Check the size of config, tokenizer and similar files in a folder, which transformers reads whole.
+
+    Raises:
+        ValueError: a file is larger than `MOST_SMALL_BYTES`.
+    """
     try:
         large = [each.name for each in folder.iterdir() if _is_small(each) and each.stat().st_size > MOST_SMALL_BYTES]
     except OSError as error:
@@ -144,11 +153,12 @@ def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> 
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's config.json, which names the architecture.
+    """Read the checkpoint's config.json, which names the architecture, and check its generation_config.json.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: one of them is damaged.
     """
-    # A broken one transformers would pass over, and with it the tokens that end an answer.
+    # transformers would ignore a damaged generation config, and with it the tokens that end an answer.
     if (checkpoint.folder / "generation_config.json").is_file():
         _require_end_tokens(
             _read_json(checkpoint.folder / "generation_config.json", checkpoint.label), checkpoint.label
@@ -157,7 +167,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _require_end_tokens(config: dict[str, Any], label: str) -> None:
-    """Raise a ValueError for tokens that no answer would ever end with."""
+    """Check that eos_token_id is a token id, a list of them, or absent."""
     ids = config.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int for token in ids):
@@ -167,9 +177,10 @@ def _require_end_tokens(config: dict[str, Any], label: str) -> None:
 
 
 def read_config_file(path: Path, label: str) -> dict[str, Any]:
-    """A transformers config as a dictionary, checked to be one.
+    """Read a transformers config as a dictionary.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: the file is missing, damaged, or not a transformers config.
     """
     if not path.is_file():
         raise ValueError(f"{label} has no {path.name}; name the folder of a transformers model")
@@ -194,9 +205,10 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
 
 
 def weight_names(checkpoint: Checkpoint) -> list[str]:
-    """The names of the safetensors files that hold the weights; they need not be there yet.
+    """Names of the safetensors files that hold the weights, which need not be downloaded yet.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: config.json or the index is damaged or names other files.
     """
     # Some repositories name the file themselves; transformers follows that too.
     name = read_config(checkpoint).get("transformers_weights")
@@ -219,7 +231,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _require_names(names: list[Any], where: str, checkpoint: Checkpoint) -> None:
-    """Raise a ValueError unless these are names of files in the checkpoint's folder that hold no code."""
+    """Check that these are names of safetensors or index files in the checkpoint's folder."""
     for name in names:
         if not isinstance(name, str) or not name.isprintable() or not _is_inside(name):
             raise ValueError(
@@ -234,9 +246,10 @@ def _require_names(names: list[Any], where: str, checkpoint: Checkpoint) -> None
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """The safetensors files that hold the weights. Pickled weights are refused: reading them can run any code.
+    """Paths of the safetensors files that hold the weights. Pickled weights are refused: reading them can run code.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: a file is missing, or the weights are pickled.
     """
     files = [checkpoint.folder / name for name in weight_names(checkpoint)]
     missing = [file.name for file in files if not file.is_file()]
@@ -261,9 +274,10 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """What the headers of the safetensors files say, by tensor name. Also finds files that are cut short.
+    """Read the headers of the safetensors files: tensors by name.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: a file is missing, damaged or truncated.
     """
     tensors = {}
     for path in weight_files(checkpoint):
@@ -282,9 +296,10 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 
 def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
-    """The header of the checkpoint's GGUF file, checked to be one that transformers reads right.
+    """Read the header of the checkpoint's GGUF file, and check that transformers reads such a file correctly.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: the file is damaged or truncated, or uses a RoPE scaling.
     """
     assert checkpoint.gguf is not None
     try:
@@ -293,8 +308,8 @@ def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
         raise ValueError(
             f"{checkpoint.label} is not a complete GGUF file ({one_line(error)}); {checkpoint.cure}"
         ) from error
-    # transformers reads RoPE scalings from GGUF metadata for one family only and ignores them else: the positions
-    # of a long prompt would come out silently wrong.
+    # transformers reads RoPE scalings from GGUF metadata for one family only, and silently ignores them otherwise: the
+    # positions of a long prompt would be wrong.
     family = header.metadata.get("general.architecture")
     scaling = header.metadata.get(f"{family}.rope.scaling.type", "none")
     factors = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
@@ -307,7 +322,7 @@ def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
 
 
 def has_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint comes with a vocabulary."""
+    """Whether the checkpoint has a vocabulary."""
     if checkpoint.gguf is not None:
         return "tokenizer.ggml.tokens" in read_gguf(checkpoint).metadata
     return any(next(checkpoint.folder.glob(name), None) for name in VOCABULARIES)

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its metadata, and whether the file is all there.
+"""Reader of a GGUF file's header: its metadata, and a check that the file is complete.
 
-The format is specified in the ggml project (docs/gguf.md). transformers reads the weights; this reads what must
-be known before, in a fraction of a second.
+The format is specified in the ggml project (docs/gguf.md). transformers reads the weights, which takes seconds; this
+reads what must be known before.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Struct codes of the metadata's value types."""
+"""Codes of `struct` by value type of the metadata."""
 
 
 @dataclass(kw_only=True)
 class GGUFHeader:
-    """`metadata` by key; `tensors` holds the form of every tensor, such as F16 or Q4_1, by name."""
+    """Header of a GGUF file: `metadata` by key, and the type of every tensor, such as F16 or Q4_1, by name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, str]
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header and check that the file is as long as it says.
+    """Read the header, and check that the file is as long as the header says.
 
-    Raises: ValueError: not a GGUF file, or cut short.
+    Raises:
+        ValueError: it is not a GGUF file, or it is damaged or truncated.
     """
     try:
         with path.open("rb") as file:

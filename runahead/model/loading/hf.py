@@ -1,9 +1,8 @@
 """Weights from a local folder, a hub id or a GGUF file, through transformers.
 
-transformers builds the model without memory and sets its parameters to views of the mapped safetensors files, so
-on a CPU the processes of a host share one copy of the weights, the page cache. A GPU is filled from these views.
-Weights are copied where the asked dtype differs from the file's, or a family stores them in another form (experts,
-GGUF blocks).
+transformers builds the model without memory and sets its parameters to views of the mapped safetensors files. So on a
+CPU the processes of a host share one copy of the weights, in the page cache, and a GPU is filled from these views.
+Weights are copied only if another dtype is asked for, or a family stores them in another form (experts, GGUF blocks).
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from runahead.model.loading.memory import Footprint, available_bytes, give_back,
 from runahead.model.loading.quiet import one_line, quiet
 
 LONG_LOAD_BYTES = 2**28
-"""Loads that copy less than this are over before a progress bar could be read."""
+"""Least bytes to copy for which a progress bar is shown."""
 
 PAGE_BYTES = 4096
 
 MAX_VOCABULARY = 2**31
-"""Tokens. Above is no tokenizer but a damaged config, which a model would be built for all the same."""
+"""Largest vocabulary, in tokens. A larger one means a damaged config, for which a model would be built all the same."""
 
 
 def load(
@@ -75,9 +74,10 @@ def load_checkpoint(
     progress: bool,
     ranks_on_host: int,
 ) -> LoadedWeights:
-    """Load what `checkpoint` leads to.
+    """Load a checkpoint.
 
-    Raises: ValueError: anything that is wrong with its files, or that they need more memory than there is.
+    Raises:
+        ValueError: something is wrong with its files, or they need more memory than there is.
     """
     config = checkpoint_config(checkpoint, options)
     tokenizer = checkpoint_tokenizer(checkpoint, options)
@@ -93,19 +93,19 @@ def load_checkpoint(
         "trust_remote_code": options.trust_remote_code,
         "use_safetensors": True,
         "output_loading_info": True,
-        # Else wrong shapes are an error that does not name them; `_require_all` does.
+        # transformers' own error for wrong shapes does not name them; `_require_all` does.
         "ignore_mismatched_sizes": True,
     }
     if device.type != "cpu":
         arguments["device_map"] = {"": device}
     if checkpoint.gguf:
-        # Else transformers looks on the hub for kernels that work on the packed blocks.
+        # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-        arguments["config"] = config  # read once: it takes seconds
+        arguments["config"] = config  # not read again, which takes seconds
     try:
         with quiet(bars=bars):
             module, report = _from_pretrained(arguments, attn_implementation)
-    except Exception as error:  # whatever transformers, torch, safetensors and the model's own code raise
+    except Exception as error:  # transformers, torch, safetensors and the model's own code may raise anything
         raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}; {checkpoint.cure}") from error
     _require_all(report, checkpoint)
     module = module.eval().requires_grad_(False)
@@ -118,9 +118,10 @@ def load_checkpoint(
 
 
 def checkpoint_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
-    """The checkpoint's transformers config.
+    """Load the checkpoint's transformers config.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: the config is damaged, or its architecture unknown.
     """
     if checkpoint.gguf:
         checkpoints.read_gguf(checkpoint)
@@ -130,9 +131,10 @@ def checkpoint_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
 
 
 def read_transformers_config(place: dict[str, Any], options: ModelOptions, *, label: str) -> Any:
-    """The transformers config that `place`, arguments of from_pretrained, leads to.
+    """Load a transformers config; `place` holds arguments of from_pretrained.
 
-    Raises: ValueError: an architecture that transformers does not know, or a config that contradicts itself.
+    Raises:
+        ValueError: transformers does not know the architecture, or the config contradicts itself.
     """
     try:
         with quiet():
@@ -148,16 +150,17 @@ def read_transformers_config(place: dict[str, Any], options: ModelOptions, *, la
 
 
 def checkpoint_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any | None:
-    """The checkpoint's tokenizer, or None if there is none.
+    """Load the checkpoint's tokenizer; None if it has none.
 
-    Raises: ValueError: there is one, and it is broken.
+    Raises:
+        ValueError: the tokenizer's files are damaged.
     """
     if not checkpoints.has_tokenizer(checkpoint):
         return None
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(**checkpoint.place, trust_remote_code=options.trust_remote_code)
-            tokenizer("a", verbose=False)  # some settings are looked at only now
+            tokenizer("a", verbose=False)  # some settings are only read when a text is encoded
             return tokenizer
     except Exception as error:
         raise ValueError(
@@ -166,9 +169,10 @@ def checkpoint_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any |
 
 
 def empty_model(config: Any, dtype: torch.dtype, options: ModelOptions, *, label: str) -> PreTrainedModel:
-    """The model that `config` describes, without memory for its weights (on the meta device).
+    """Build the model that `config` describes, without memory for its weights (on the meta device).
 
-    Raises: ValueError: no causal language model, or sizes that do not go together.
+    Raises:
+        ValueError: it is not a causal language model, or its sizes contradict each other.
     """
     has_own_code = hasattr(config, "auto_map")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
@@ -186,9 +190,9 @@ def empty_model(config: Any, dtype: torch.dtype, options: ModelOptions, *, label
 
 
 def build_with_attention(build: Any, attn_implementation: str) -> Any:
-    """`build(name)`, also for families that look the name up in a table of their own attention classes.
+    """Call `build(name)`, with "eager" for families that look the name up in a table of their own attention classes.
 
-    Those (Falcon, GPT-J, GPT-Neo) get their plainest class; the config carries the name, for whoever adapts them.
+    Those are Falcon, GPT-J and GPT-Neo. Callers set the name in the config afterwards.
     """
     try:
         return build(attn_implementation)
@@ -208,11 +212,11 @@ def _from_pretrained(arguments: dict[str, Any], attn_implementation: str) -> tup
 
 
 def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:
-    """The asked dtype; for auto the config's, else that of the first tensor; float32 for GGUF blocks."""
+    """The dtype asked for; for auto the config's, else that of the first tensor; float32 for quantised GGUF files."""
     if options.dtype is not DType.auto:
         return torch_dtype(options.dtype)
     if checkpoint.gguf:
-        # Norms are always kept in float32.
+        # Norms are in float32 in every GGUF file.
         forms = set(checkpoints.read_gguf(checkpoint).tensors.values()) - {"F32"}
         halves = {"F16": torch.float16, "BF16": torch.bfloat16}
         return halves.get(forms.pop(), torch.float32) if len(forms) == 1 else torch.float32
@@ -222,19 +226,19 @@ def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: d
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's dtype of an option other than auto."""
+    """The torch dtype of an option other than auto."""
     return {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}[dtype]
 
 
 def parameter_bytes(module: PreTrainedModel) -> int:
-    """Bytes of the parameters, tied ones once."""
+    """Bytes of a model's parameters; tied ones count once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _footprint(
     empty: PreTrainedModel, stored: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
 ) -> Footprint:
-    """What loading takes. A stored tensor is mapped if it is a parameter of the model as it stands."""
+    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model in the same dtype."""
     if device.type != "cpu" or not stored:
         return Footprint(copied=parameter_bytes(empty))
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
@@ -251,9 +255,10 @@ def _footprint(
 
 
 def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Refuse a model part of whose weights transformers has made up.
+    """Check that all weights came from the files: transformers initialises missing ones at random.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: weights are missing, or have another shape than the config says.
     """
     if report["mismatched_keys"]:
         name, there, expected = min(report["mismatched_keys"])
@@ -269,7 +274,7 @@ def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
 
 
 def _read_in(module: PreTrainedModel) -> None:
-    """Touch every page of the mapped weights: reading the file is part of loading, not of the first prompt."""
+    """Touch every page of the mapped weights, so that the file is read now rather than during the first prompt."""
     for parameter in module.parameters():
         parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 

