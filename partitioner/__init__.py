@@ -1,1 +1,1 @@
-"""Finds the context partition with the earliest first token: costs, simulation, searches and lookup tables."""
+"""Search for the context partition with the earliest first token: costs, simulation, searches and lookup tables."""

@@ -1,4 +1,4 @@
-"""What a search's predictions are made of: links and the compute of one device, given or measured, as a cluster."""
+"""Calibration of a search: the compute of one device and the link between ranks, measured or given."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 SHORTEST_PROBE = 64
+"""Shortest chunk and prefix whose compute is measured by default, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One device and one link.
+    """The compute of one device and the link between ranks, from which simulated clusters are made.
 
     Attributes:
-        link: None where none is known, as on a single rank without link.gbps.
+        link: None if none is known, as on a single rank without link.gbps.
+        kv_bytes_per_token: bytes of the keys and values of one token in one layer.
+        pass_on_as_landed: as for `Cluster`.
     """
 
     run: SearchRun
@@ -41,7 +44,7 @@ class Calibration:
     def of(
         cls, run: SearchRun, ranks: Ranks, model: Model, link: Link | None, num_layers: int, fingerprint: Fingerprint
     ) -> Calibration:
-        """Measure the compute, or read what an earlier run measured. Every rank makes the same call."""
+        """Measure the compute, or read what an earlier run measured. Every rank calls this."""
         return cls(
             run=run,
             compute=_compute(run, ranks, model, num_layers, fingerprint),
@@ -50,17 +53,13 @@ class Calibration:
             pass_on_as_landed=ranks.backend == "gloo",
         )
 
-    def speeds(self, count: int) -> list[float]:
-        """Of the leading ranks, relative to the measured device."""
-        return (self.run.search.speeds or [1.0] * count)[:count]
-
     def cluster(self, count: int) -> Cluster | None:
-        """What a simulation of `count` ranks runs on; None where no link is known."""
+        """The cluster of the leading `count` ranks, for a simulation; None if no link is known."""
         if self.link is None and count > 1:
             return None
         return Cluster(
             compute=self.compute,
-            speed=self.speeds(count),
+            speed=(self.run.search.speeds or [1.0] * count)[:count],
             links=None if self.link is None else Links(count, self.link),
             kv_bytes_per_token=self.kv_bytes_per_token,
             transfer=self.run.prefill.transfer,
@@ -70,14 +69,14 @@ class Calibration:
 
 
 def link_between(run: SearchRun, ranks: Ranks) -> Link | None:
-    """As given, else as measured between two ranks; None for a single rank."""
+    """The link that is given, else measured between two ranks; None for a single rank."""
     if run.link.gbps is not None:
         return Link.from_gbps(run.link.gbps, latency_s=run.link.latency_us * 1e-6, shared=run.link.shared)
     return ping(ranks)
 
 
 def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
-    """What an earlier run measured for this purpose, if it did.
+    """Read the compute that an earlier run measured; None if there is none for this purpose.
 
     Raises:
         ValueError: the file is damaged; one line that names it.
@@ -89,13 +88,13 @@ def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
         return MeasuredCost.from_json(text) if saved_purpose == purpose else None
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"measured compute {path} is damaged ({first_line(error)}); delete it, and it is measured anew"
+            f"measured compute {path} is damaged ({first_line(error)}); delete it to measure again"
         ) from error
 
 
 def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, fingerprint: Fingerprint) -> ComputeCost:
-    """One device's compute: measured here, or by an earlier run, kept beside the table. All ranks measure at once."""
-    lengths = _doubling(SHORTEST_PROBE, max(*run.search.lengths, 2 * SHORTEST_PROBE))  # two points make a line
+    """The compute of one device, measured now by all ranks at once, or by an earlier run and kept beside the table."""
+    lengths = _doubling(SHORTEST_PROBE, max(*run.search.lengths, 2 * SHORTEST_PROBE))  # a line needs two points
     chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
     path = Path(f"{run.table}.compute.json")
     purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
@@ -132,6 +131,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
 
 
 def _doubling(first: int, last: int) -> list[int]:
+    """`first`, doubled until `last`, and `last`."""
     lengths = [first]
     while lengths[-1] < last:
         lengths.append(min(2 * lengths[-1], last))

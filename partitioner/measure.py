@@ -1,4 +1,4 @@
-"""What a search measures: the compute of one device, the links between ranks, and TTFT on live ranks."""
+"""Measurements for a search: the compute of one device, the link between ranks, and TTFT on live ranks."""
 
 # Legend: B batch, N query heads, K kv heads, C chunk, P prefix, H head dim, V value dim.
 
@@ -27,15 +27,15 @@ from runahead.timeline.clock import Clock, clock_for
 
 Progress = Callable[[str], None]
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionTerms]
-"""Queries, keys and values of a layer's new tokens, and what goes with them."""
+"""Queries, keys and values of a layer's new tokens, and the terms of its attention."""
 
 WARMUPS = 1
 HOPELESS = 1.06
-"""A candidate this much slower than the incumbent at its first run is not run again."""
+"""Ratio to the incumbent's TTFT from which on a candidate is not run again after its first run."""
 
 
 class _Probe(CausalAttention):
-    """Attention that marks when each layer's K,V are known and when its attention ends, and stops after some layers."""
+    """Attention that marks when each layer's keys and values are known and when its attention ends, for some layers."""
 
     def __init__(self, cache: KVCache, clock: Clock, num_layers: int, keep: Collection[int] = ()) -> None:
         super().__init__(cache, start=0, pads=[0])
@@ -66,24 +66,25 @@ def probe_compute(
     probe_layers: int = 4,
     on_progress: Progress = lambda text: None,
 ) -> MeasuredCost:
-    """Measure one device's part of the prefill by running the runtime's own code on it.
+    """Measure the compute of one device by running the runtime's own code on it.
 
-    Layers are alike, so a few of them are run; attention to a prefix is run on its own, on the queries of a real
-    layer. Of layers with different masks (sliding windows) each kind is run, and weighted by its share.
+    Layers are alike, so only a few are run; attention to a prefix is run by itself, on the queries of a real layer. If
+    layers have different masks (sliding windows), each kind is run, and weighted by its number of layers.
 
     Args:
-        chunks: lengths of a chunk, ascending, tokens.
-        prefixes: lengths of a prefix, ascending, tokens.
-        repeats: runs per point, of which the median counts.
+        chunks: chunk lengths in tokens, ascending.
+        prefixes: prefix lengths in tokens, ascending.
+        repeats: runs per point; the median counts.
         num_layers: layers of the model to plan for, if `model` has fewer of the same kind.
         probe_layers: layers that are run.
+        on_progress: called before each point with a text that describes it.
     """
     kinds = _layer_kinds(model, max(chunks) + max(prefixes, default=0))
     depth = min(model.num_layers, max([probe_layers, *(layers[0] + 2 for layers in kinds)]))
     first, between, own, prefix = {}, {}, {}, {}
     for chunk in chunks:
         on_progress(f"chunk of {chunk} tokens")
-        # What is kept of a run stands in the way of the next layers' tensors, which are slower then: in warm-up only.
+        # Inputs are kept in the warm-up run only: tensors that stay allocated make the next layers slower.
         inputs = _run_layers(model, chunk, depth, keep=[layers[0] for layers in kinds]).inputs
         runs = [_run_layers(model, chunk, depth) for _ in range(repeats)]
         first[chunk] = statistics.median(run.first_s for run in runs)
@@ -91,12 +92,14 @@ def probe_compute(
         per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, 0, repeats) for layers in kinds]
         own[chunk] = _weighted(per_kind, kinds)
         for length in prefixes:
-            on_progress(f"chunk of {chunk} tokens behind {length}")
+            on_progress(f"chunk of {chunk} tokens after {length}")
             per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, length, repeats) for layers in kinds]
             prefix[chunk, length] = _weighted(per_kind, kinds)
     shortest = min(chunks)
-    head_s = max(0.0, _last_s(model, shortest, repeats) - (between[shortest] - first[shortest]))
-    # What follows the last attention is a layer's part without the next one's projections, and the logits.
+    whole_runs = [_run_layers(model, shortest, model.num_layers) for _ in range(WARMUPS + repeats)]
+    last_s = statistics.median(run.last_s for run in whole_runs[WARMUPS:])
+    head_s = max(0.0, last_s - (between[shortest] - first[shortest]))
+    # After the last attention come the rest of its layer, without the next layer's projections, and the logits.
     last = {chunk: max(0.0, between[chunk] - first[chunk]) + head_s for chunk in chunks}
     return MeasuredCost(
         first_s=first,
@@ -109,14 +112,16 @@ def probe_compute(
 
 
 class _Run:
-    """One forward through a few layers, in seconds."""
+    """Seconds of one forward through a few layers: to the first layer's keys and values, between attentions, and
+    after the last attention that ran."""
 
     def __init__(self, probe: _Probe, clock: Clock) -> None:
+        end = clock.mark()
         known = [clock.seconds(mark) for mark, _ in probe.marks]
         ended = [clock.seconds(mark) for _, mark in probe.marks]
         self.first_s = known[0] - clock.seconds(probe.began)
         self.between_s = [after - before for before, after in zip(ended, known[1:], strict=False)]
-        self.ended_s = ended[-1]
+        self.last_s = clock.seconds(end) - ended[-1]
         self.inputs = probe.inputs
 
 
@@ -130,21 +135,8 @@ def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()
     return _Run(probe, clock)
 
 
-def _last_s(model: Model, chunk: int, repeats: int) -> float:
-    """Seconds from the end of the last attention to the logits."""
-    seconds = []
-    for _ in range(WARMUPS + repeats):
-        clock = clock_for(model.device)
-        spans = [(0, chunk)] * model.num_layers
-        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=1, device=model.device)
-        probe = _Probe(cache, clock, model.num_layers)
-        model.forward(torch.zeros(1, chunk, dtype=torch.long, device=model.device), probe, start=0, pads=[0])
-        seconds.append(clock.seconds(clock.mark()) - _Run(probe, clock).ended_s)
-    return statistics.median(seconds[WARMUPS:])
-
-
 def _attention_s(model: Model, inputs: Inputs, layer: int, chunk: int, prefix: int, repeats: int) -> float:
-    """Seconds of one layer's attention of a chunk to itself (prefix 0) or to the prefix before it."""
+    """Seconds of one layer's attention of a chunk to its prefix, or to itself if `prefix` is 0."""
     q, k, v, terms = inputs
     first = prefix
     if prefix:
@@ -165,7 +157,7 @@ def _attention_s(model: Model, inputs: Inputs, layer: int, chunk: int, prefix: i
 
 
 def _layer_kinds(model: Model, num_tokens: int) -> list[list[int]]:
-    """Layers by how far back the last of so many tokens sees."""
+    """Layers grouped by the first token that the last of `num_tokens` tokens attends to."""
     kinds: dict[int, list[int]] = {}
     for layer in range(model.num_layers):
         kinds.setdefault(model.first_needed(layer, num_tokens, [0]), []).append(layer)
@@ -177,7 +169,11 @@ def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:
 
 
 def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5) -> Link | None:
-    """Latency and bandwidth between ranks 0 and 1, as K,V travel. Every rank calls it; None for a single rank."""
+    """Measure latency and bandwidth between ranks 0 and 1 over the backend that carries KV. Every rank calls this.
+
+    Returns:
+        The link on every rank; None for a single rank.
+    """
     if ranks.size == 1:
         return None
     small_s = _exchange_s(ranks, 8, rounds * 10)
@@ -187,7 +183,7 @@ def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5) -> Link | N
 
 
 def _exchange_s(ranks: Ranks, num_bytes: int, rounds: int) -> float:
-    """Seconds of one direction: the median of half round trips."""
+    """Seconds of a message of `num_bytes` in one direction: the median of half round trips."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device if ranks.backend == "nccl" else "cpu")
     seconds = []
     groups = ranks.nccl_links([(0, 1), (1, 0)]) if ranks.backend == "nccl" else {}
@@ -210,13 +206,18 @@ def _exchange_s(ranks: Ranks, num_bytes: int, rounds: int) -> float:
 
 
 class LiveCost:
-    """TTFT of a prompt on live ranks, as a cost of its partition. Every rank makes the same calls.
+    """Cost of a partition: TTFT of a prompt of random tokens on live ranks. Every rank makes the same calls.
 
-    A candidate is run in turn with the best partition so far (A B A B), and its cost is that one's cost times the
-    median ratio, so that a machine that drifts does not decide. A hopeless first run is not repeated.
+    A candidate is run in turn with the best partition so far (A B A B). Its cost is the cost of that one times the
+    median ratio, so that a drift of the machine's speed does not decide. A candidate above `HOPELESS` is run once.
 
     Args:
+        num_tokens: length of the prompt.
         repeats: runs of a candidate.
+
+    Attributes:
+        best_s: the lowest cost so far.
+        spread: of repeated runs, by boundaries: (largest - smallest) / median, or that of the ratios.
     """
 
     def __init__(self, model: Model, ranks: Ranks, prefill: PrefillOptions, num_tokens: int, repeats: int = 3) -> None:
@@ -253,7 +254,7 @@ class LiveCost:
         return self.best_s * statistics.median(ratios)
 
     def run(self, partition: ContextPartition) -> float:
-        """TTFT of one run, seconds."""
+        """TTFT of one run in seconds."""
         self._partition = partition
         return self._engine.generate([self._ids], GenerationOptions(max_new_tokens=1)).ttft_s
 

@@ -1,4 +1,4 @@
-"""The options of a search: plain dataclasses that check themselves, like those of a run."""
+"""The options of a search, as dataclasses that check themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions
 
 MAX_TOKENS, MAX_RANKS = 1 << 40, 1 << 16
-"""Above is no prompt, and no job."""
+"""Largest prompt and number of ranks that options accept."""
 
 
 class Objective(Enum):
-    """Where the cost of a partition comes from."""
+    """Origin of a partition's cost: live ranks, measured compute on simulated links, or a fitted cost model."""
 
     measured = "measured"
     replayed = "replayed"
@@ -21,7 +21,7 @@ class Objective(Enum):
 
 
 class Method(Enum):
-    """How partitions are searched."""
+    """Search method: pattern search from a seed, or the paper's grid."""
 
     seeded = "seeded"
     grid = "grid"
@@ -29,9 +29,9 @@ class Method(Enum):
 
 @dataclass(kw_only=True)
 class LinkOptions:
-    """Links between ranks, for planning: `gbps` are 1e9 bits per second; None is measured where ranks exist.
+    """Links between ranks, for planning: `gbps` in 1e9 bits per second, measured between live ranks if it is None.
 
-    `shared`: all links of a rank share one wire, as of a host's network card.
+    `shared`: all links of a rank share one wire, such as a host's network card.
     """
 
     gbps: float | None = None
@@ -47,14 +47,14 @@ class LinkOptions:
 
 @dataclass(kw_only=True)
 class SearchOptions:
-    """What is searched: prompt `lengths` in tokens, numbers of `ranks` (None: every one up to those started).
+    """What is searched: prompt `lengths` in tokens, numbers of `ranks` (None: all up to those started).
 
-    `reach` bounds how far, as a share of the prompt, a boundary may move from where a search starts; boundaries are
+    `reach` bounds how far, as a share of the prompt, a boundary may move from the start of a search; boundaries are
     multiples of `min_stride` tokens. `repeats` are runs per measured point. `probe_chunks` and `probe_prefixes` are the
-    lengths whose compute is measured; `probe_layers` how many layers are run for it. `speeds` are the ranks' speeds
-    relative to the measured device. `max_loss` is the share of TTFT that a lookup between two lengths may cost
-    before a simulated search fits the entries to each other or adds lengths there; None: neither. `force` searches
-    anew what earlier runs measured.
+    lengths whose compute is measured, and `probe_layers` the number of layers run for that. `speeds` are the ranks'
+    speeds relative to the measured device. `max_loss` is the share of TTFT that a lookup between two lengths may cost
+    before a simulated search fits the entries to each other or adds lengths; None: neither. `force` measures again
+    what earlier runs measured.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
@@ -100,8 +100,8 @@ class SearchOptions:
         return min(self.min_stride, max(1, length // (8 * count)))
 
     def reach_tokens(self, length: int, count: int) -> int | None:
-        """How far a boundary may move. None is anywhere: live runs are dear, and the best split is near equal work, but
-        on slow simulated links it may be far from it.
+        """How far a boundary may move, in tokens; None is anywhere. Only live runs, which take long, are limited: the
+        best split is near equal work, but on slow simulated links it may be far from it.
         """
         if self.objective is not Objective.measured:
             return None
@@ -110,7 +110,7 @@ class SearchOptions:
 
 @dataclass(kw_only=True)
 class SearchRun:
-    """One run of partitioner/search.py: `table` is the JSON it writes, or adds to."""
+    """Options of one run of partitioner/search.py: `table` is the JSON file that it writes or adds to."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
@@ -121,7 +121,7 @@ class SearchRun:
 
     def __post_init__(self) -> None:
         if not self.table:
-            raise ValueError("table=<json file> is needed: where the partitions that are found go")
+            raise ValueError("table=<json file> is needed: the file that the partitions are written to")
         if self.prefill.name is PrefillName.single:
             raise ValueError("prefill=single has no partition to search for; use prefill=kv_runahead")
         speeds, counts = self.search.speeds, self.search.ranks

@@ -1,4 +1,4 @@
-"""Finds the context partition, and the number of ranks, with the earliest first token."""
+"""`python -m partitioner.search`: searches the partition and number of ranks with the earliest first token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Finds, for every prompt length and number of ranks, the split of the prompt with
 a lookup table for launch/infer.py partition=table. Can be stopped and started again without losing what was measured.
 
   search.objective=...   measured: TTFT on the ranks that were started (torchrun)
-                         replayed: compute measured on one device, K,V on simulated links
+                         replayed: compute measured on one device, KV on simulated links
                          modelled: a fitted cost model, for lengths and ranks far beyond this machine
   search.lengths=[1024,2048,4096]   search.ranks=[2,4,8]   search.method=seeded|grid
   search.min_stride=32   search.reach=0.15   search.repeats=3   search.speeds=[1,0.5]   search.max_loss=0.01|null
@@ -54,9 +54,10 @@ def _print_table(run: SearchRun, ranks: Ranks) -> None:
 
 
 def search(run: SearchRun, ranks: Ranks) -> LookupTable:
-    """The table that `run` asks for, also written to its file; every rank makes the same call.
+    """Search the table that `run` asks for, and write it to its file. Every rank calls this.
 
-    Raises: ValueError and OSError for a user's mistakes.
+    Raises:
+        ValueError, OSError: a mistake in the options or files.
     """
     from partitioner.calibration import Calibration, link_between
     from partitioner.pictures.save import save_pictures
@@ -107,7 +108,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
 
 
 def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
-    """On rank 0, before the model is loaded: what can be wrong and is cheap to find out. Returns the model's layers."""
+    """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
@@ -134,7 +135,7 @@ def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
 
 
 def _existing(path: Path, fingerprint: Fingerprint) -> LookupTable | None:
-    """The table that is there already, to be added to."""
+    """The table of an earlier run, which this run adds to; None if there is none."""
     from partitioner.table.lookup_table import LookupTable
 
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Shows a lookup table as text and pictures: `python -m partitioner.show tables/x.json [out=folder]`."""
+"""`python -m partitioner.show <table.json> [out=<folder>]`: prints a lookup table and draws its pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEFT = ("ratios", "found by")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The whole program. Its exit status: 0 done, 2 something is wrong with the table or the command line."""
+    """Run the program, and return its exit status: 0 for success, 2 for a mistake in table or command line."""
     arguments = list(sys.argv[1:] if args is None else args)
     if any(argument in ("-h", "--help") for argument in arguments):
         print(HELP, end="")
@@ -62,7 +62,7 @@ def _read(arguments: Sequence[str]) -> tuple[Path, Path | None]:
 
 
 def table_text(table: LookupTable) -> str:
-    """The table for a terminal, the best number of ranks of every length marked."""
+    """The table as text for a terminal, with the best number of ranks of every length marked."""
     if not table.entries:
         return f"{_head(table)}\nno entries\n"
     rows = [list(COLUMNS)]
@@ -81,7 +81,7 @@ def table_text(table: LookupTable) -> str:
 
 
 def _rows(entries: Sequence[Entry], best: Entry) -> list[list[str]]:
-    """Of one prompt length, whose number is told once."""
+    """Rows of one prompt length, which only the first row shows."""
     alone = next((entry.ttft_s for entry in entries if entry.ranks == 1), None)
     return [
         [
@@ -106,7 +106,7 @@ def _head(table: LookupTable) -> str:
     lines = {
         "model": f"{about.name + ': ' if about.name else ''}{about.model}",
         "on": f"{about.place}, {about.dtype}",
-        "K,V by": f"{about.backend}, {about.transfer}; link {link}",
+        "KV by": f"{about.backend}, {about.transfer}; link {link}",
         "made": ", ".join(part for part in (about.date, versions) if part) or "at an unknown time",
     }
     return "\n".join(f"{name:8}{text}" for name, text in lines.items())

@@ -55,11 +55,7 @@ class Rotary:
             cos, sin = cos_LF[index_TB][:, :, None], sin_LF[index_TB][:, :, None]
         else:
             cos, sin = cos_LF[start:end, None, None], sin_LF[start:end, None, None]
-        a, b = self.paired(x_TBNX)
-        to_a, to_b = self.paired(out_TBNX)
-        to_a.copy_(a * cos - b * sin)
-        to_b.copy_(b * cos + a * sin)
-        return out_TBNX
+        return self._rotate(x_TBNX, cos, sin, out_TBNX)
 
     def rotated_token(self, x_BNX: Tensor, start: int, pads: Sequence[int]) -> Tensor:
         """As `rotated`, for one token per row, (B, N, X), with three operations on tables for whole heads."""
@@ -98,12 +94,14 @@ class Rotary:
             return x_BNCX
         wide = torch.promote_types(x_BNCX.dtype, torch.float32)
         angles_B1CF = by_BC[:, None, :, None].to(wide) * self.inv_freq_F.to(device=x_BNCX.device, dtype=wide)
-        out_BNCX = x_BNCX.clone()
-        a, b = self.paired(x_BNCX)
-        to_a, to_b = self.paired(out_BNCX)
-        to_a.copy_(a * angles_B1CF.cos() - b * angles_B1CF.sin())
-        to_b.copy_(b * angles_B1CF.cos() + a * angles_B1CF.sin())
-        return out_BNCX
+        return self._rotate(x_BNCX, angles_B1CF.cos(), angles_B1CF.sin(), x_BNCX.clone())
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+        """Write the rotated pairs of `x` to `out`, a copy of it; `cos` and `sin` are (..., F)."""
+        (a, b), (to_a, to_b) = self.paired(x), self.paired(out)
+        to_a.copy_(a * cos - b * sin)
+        to_b.copy_(b * cos + a * sin)
+        return out
 
     def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the second dim of every pair, (..., F) each, as views."""

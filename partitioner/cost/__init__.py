@@ -1,1 +1,1 @@
-"""Seconds of compute and of transfers, measured, fitted or counted."""
+"""Cost model: seconds of compute, measured, fitted or counted, and seconds of transfers over links."""

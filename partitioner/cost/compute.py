@@ -1,7 +1,7 @@
-"""Seconds of compute that one device needs for a chunk of c tokens behind a prefix of P tokens.
+"""Compute cost: seconds that one device computes for a chunk of c tokens after a prefix of P tokens.
 
-All layers are alike, and every query attends to all keys before it (no sliding window). Costs are of the device that
-was measured, with its batch; another device's speed is a factor of the `Cluster`.
+All layers are alike, and every query attends to all keys before it (no sliding window). Costs are those of the measured
+device, with its batch; the `Cluster` has a factor for the speed of each device.
 """
 
 # Legend: c chunk tokens, P prefix tokens.
@@ -14,18 +14,18 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 POINTS = ("first_s", "between_s", "own_s", "last_s")
-"""What is measured per chunk length."""
+"""Names of the costs that depend on the chunk length only."""
 
 
 class ComputeCost(Protocol):
-    """Seconds of each step of a rank's forward. A rank runs
-    first, then per layer own and prefix with `between` from one layer to the next, and the last rank `last`."""
+    """Seconds of each step of a rank's forward: `first`, then `own` and `prefix` per layer with `between` from one
+    layer to the next, and on the last rank `last`."""
 
     @property
     def num_layers(self) -> int: ...
 
     def first(self, c: float) -> float:
-        """Embedding, norm and projections of layer 0, until its K,V are known."""
+        """Embedding, norm and projections of layer 0, until its keys and values are known."""
 
     def between(self, c: float) -> float:
         """From one attention to the next: output projection, MLP, and norm and projections of the next layer."""
@@ -34,14 +34,14 @@ class ComputeCost(Protocol):
         """Causal attention of the chunk to itself in one layer."""
 
     def prefix(self, c: float, P: float) -> float:
-        """Attention of the chunk to its prefix in one layer, merging included; 0 without a prefix."""
+        """Attention of the chunk to its prefix in one layer, with the merge; 0 without a prefix."""
 
     def last(self, c: float) -> float:
         """After the last attention: output projection, MLP, norm, and the logits of one token."""
 
 
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:
-    """Seconds per layer of a rank in the middle of its work."""
+    """Seconds per layer of a rank, without the first and the last step."""
     return cost.between(c) + cost.own(c) + cost.prefix(c, P)
 
 
@@ -55,11 +55,11 @@ def check_seconds(name: str, seconds: Any, number: int | None = None) -> None:
         raise ValueError(f"compute cost: {name}={seconds!r} must be {number} numbers of seconds")
     for value in seconds:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"compute cost: {name} holds {value!r}, which is no number of seconds")
+            raise ValueError(f"compute cost: {name} holds {value!r}, which is not a number of seconds")
 
 
 def parsed_fields(text: str, kind: type[Any]) -> dict[str, Any]:
-    """The fields of a dataclass from JSON."""
+    """Parse JSON with exactly the fields of a dataclass."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep

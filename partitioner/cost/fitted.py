@@ -1,4 +1,4 @@
-"""Seconds of compute as polynomials: fitted to measured points, or counted from a model's shape."""
+"""Compute cost as polynomials, fitted to measured points or counted from a model's shape."""
 
 # Legend: c chunk tokens, P prefix tokens.
 
@@ -18,7 +18,7 @@ from partitioner.cost.measured import MeasuredCost
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCost:
-    """Polynomials with coefficients in seconds, lowest power first, for lengths far beyond what was measured.
+    """Polynomials with coefficients in seconds, lowest power first, also for lengths far beyond the measured ones.
 
     Attributes:
         first_s, between_s, last_s: (1, c).
@@ -59,21 +59,21 @@ class FittedCost:
         return self.last_s[0] + self.last_s[1] * c
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
+        """The cost as JSON, which `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> FittedCost:
-        """The cost that was written.
+        """Read a cost that `to_json` wrote.
 
         Raises:
-            ValueError: one line that says what is wrong.
+            ValueError: it is damaged; one line.
         """
         return cls(**parsed_fields(text, cls))
 
     @classmethod
     def fit(cls, measured: MeasuredCost) -> FittedCost:
-        """Non-negative least squares in relative errors, so that short chunks count as much as long ones."""
+        """Fit by non-negative least squares in relative errors, so that short chunks count as much as long ones."""
         fitted: dict[str, Any] = {}
         for name in POINTS:
             c = np.array(list(getattr(measured, name)), dtype=float)
@@ -98,18 +98,18 @@ class FittedCost:
         dense: bool = False,
         batch: int = 1,
     ) -> FittedCost:
-        """A decoder with a gated MLP, by counting its multiplications: what a datasheet says of a device.
+        """Cost of a decoder with a gated MLP, by counting its floating-point operations.
 
         Args:
-            kv_dim: K (or V) heads times their dim; equal to `model_dim` without grouped queries.
+            kv_dim: KV heads times their dim; equal to `model_dim` without grouped queries.
             matmul_flops, attention_flops: floating-point operations per second that the device sustains; a
                 multiply-add is two.
             step_s: fixed overhead of each of first, between, own, prefix and last.
-            dense: the masked half of the own attention is computed as well, as the paper's baseline does.
+            dense: also compute the masked half of the own attention, as the paper's baseline does.
         """
         qkv = 2 * batch * model_dim * (model_dim + 2 * kv_dim) / matmul_flops
         rest = 2 * batch * model_dim * (model_dim + 3 * mlp_dim) / matmul_flops
-        pair = 4 * batch * model_dim / attention_flops  # a query and a key: their product, and the weighted value
+        pair = 4 * batch * model_dim / attention_flops  # per query and key: their product, and the weighted value
         logits = 2 * batch * model_dim * vocab_size / matmul_flops
         return cls(
             num_layers=num_layers,
@@ -124,11 +124,12 @@ class FittedCost:
 def _nonnegative(columns: np.ndarray, seconds: Sequence[float]) -> tuple[float, ...]:
     """Coefficients x >= 0 that minimise the relative error of columns @ x against the seconds.
 
-    The optimum is the plain least-squares solution on some of the columns; there are at most four, so all are tried.
+    The optimum is the unconstrained least-squares solution on a subset of the columns; with at most four columns, all
+    subsets are tried.
     """
     y = np.array(seconds, dtype=float)
     weights = 1.0 / np.maximum(y, 1e-9)
-    scale = np.abs(columns * weights[:, None]).max(axis=0)  # c P is a billion times 1
+    scale = np.abs(columns * weights[:, None]).max(axis=0)  # columns differ by factors of up to 1e9
     weighted, target = columns * weights[:, None] / scale, y * weights
     best, best_error = np.zeros(columns.shape[1]), float(target @ target)
     for number in range(columns.shape[1], 0, -1):

@@ -1,26 +1,27 @@
-"""The wires between ranks: how long K,V take from one to another."""
+"""Latency and bandwidth of the links between ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 BITS_PER_BYTE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A directed link. A message of n bytes keeps it busy for n / bandwidth_Bps and lands latency_s after that.
+    """A directed link. A message of n bytes occupies it for n / bandwidth_Bps and arrives latency_s after that.
 
     Attributes:
         latency_s: seconds.
-        bandwidth_Bps: bytes per second; `math.inf` costs nothing.
-        shared: the sender's shared links leave through one port, and the receiver's arrive through one: a host's
-            network card. Otherwise every pair of ranks has a wire of its own, as within NVLink.
+        bandwidth_Bps: bytes per second; `math.inf` takes no time.
+        shared: all shared links of a sender leave through one port, and all of a receiver arrive through one, such as
+            a host's network card. Otherwise every pair of ranks has a wire of its own, as within NVLink.
 
     Raises:
-        ValueError: a negative latency, a bandwidth that is not above 0.
+        ValueError: a negative latency, or a bandwidth that is not above 0.
     """
 
     latency_s: float
@@ -35,38 +36,34 @@ class Link:
 
     @classmethod
     def from_gbps(cls, gbps: float, *, latency_s: float = 0.0, shared: bool = False) -> Link:
-        """From 1e9 bits per second, as networks are named.
-
-        Raises:
-            ValueError: as for a link.
-        """
+        """Make a link from 1e9 bits per second, the unit of networks. Raises ValueError as the class does."""
         if not gbps > 0:
             raise ValueError(f"link.gbps={gbps} must be above 0 (1e9 bits per second)")
         return cls(latency_s=latency_s, bandwidth_Bps=gbps * 1e9 / BITS_PER_BYTE, shared=shared)
 
     @classmethod
     def from_GBps(cls, GBps: float, *, latency_s: float = 0.0, shared: bool = False) -> Link:  # noqa: N802
-        """From 1e9 bytes per second, as in the paper.
-
-        Raises:
-            ValueError: as for a link.
-        """
+        """Make a link from 1e9 bytes per second, the unit of the paper. Raises ValueError as the class does."""
         return cls.from_gbps(GBps * BITS_PER_BYTE, latency_s=latency_s, shared=shared)
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message on an idle link."""
+        """Seconds of one message on an idle link."""
         return self.latency_s + num_bytes / self.bandwidth_Bps
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields for JSON, which has no infinity: null is a bandwidth that takes no time."""
+        return asdict(self) | {"bandwidth_Bps": None if self.bandwidth_Bps == math.inf else self.bandwidth_Bps}
 
 
 class Links:
     """The directed links between `num_ranks` ranks.
 
     Args:
-        default: of every pair that has no link of its own.
-        overrides: (from rank, to rank) -> link.
+        default: link of every pair without an override.
+        overrides: links by (from rank, to rank).
 
     Raises:
-        ValueError: an override names a rank that is not there.
+        ValueError: an override names a rank that does not exist.
     """
 
     def __init__(self, num_ranks: int, default: Link, overrides: Mapping[tuple[int, int], Link] | None = None) -> None:
@@ -74,11 +71,6 @@ class Links:
         for pair in self.overrides:
             if len(set(pair)) != 2 or any(not 0 <= rank < num_ranks for rank in pair):
                 raise ValueError(f"link {pair[0]}->{pair[1]} must join two different ranks of 0 to {num_ranks - 1}")
-
-    @classmethod
-    def uniform(cls, num_ranks: int, *, bandwidth_Bps: float, latency_s: float = 0.0, shared: bool = False) -> Links:
-        """Links that are all alike."""
-        return cls(num_ranks, Link(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps, shared=shared))
 
     def between(self, sender: int, receiver: int) -> Link:
         return self.overrides.get((sender, receiver), self.default)

@@ -1,4 +1,4 @@
-"""Seconds of compute, interpolated between points that were measured on one device."""
+"""Compute cost interpolated between points that were measured on one device."""
 
 # Legend: c chunk tokens, P prefix tokens.
 
@@ -15,17 +15,17 @@ from partitioner.cost.compute import POINTS, check_layers, check_seconds, parsed
 
 @dataclass(kw_only=True)
 class MeasuredCost:
-    """Interpolates measured points.
+    """Interpolation of measured points.
 
-    `first`, `between` and `last` are piecewise linear in c, own(c) / c too (hence own is piecewise quadratic), and
-    `prefix` is piecewise bilinear in c and P. Outside the points the nearest piece goes on, never falling beyond the
-    last point, never below zero.
+    `first`, `between`, `last` and own(c) / c are piecewise linear in c (so `own` is piecewise quadratic), and `prefix`
+    is piecewise bilinear in c and P. Outside the points the nearest piece is extrapolated, but does not decrease beyond
+    the last point and is never below zero.
 
     Attributes:
-        num_layers: layers of the model that is planned for; layers are alike, so fewer may have been measured.
-        first_s, between_s, own_s, last_s: chunk length -> seconds; the same lengths in all four.
-        prefix_s: (chunk length, prefix length) -> seconds, on a grid. A point that is missing because c + P was too
-            long to measure continues the two before it in its row and in its column.
+        num_layers: layers of the model to plan for; layers are alike, so fewer may have been measured.
+        first_s, between_s, own_s, last_s: seconds by chunk length; the same lengths in all four.
+        prefix_s: seconds by (chunk length, prefix length), on a grid. A point that is missing because c + P was too
+            long to measure is extrapolated from the two before it in its row and in its column.
 
     Raises:
         ValueError: points are missing, negative or not finite.
@@ -82,7 +82,7 @@ class MeasuredCost:
         return _line(self._chunks, self._last, c)
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
+        """The cost as JSON, which `from_json` reads."""
         values: dict[str, Any] = {"num_layers": self.num_layers}
         values |= {name: sorted(getattr(self, name).items()) for name in POINTS}
         values["prefix_s"] = [[c, P, seconds] for (c, P), seconds in sorted(self.prefix_s.items())]
@@ -90,10 +90,10 @@ class MeasuredCost:
 
     @classmethod
     def from_json(cls, text: str) -> MeasuredCost:
-        """The cost that was written.
+        """Read a cost that `to_json` wrote.
 
         Raises:
-            ValueError: one line that says what is wrong.
+            ValueError: it is damaged; one line.
         """
         values = parsed_fields(text, cls)
         for name, width in (*((name, 2) for name in POINTS), ("prefix_s", 3)):
@@ -107,7 +107,7 @@ class MeasuredCost:
         return cls(**values)
 
     def _without_gaps(self) -> list[list[float]]:
-        """prefix_s as rows of a grid."""
+        """`prefix_s` as rows of a grid, with missing points extrapolated."""
         rows: list[list[float]] = []
         for i, c in enumerate(self._prefix_chunks):
             rows.append([])
@@ -122,8 +122,8 @@ class MeasuredCost:
                         guesses.append(_line(self._prefix_chunks[i - 2 : i], above, c))
                     if not guesses:
                         raise ValueError(
-                            f"compute cost: prefix_s of a chunk of {c} tokens behind {P} is missing, and so are the "
-                            "points that it could be continued from; measure it"
+                            f"compute cost: prefix_s of a chunk of {c} tokens after {P} is missing, and so are the "
+                            "points that it could be extrapolated from; measure it"
                         )
                     seconds = sum(guesses) / len(guesses)
                 rows[i].append(seconds)
@@ -131,12 +131,12 @@ class MeasuredCost:
 
 
 def _piece(xs: Sequence[float], x: float) -> int:
-    """Index of the point at which the piece that holds x begins."""
+    """Index of the point at which the piece that contains x begins."""
     return min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through (xs, ys); beyond the last point it does not fall; never negative."""
+    """Piecewise linear interpolation of (xs, ys) at x; never negative, and not decreasing beyond the last point."""
     at = _piece(xs, x)
     low, high = ys[at], ys[at + 1]
     if x > xs[-1]:

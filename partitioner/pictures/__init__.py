@@ -1,1 +1,1 @@
-"""Pictures of tables and of searches."""
+"""Pictures of lookup tables and of searches."""

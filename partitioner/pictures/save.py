@@ -1,4 +1,4 @@
-"""Which pictures a lookup table gets, and the files they go to."""
+"""Choice of the pictures of a lookup table, and their files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from partitioner.simulation.cluster import Cluster
 
 MOST_CHUNKS = 4
-"""Whose lengths a picture's title has room for."""
+"""Most chunks whose lengths fit into a picture's title."""
 
 
 def save_pictures(
@@ -27,19 +27,19 @@ def save_pictures(
     clusters: Mapping[int, Cluster] | None = None,
     folder: Path | None = None,
 ) -> list[Path]:
-    """Draw a table, and keep beside it what its pictures need besides the table itself.
+    """Draw the pictures of a table, and write the record of its searches beside it.
 
     Args:
-        path: the table's file; pictures are named after it.
+        path: the table's file, after which pictures are named.
         trails: searches of this run by (length, ranks); those of earlier runs are drawn too.
-        clusters: by number of ranks, what this run simulated.
-        folder: where the pictures go; beside the table by default.
+        clusters: clusters that this run simulated, by number of ranks.
+        folder: folder of the pictures; that of the table by default.
 
     Returns:
         The files of the pictures.
 
     Raises:
-        ValueError: what earlier runs kept is damaged.
+        ValueError: the record of earlier runs is damaged.
         OSError: a file cannot be written.
     """
     from partitioner.pictures.search_record import SearchRecord
@@ -57,12 +57,12 @@ def save_pictures(
 
 
 def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, bytes]]:
-    """Names and PNGs of all pictures that can be drawn of a table.
+    """Draw all pictures of a table; yields names and PNGs.
 
     ratios, ttft; boundary: searches over two ranks; grids: the search over three ranks for the longest prompt;
-    timeline-p: what every rank does in the best split of the longest prompt over p ranks, where it was simulated.
+    timeline-p: the simulated prefill with the best split of the longest prompt over p ranks.
     """
-    # Late: a search should not wait for matplotlib before it begins.
+    # Imported here, so that a search does not load matplotlib before it begins.
     from partitioner.pictures.search_pictures import boundary_png, grids_png
     from partitioner.pictures.table_pictures import ratios_png, ttft_png
 
@@ -75,7 +75,7 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
         for entry in table.entries
         if entry.ranks > 1 and entry.ranks in record.clusters
     }
-    # With a causal kernel TTFT(1) / TTFT*(p) is p; ranks that are slower than the first count for less.
+    # With a causal kernel TTFT(1) / TTFT*(p) is p; ranks count in proportion to their speeds.
     ideal = {ranks: sum(cluster.speed) / cluster.speed[0] for ranks, cluster in record.clusters.items() if ranks > 1}
     yield "ttft", ttft_png(table, subject, free=free, ideal=ideal)
     by_ranks: dict[int, dict[int, SearchResult]] = {}
@@ -107,9 +107,9 @@ def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) ->
 
 
 def _without_communication(length: int, cluster: Cluster) -> float:
-    """The paper's practical bound TTFT(p): the same chain with communication switched off.
+    """The paper's practical bound TTFT(p): the same chain with communication that takes no time.
 
-    Then equal work is within a token of the best split: no rank waits for another.
+    Then equal work is within a token of the best split, since no rank waits for another.
     """
     from partitioner.searches.equal_work import equal_work
     from partitioner.simulation.chain import simulate

@@ -1,10 +1,10 @@
-"""Pictures of searches (Fig. 6 of the paper): TTFT over the boundary of two ranks, and the grids of three."""
+"""Pictures of searches (Fig. 6 of the paper): TTFT over the boundary of two ranks, and grids of three."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from matplotlib.cm import ScalarMappable
@@ -30,15 +30,15 @@ from runahead.picture_style import (
 )
 
 WORST_SHOWN = 1.0
-"""Slower than the best by more than this share is all one colour."""
+"""Share above the best TTFT from which on all values have one colour."""
 COLOUR_TICKS = (0, 0.001, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
 MOST_PANELS = 8
 FAR = 1.6
-"""A curve is drawn up to this times the best."""
+"""A curve is shown up to this multiple of the best TTFT."""
 
 
 def boundary_png(searches: Mapping[int, SearchResult], subject: str = "") -> bytes:
-    """A panel per prompt length with TTFT over the boundary between two ranks; evaluations go from light to dark."""
+    """Draw a panel per prompt length with TTFT over the boundary of two ranks; later evaluations are darker."""
     lengths = sorted(searches)
     rows, columns = rows_and_columns(len(lengths), 4)
     figure = new_figure(max(5.5, 3.9 * columns), 1.0 + 2.9 * rows)
@@ -70,7 +70,7 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     if (even_s := costs.get(length // 2, 0.0)) > search.cost_s:
         text += f"\n{even_s / search.cost_s - 1:.1%} faster than even"
     dress(axes, title=f"{tokens(length)} tokens: {seconds(search.cost_s)}", x="tokens of rank 0")
-    # The valley: what is far slower would make it flat.
+    # Only the surroundings of the minimum are shown.
     near = [place for place in places if costs[place] <= FAR * search.cost_s]
     shown = [*near, length / 2]
     margin = 0.1 * (max(shown) - min(shown)) or 0.1 * length
@@ -94,23 +94,23 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
 
 @dataclass(kw_only=True)
 class _Level:
-    """What was tried at one stride."""
+    """The steps of a search at one stride."""
 
     stride: int
     steps: list[Step]
 
 
 def grids_png(search: SearchResult, subject: str = "") -> bytes:
-    """A heat map per level of a search over three ranks, and the path of its best from level to level.
+    """Draw a heat map per level of a search over three ranks, and the path of the best split from level to level.
 
-    Splits that leave a rank idle are not drawn, unless all do: they are at the rim, far from the others.
+    Splits that leave a rank idle are not drawn, unless all do: they are at the edge, far from the others.
     """
     length = search.partition.num_tokens
     levels = _levels([step for step in search.trail if _all_work(step)] or search.trail)
     rows, columns = rows_and_columns(len(levels), 4)
     figure = new_figure(max(6.4, 1.0 + 3.15 * columns), 1.1 + 3.1 * rows)
     best_s = min(step.cost_s for level in levels for step in level.steps)
-    # A power, so that the coarse grid and the bottom of the valley both have colours.
+    # A power scale, so that both the coarse grid and the surroundings of the minimum have different colours.
     shades = ScalarMappable(norm=PowerNorm(0.4, 0, WORST_SHOWN), cmap="viridis_r")
     axes_of_levels = panels(figure, len(levels), rows, columns)
     tried: list[Step] = []
@@ -136,15 +136,9 @@ def grids_png(search: SearchResult, subject: str = "") -> bytes:
 
 
 def _levels(steps: Sequence[Step]) -> list[_Level]:
-    """Steps by level. Levels of which there are too many, or which tried too little, join the one before."""
-    levels: list[_Level] = []
-    numbers: list[int] = []
-    for step in steps:
-        if numbers and numbers[-1] == step.level:
-            levels[-1].steps.append(step)
-        else:
-            levels.append(_Level(stride=step.stride, steps=[step]))
-            numbers.append(step.level)
+    """Group steps by level. If there are more than `MOST_PANELS`, those with the fewest steps join the one before."""
+    groups = (list(group) for _, group in groupby(steps, key=lambda step: step.level))
+    levels = [_Level(stride=group[0].stride, steps=group) for group in groups]
     while len(levels) > MOST_PANELS:
         smallest = min(range(1, len(levels)), key=lambda at: len(levels[at].steps))
         joined = levels.pop(smallest)
@@ -158,7 +152,7 @@ def _all_work(step: Step) -> bool:
 
 
 def _draw_grid(axes: Any, level: _Level, tried: Sequence[Step], shades: Any, best_s: float) -> None:
-    """A cell of a stride's size per split, those of earlier levels among them included."""
+    """Draw a cell of a stride's size per split of a level, and per split of earlier levels in the same range."""
     half = level.stride / 2
     xs, ys = [step.boundaries[1] for step in level.steps], [step.boundaries[2] for step in level.steps]
     known = [
@@ -170,7 +164,7 @@ def _draw_grid(axes: Any, level: _Level, tried: Sequence[Step], shades: Any, bes
         axes.add_patch(Rectangle(corner, level.stride, level.stride, facecolor=face, edgecolor="white", linewidth=0.8))
     splits = "1 new split" if len(level.steps) == 1 else f"{len(level.steps)} new splits"
     dress(axes, title=f"stride {level.stride:,}: {splits}")
-    # Square, and as wide in x as in y, so that the cells are squares.
+    # The same range in x and y, so that the cells are squares.
     reach = max(max(xs) - min(xs), max(ys) - min(ys)) / 2 + 1.2 * max(level.stride, 1)
     for set_limits, values in ((axes.set_xlim, xs), (axes.set_ylim, ys)):
         middle = (max(values) + min(values)) / 2

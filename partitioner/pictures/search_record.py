@@ -1,13 +1,13 @@
-"""What a table's pictures are drawn from besides the table: the steps of its searches, and what was simulated.
+"""Record of the searches of a table: their steps and the simulated clusters, from which pictures are drawn.
 
-It is kept beside the table, so that `partitioner.show` can draw without searching again.
+It is stored beside the table, so that `partitioner.show` can draw pictures without searching again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class SearchRecord:
 
     @classmethod
     def beside(cls, table: Path) -> SearchRecord:
-        """The record of a table's searches, empty if there is none.
+        """Read the record beside a table; an empty one if there is none.
 
         Raises:
             ValueError: it is damaged; one line that names the file.
@@ -55,11 +55,11 @@ class SearchRecord:
     def with_newer(
         self, trails: Mapping[tuple[int, int], SearchResult], clusters: Mapping[int, Cluster]
     ) -> SearchRecord:
-        """This record with what a later run found."""
+        """A copy of this record with the searches and clusters of a later run."""
         return SearchRecord(trails=self.trails | dict(trails), clusters=self.clusters | dict(clusters))
 
     def save_beside(self, table: Path) -> None:
-        """Write the record, whole or not at all.
+        """Write the record beside a table, atomically.
 
         Raises:
             OSError: it cannot be written.
@@ -68,6 +68,7 @@ class SearchRecord:
 
 
 def record_path(table: Path) -> Path:
+    """Path of the record that belongs to a table's file."""
     return Path(f"{table}.search.json")
 
 
@@ -104,21 +105,10 @@ def _search(plain: Any) -> SearchResult:
         partition.check(int(plain["length"]), int(plain["ranks"]))
         if not (isfinite(cost_s) and cost_s > 0 and stride >= 0):
             raise ValueError("a step without a cost")
-        step = Step(
-            level=int(level),
-            stride=int(stride),
-            boundaries=partition.boundaries,
-            cost_s=float(cost_s),
-            is_best=bool(is_best),
-        )
-        trail.append(step)
+        at, cost_s, is_best = partition.boundaries, float(cost_s), bool(is_best)
+        trail.append(Step(level=int(level), stride=int(stride), boundaries=at, cost_s=cost_s, is_best=is_best))
     best = min(trail, key=lambda step: step.cost_s)
-    return SearchResult(
-        partition=ContextPartition(boundaries=best.boundaries),
-        cost_s=best.cost_s,
-        num_evaluations=len(trail),
-        trail=trail,
-    )
+    return SearchResult(partition=ContextPartition(boundaries=best.boundaries), cost_s=best.cost_s, trail=trail)
 
 
 def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
@@ -126,8 +116,8 @@ def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
     return {
         "compute": _plain_compute(cluster.compute),
         "speed": cluster.speed,
-        "link": None if links is None else _plain_link(links.default),
-        "links": [] if links is None else [[*pair, _plain_link(link)] for pair, link in links.overrides.items()],
+        "link": None if links is None else links.default.as_json(),
+        "links": [] if links is None else [[*pair, link.as_json()] for pair, link in links.overrides.items()],
         "kv_bytes_per_token": cluster.kv_bytes_per_token,
         "transfer": cluster.transfer.name,
         "layers_in_flight": cluster.layers_in_flight,
@@ -156,11 +146,6 @@ def _plain_compute(compute: ComputeCost) -> dict[str, str]:
         if isinstance(compute, known):
             return {"kind": kind, "json": compute.to_json()}
     raise TypeError(f"a {type(compute).__name__} cannot be kept in a file")
-
-
-def _plain_link(link: Link) -> dict[str, Any]:
-    """JSON has no infinity: null is a wire that costs nothing but its latency."""
-    return asdict(link) | {"bandwidth_Bps": None if link.bandwidth_Bps == inf else link.bandwidth_Bps}
 
 
 def _link(plain: Any) -> Link:

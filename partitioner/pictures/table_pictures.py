@@ -1,4 +1,4 @@
-"""Pictures of a lookup table: each rank's share over prompt lengths (Fig. 10 of the paper), TTFT and speed-up."""
+"""Pictures of a lookup table: share of each rank by prompt length (Fig. 10 of the paper), TTFT and speed-up."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from runahead.picture_style import (
 )
 
 BETWEEN = 24
-"""Lengths that are looked up between two entries."""
+"""Number of lengths that are looked up between two entries."""
 READABLE = 0.05
-"""Of a bar's height: shares above it have room for their number."""
+"""Least share that is labelled with its number."""
 NARROW = 1.2
-"""Bars up to this width have none."""
+"""Width of bars (a factor) up to which they are not labelled."""
 
 Bound = Mapping[tuple[int, int], float]
-"""(length, ranks) -> seconds."""
+"""Seconds by (length, ranks)."""
 
 
 def ratios_png(table: LookupTable, subject: str = "") -> bytes:
-    """A panel per number of ranks: a bar per entry with each rank's share, and what is looked up between them."""
+    """Draw a panel per number of ranks: a bar per entry with each rank's share, and lookups between the entries."""
     counts = [ranks for ranks in table.ranks() if ranks > 1] or table.ranks()
     rows, columns = rows_and_columns(len(counts), 2 if len(counts) == 4 else 3)
     num_bars = max((len(table.entries_for(ranks)) for ranks in counts), default=1)
@@ -81,7 +81,7 @@ def _draw_ratios(axes: Any, table: LookupTable, ranks: int) -> None:
 
 
 def _bar_width(lengths: Sequence[int]) -> float:
-    """A factor, for the axis is logarithmic: bars take half the room between the closest lengths, at most 1.45."""
+    """Width of bars, a factor as the axis is logarithmic: half the distance of the closest lengths, at most 1.45."""
     return min([1.45, *(math.sqrt(after / before) for before, after in pairwise(lengths))])
 
 
@@ -111,11 +111,11 @@ def _lengths_between(before: Entry, after: Entry) -> list[int]:
 def ttft_png(
     table: LookupTable, subject: str = "", *, free: Bound | None = None, ideal: Mapping[int, float] | None = None
 ) -> bytes:
-    """TTFT over prompt lengths for every number of ranks, the best number ringed; speed-ups where one rank is known.
+    """Draw TTFT by prompt length for every number of ranks, with the best ringed, and speed-ups over one rank if known.
 
     Args:
-        free: the paper's TTFT(p): seconds with communication switched off.
-        ideal: the most that so many ranks can be faster than one: TTFT(1) / TTFT*(p) of the paper.
+        free: the paper's TTFT(p): seconds with communication that takes no time.
+        ideal: largest possible speed-up by number of ranks: TTFT(1) / TTFT*(p) of the paper.
     """
     alone = {entry.length: entry.ttft_s for entry in table.entries_for(1)}
     compared = {
@@ -188,9 +188,10 @@ def _ranks_text(ranks: int) -> str:
 def agreement_png(
     points: Mapping[str, Sequence[tuple[float, float]]], subject: str = "", *, band: float = 0.1
 ) -> bytes:
-    """Predicted TTFT against measured, a colour per series: {name: [(measured_s, predicted_s), ...]}.
+    """Draw predicted against measured TTFT.
 
     Args:
+        points: (measured_s, predicted_s) by name of the series; each series has a colour.
         band: relative error that is shaded.
     """
     figure = new_figure(6.2, 5.9)

@@ -1,1 +1,1 @@
-"""Searches for the context partition with the earliest first token."""
+"""Searches for the context partition with the lowest TTFT, on live ranks or simulated clusters."""

@@ -1,25 +1,26 @@
-"""Which ranks work at all: a search of the chain of all ranks, then of other chains as long as one of them is cheaper.
+"""Search over chains, that is over which ranks work at all: all ranks first, then chains that leave some out.
 
-No small move of a boundary leads from a short chunk to none, yet with one rank fewer the K,V travel one hop less: on
-slow links, or with a slow rank in between, that is a large step down.
+No small move of a boundary leads from a short chunk to none, yet with one rank fewer KV travel one hop less: on slow
+links, or with a slow rank in between, that makes the first token much earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from partitioner.searches.evaluations import Evaluations, on_grid
+from partitioner.searches.evaluations import Evaluations, OutOfEvaluations, SearchResult, on_grid
 
 PROMISING = 0.6
-"""A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, with p
-ranks at work. Without one that does its part, the others take 1 + 1 / (p - 1) times as long."""
+"""A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, where p
+ranks work. Without one rank that does an equal share, the others take 1 + 1 / (p - 1) times as long."""
 TRIED = 3
-"""Chains searched, the most promising first, before the neighbours of the best one are looked at again."""
+"""Chains that are searched, the most promising first, before the neighbours of the best one are determined again."""
 
 
 class Chain:
-    """The cost of partitions in which only these ranks work, by the boundaries of their chunks alone."""
+    """Cost of partitions in which only these ranks work, as a function of the boundaries of their chunks."""
 
     def __init__(self, evaluations: Evaluations, ranks: tuple[int, ...], num_ranks: int) -> None:
         self.evaluations, self.ranks, self.num_ranks = evaluations, ranks, num_ranks
@@ -33,24 +34,37 @@ class Chain:
 
 
 Descend = Callable[[Chain, tuple[int, ...]], None]
-"""Searches the partitions of a chain from a split of it. What it finds is in the chain's evaluations."""
+"""Searches the partitions of a chain from a start. Its result is in the chain's evaluations."""
 
 
-def search_all_ranks(evaluations: Evaluations, start: tuple[int, ...], descend: Descend) -> None:
-    """Search the chain of all ranks from `start`."""
-    num_ranks = len(start) - 1
-    descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
-
-
-def search_other_chains(
-    evaluations: Evaluations, min_stride: int, descend: Descend, *, ranks_alike: bool = False
-) -> None:
-    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper.
+def search_chains(
+    evaluations: Evaluations,
+    start: tuple[int, ...],
+    min_stride: int,
+    descend: Descend,
+    *,
+    leave_out: bool,
+    ranks_alike: bool,
+) -> SearchResult:
+    """Search the chain of all ranks from `start`, and then others that leave ranks out, until none is cheaper.
 
     Args:
-        ranks_alike: all ranks and all links are. Then only their number counts, and the leading ranks work.
+        descend: searches one chain.
+        leave_out: also search other chains.
+        ranks_alike: all ranks and all links are alike, so only the number of ranks matters and the leading ones work.
     """
-    num_ranks = len(evaluations.best) - 1
+    num_ranks = len(start) - 1
+    with suppress(OutOfEvaluations):
+        descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
+        if leave_out:
+            _search_other_chains(evaluations, num_ranks, min_stride, descend, ranks_alike)
+    return evaluations.result()
+
+
+def _search_other_chains(
+    evaluations: Evaluations, num_ranks: int, min_stride: int, descend: Descend, ranks_alike: bool
+) -> None:
+    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper."""
     searched = {tuple(range(num_ranks))}
     while True:
         chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
@@ -75,7 +89,7 @@ def search_other_chains(
 
 
 def _neighbours(chunks: dict[int, int], num_ranks: int, min_stride: int) -> Iterator[dict[int, float]]:
-    """Rough splits over other chains: rank -> tokens."""
+    """Rough splits over other chains: tokens by rank."""
     num_tokens = sum(chunks.values())
     idle = [rank for rank in range(num_ranks) if rank not in chunks]
     for rank in range(num_ranks):
@@ -84,7 +98,7 @@ def _neighbours(chunks: dict[int, int], num_ranks: int, min_stride: int) -> Iter
         others = {rank: float(each) for rank, each in chunks.items() if rank != out}
         if not others:
             continue
-        # Its chunk goes to all others, to the one before or to the one after.
+        # The chunk of the rank left out goes to all others, to the rank before or to the rank after.
         yield {rank: each * num_tokens / (num_tokens - length) for rank, each in others.items()}
         before = max((rank for rank in others if rank < out), default=None)
         after = min((rank for rank in others if rank > out), default=None)
@@ -95,7 +109,7 @@ def _neighbours(chunks: dict[int, int], num_ranks: int, min_stride: int) -> Iter
         for rank, length in chunks.items():
             others = {each: float(tokens) for each, tokens in chunks.items() if each != rank}
             yield others | {new: length}
-            # On slow links a rank that helps at all helps with a short chunk only.
+            # On slow links an additional rank helps only with a short chunk, if at all.
             for part in (length / 2, min_stride):
                 if part < length:
                     yield others | {new: part, rank: length - part}

@@ -1,4 +1,4 @@
-"""The partition that gives every rank equal compute: close to the best on fast links, a seed elsewhere."""
+"""Partition with equal compute on every rank: close to the best on fast links, a seed for searches otherwise."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from partitioner.cost.compute import ComputeCost, layer_s
 from runahead.context import ContextPartition
 
 PRECISION = 1e-4
-"""Of a chunk's length, in tokens: far below the rounding to whole tokens."""
+"""Precision of a chunk's length in tokens, far below the rounding to whole tokens."""
 ROUNDS = 60
-"""Of the outer bisection: more than a double has bits."""
+"""Most rounds of the outer bisection, more than a double has bits."""
 
 
 def equal_work(
     num_tokens: int, num_ranks: int, cost: ComputeCost, speed: Sequence[float] | None = None
 ) -> ContextPartition:
-    """Chunks whose layers take every rank equally long, to the token.
+    """Split a prompt so that a layer takes every rank equally long, to the token.
 
-    Then no rank ever waits while communication is free: rank i has sent a layer's K,V when rank i + 1 has its own.
-    With T the common time, rank i's chunk c solves between(c) + own(c) + prefix(c, P) = T * speed[i] for the prefix P
-    that the ranks before it left, rank after rank; bisection finds the T for which all chunks together are the prompt.
+    Then no rank waits while communication is free: rank i has sent a layer's KV when rank i + 1 has its own. With T the
+    common time, rank i's chunk c solves between(c) + own(c) + prefix(c, P) = T * speed[i], where P are the tokens of
+    the ranks before it; bisection finds the T for which all chunks together are the prompt.
 
     Args:
-        speed: per rank; all alike by default.
+        speed: per rank, relative to the device of `cost`; all alike by default.
 
     Raises:
         ValueError: no tokens or ranks, or not one speed per rank.
@@ -45,7 +45,7 @@ def equal_work(
 
 
 def _ends(common_s: float, num_tokens: int, speeds: Sequence[float], cost: ComputeCost) -> list[float]:
-    """Ends of the chunks that take common_s, at most the prompt's."""
+    """Ends of the chunks whose layers take `common_s`, at most the end of the prompt."""
     ends: list[float] = []
     end = 0.0
     for speed in speeds:
@@ -55,7 +55,7 @@ def _ends(common_s: float, num_tokens: int, speeds: Sequence[float], cost: Compu
 
 
 def _chunk(budget_s: float, prefix: float, longest: float, cost: ComputeCost) -> float:
-    """The longest chunk behind a prefix whose layer takes at most budget_s."""
+    """Length of the longest chunk after a prefix whose layer takes at most `budget_s`."""
     if longest <= 0 or layer_s(cost, longest, prefix) <= budget_s:
         return max(longest, 0.0)
     low, high = 0.0, longest
@@ -64,7 +64,7 @@ def _chunk(budget_s: float, prefix: float, longest: float, cost: ComputeCost) ->
         return 0.0
     bisect = False
     while high - low > PRECISION:
-        # Time grows a little faster than linearly: false position is close at once; the bisection in between bounds it.
+        # Time grows a little faster than linearly, so false position is close at once; every second step bisects.
         middle = (low + high) / 2 if bisect else low + (high - low) * (budget_s - low_s) / (high_s - low_s)
         middle_s = layer_s(cost, middle, prefix)
         if abs(middle_s - budget_s) <= 1e-12 * budget_s:

@@ -1,4 +1,4 @@
-"""What a search asks of its cost function, remembered: no partition is asked for twice."""
+"""Evaluations of a search: calls of its cost function, each partition at most once, and the result."""
 
 from __future__ import annotations
 
@@ -9,29 +9,17 @@ from math import inf, isnan
 from runahead.context import ContextPartition
 
 Cost = Callable[[ContextPartition], float]
-"""Partition -> seconds to the first token, wherever they come from."""
-
-
-def remembered(cost: Cost) -> Cost:
-    """The same cost, asked once per partition however many searches ask."""
-    known: dict[tuple[int, ...], float] = {}
-
-    def remember(partition: ContextPartition) -> float:
-        if partition.boundaries not in known:
-            known[partition.boundaries] = cost(partition)
-        return known[partition.boundaries]
-
-    return remember
+"""Cost function of a search: the seconds to the first token with a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One evaluation.
+    """One evaluation of a search.
 
     Attributes:
-        level: of the search, from 0; strides halve from one to the next.
-        stride: tokens by which boundaries moved at that level.
-        is_best: cheaper than all evaluations before it.
+        level: level of the search, from 0; strides halve from one level to the next.
+        stride: tokens by which boundaries move at that level.
+        is_best: its cost is lower than those of all evaluations before it.
     """
 
     level: int
@@ -43,28 +31,27 @@ class Step:
 
 @dataclass(kw_only=True)
 class SearchResult:
-    """The best partition that was found, and how.
-
-    Attributes:
-        num_evaluations: calls of the cost function.
-        trail: the evaluations in order.
-    """
+    """The best partition that a search found, its cost, and all evaluations in order."""
 
     partition: ContextPartition
     cost_s: float
-    num_evaluations: int
     trail: list[Step]
+
+    @property
+    def num_evaluations(self) -> int:
+        """Number of calls of the cost function."""
+        return len(self.trail)
 
 
 class OutOfEvaluations(Exception):
-    """The search may not ask again. Carries no error."""
+    """Raised to end a search after its last evaluation. Not an error."""
 
 
 class Evaluations:
-    """Calls the cost function, at most once per partition and `max_evaluations` times in all.
+    """Calls a cost function, at most once per partition and `max_evaluations` times in all.
 
     Args:
-        on_evaluation: told of every evaluation, for progress.
+        on_evaluation: called after every evaluation.
     """
 
     def __init__(
@@ -84,10 +71,10 @@ class Evaluations:
         self.level, self.stride = 0, 0
 
     def __call__(self, boundaries: tuple[int, ...]) -> float:
-        """Seconds.
+        """Cost of a partition in seconds.
 
         Raises:
-            OutOfEvaluations: it is not known, and nothing more may be asked.
+            OutOfEvaluations: it is not known, and `max_evaluations` calls have been made.
         """
         if boundaries in self._known:
             return self._known[boundaries]
@@ -106,16 +93,11 @@ class Evaluations:
         return cost_s
 
     def result(self) -> SearchResult:
-        return SearchResult(
-            partition=ContextPartition(boundaries=self.best),
-            cost_s=self.best_s,
-            num_evaluations=len(self.trail),
-            trail=self.trail,
-        )
+        return SearchResult(partition=ContextPartition(boundaries=self.best), cost_s=self.best_s, trail=self.trail)
 
 
 def check_search(num_tokens: int, num_ranks: int, min_stride: int) -> None:
-    """Raises: ValueError if there is nothing to search, with the option's name."""
+    """Raise a ValueError, which names the option, if there is nothing to search."""
     if num_tokens < 1:
         raise ValueError(f"a prompt of {num_tokens} tokens cannot be split; search.lengths must be at least 1")
     if num_ranks < 1:
@@ -125,7 +107,7 @@ def check_search(num_tokens: int, num_ranks: int, min_stride: int) -> None:
 
 
 def on_grid(boundaries: list[int] | tuple[int, ...], min_stride: int) -> tuple[int, ...]:
-    """Boundaries rounded to multiples of min_stride, but the last."""
+    """Boundaries rounded to multiples of `min_stride`, except the last one."""
     num_tokens = boundaries[-1]
     most = num_tokens // min_stride * min_stride
     inner = [min(round(boundary / min_stride) * min_stride, most) for boundary in boundaries[1:-1]]
@@ -133,7 +115,7 @@ def on_grid(boundaries: list[int] | tuple[int, ...], min_stride: int) -> tuple[i
 
 
 def coarse_stride(reach: float, min_stride: int) -> int:
-    """The largest min_stride * 2^k that is at most `reach`, or min_stride."""
+    """The largest min_stride * 2^k that is at most `reach`; at least `min_stride`."""
     stride = min_stride
     while 2 * stride <= reach:
         stride *= 2

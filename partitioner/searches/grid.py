@@ -1,32 +1,22 @@
-"""The paper's search (Sec. 4.2, App. D): binary for two ranks, else a hierarchical grid around even boundaries."""
+"""The paper's search (Sec. 4.2, App. D): binary search for two ranks, a hierarchical grid for more."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise, product
 from math import inf
 
-from partitioner.searches.chains import Chain, search_all_ranks, search_other_chains
-from partitioner.searches.evaluations import (
-    Cost,
-    Evaluations,
-    OutOfEvaluations,
-    SearchResult,
-    Step,
-    check_search,
-    coarse_stride,
-    on_grid,
-)
+from partitioner.searches.chains import Chain, search_chains
+from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, Step, check_search, coarse_stride, on_grid
 from runahead.context import even
 
 OFFSETS = (-2, -1, 0, 1, 2)
-"""Of every inner boundary, in strides: 5 values, so 5^(p-1) partitions at each level."""
+"""Offsets of every inner boundary, in strides: 5 values, so 5^(p-1) partitions at each level."""
 GOLDEN = (1 + 5**0.5) / 2
-"""By which an evaluation of two ranks shortens the interval."""
+"""Factor by which one evaluation shortens the interval of a golden-section search."""
 MAX_RANKS = 5
-"""5^4 = 625 partitions a level; the paper's 8 ranks took it 33 hours."""
+"""Most ranks: 5^4 = 625 partitions per level. The paper reports 33 hours for 8 ranks."""
 
 
 def grid_search(
@@ -40,19 +30,19 @@ def grid_search(
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
-    """The cheapest partition as the paper searches for it.
+    """Search the partition with the lowest cost as the paper does.
 
-    Two ranks: golden-section search, the form of the paper's binary search that needs one new evaluation to shorten
-    the interval. More: all offsets of all inner boundaries at a coarse stride, then around the best at half of it,
-    down to `min_stride`. The first stride is a quarter of an even chunk (8 in the paper's Fig. 6: 96 tokens, 3 chunks).
-    Beyond the paper: a grid whose best point is on its rim is laid around that point again, since the best split of
-    unlike ranks can be far from the even one, and shorter chains are tried at the end, as `search_chains` says.
+    Two ranks: golden-section search, a binary search that needs one new evaluation to shorten the interval. More ranks:
+    all offsets of all inner boundaries at a coarse stride, then around the best at half of it, down to `min_stride`.
+    The first stride is a quarter of an even chunk (8 in the paper's Fig. 6: 96 tokens, 3 chunks). Beyond the paper: a
+    grid whose best point is on its edge is centred on that point again, since the best split of unlike ranks can be far
+    from the even one, and `search_chains` tries shorter chains at the end.
 
     Args:
-        min_stride: inner boundaries are multiples of it.
+        min_stride: inner boundaries are multiples of it, in tokens.
         leave_out: also try to leave ranks out.
-        ranks_alike: and so are links: the last ranks are left out, since it does not matter which.
-        max_evaluations: stop there with the best so far.
+        ranks_alike: all ranks and all links are alike, so that the last ranks are left out.
+        max_evaluations: stop after so many, with the best so far.
         on_evaluation: called after each evaluation.
 
     Raises:
@@ -72,20 +62,17 @@ def grid_search(
         else:
             _hierarchical_grid(chain, num_tokens, min_stride)
 
-    with suppress(OutOfEvaluations):
-        search_all_ranks(evaluations, even(num_tokens, num_ranks).boundaries, descend)
-        if leave_out:
-            search_other_chains(evaluations, min_stride, descend, ranks_alike=ranks_alike)
-    return evaluations.result()
+    start = even(num_tokens, num_ranks).boundaries
+    return search_chains(evaluations, start, min_stride, descend, leave_out=leave_out, ranks_alike=ranks_alike)
 
 
 def evaluations_left(
     num_tokens: int, num_ranks: int, *, min_stride: int, stride: int | None = None, at_stride: int = 0
 ) -> int:
-    """How many evaluations a search has probably before it.
+    """Estimate how many evaluations a search still needs.
 
     Args:
-        stride: at which it is; None before its start.
+        stride: the search's present stride; None before its start.
         at_stride: evaluations at that stride so far.
     """
     if num_ranks == 1:
@@ -98,9 +85,9 @@ def evaluations_left(
 
 
 def _golden_section(chain: Chain, num_tokens: int, min_stride: int) -> None:
-    """On Fibonacci numbers of strides, so that every point is a multiple and each one is used again.
+    """Golden-section search on Fibonacci numbers of strides, so that points are multiples and are used again.
 
-    The ends, at which one rank has all tokens, are not on the curve, since nothing is sent then.
+    The ends, at which one rank has all tokens, are left out: nothing is sent there, so the cost is discontinuous.
     """
     evaluations = chain.evaluations
     num_points = max(1, (num_tokens - 1) // min_stride)  # inner boundaries 1 .. num_points, in strides

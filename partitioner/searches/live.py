@@ -1,4 +1,4 @@
-"""Fills a lookup table by measuring TTFT on live ranks, where every look costs a prefill or more."""
+"""Search on live ranks: fills a lookup table by measuring TTFT, where every evaluation runs prefills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runahead.ranks.ranks import Ranks
 
 
 class LiveSearch:
-    """A table that grows. Every rank makes the same calls.
+    """Search that adds measured entries to a table. Every rank makes the same calls.
 
     Attributes:
         table: the entries so far.
@@ -43,7 +43,7 @@ class LiveSearch:
         self._calibration, self._progress = calibration, progress
 
     def run(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Search; gives way after each entry."""
+        """Search every length and number of ranks; yields after each entry."""
         for length in lengths:
             for count in self._run.search.ranks or range(1, self._ranks.size + 1):
                 self._add(length, count)
@@ -88,7 +88,7 @@ class LiveSearch:
         )
 
     def _remembered(self, cost: Cost, length: int, count: int) -> Cost:
-        """The cost with what earlier runs measured; rank 0 keeps it in a file beside the table."""
+        """The cost, with points of earlier runs, which rank 0 keeps in a file beside the table."""
         options = self._run.search
         purpose = {"fingerprint": self.table.fingerprint.key(), "objective": options.objective.name}
         points = Points(Path(f"{self._run.table}.points.jsonl") if self._ranks.rank == 0 else None, purpose)

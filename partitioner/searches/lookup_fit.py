@@ -1,9 +1,9 @@
-"""Fits an entry of a table to its neighbours, for the lookups between them.
+"""Fit of a table's entry to its neighbours, for the lookups between them.
 
-Many splits of a prompt are within a fraction of a percent of the best, and may have little in common: on slow links it
-hardly matters what the first ranks do as long as the last one is busy. Of two neighbouring entries, one of each kind,
-the interpolation is of neither and far worse than both. So of the splits that are nearly best for its own prompt an
-entry takes the one from which lookups lose least.
+Many splits of a prompt are within a fraction of a percent of the best and may differ widely: on slow links it hardly
+matters what the first ranks do as long as the last one is busy. The interpolation of two neighbouring entries that
+differ so is far worse than both. So an entry gets, of the splits that are nearly best for its own length, the one from
+which lookups lose least.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 
 NEARLY_BEST = 0.003
-"""An entry may take longer than the best split that is known for its prompt by this share, far below what a cluster
-takes longer from one run to the next."""
+"""Share by which an entry's TTFT may exceed the best one known for its length; runs on a cluster differ far more."""
 NO_FIT = 1e6
-"""Added to the cost of a split that takes longer still: above any sum of losses."""
+"""Added to the loss of a split that exceeds `NEARLY_BEST`: larger than any sum of losses."""
 
 
 def fit_entry(
@@ -34,14 +33,14 @@ def fit_entry(
     reach: int,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> ContextPartition:
-    """The split for `entry` from which lookups lose least: by the sum of the squares of their losses, and its own.
+    """Find the split for `entry` from which lookups lose least: the least sum of squares of their losses and its own.
 
-    Searched near the best of the entry's split, of its neighbours' and of the known ones, all scaled to its length.
+    The search starts near the best of the splits of the entry, its neighbours and `known`, all scaled to its length.
 
     Args:
-        table: with the entry, and those next to it, which stay.
-        known: length -> the search of the best split there that is known. Lookups are compared with those up to the
-            next entries; the entry's own length must be there, too.
+        table: the table with the entry and its neighbours, which do not change.
+        known: searches of the best known splits by length, also for the entry's own. Lookups are compared with those
+            between the neighbours.
         min_stride, reach: as for `seeded_search`.
     """
     entries = table.entries_for(entry.ranks)

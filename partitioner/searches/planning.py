@@ -1,4 +1,4 @@
-"""Searches for the split and the number of ranks with the earliest first token on a simulated cluster."""
+"""Planning on a simulated cluster: the split and the number of ranks with the lowest TTFT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runahead.context import ContextPartition, even
 
 
 def simulated_cost(cluster: Cluster) -> Cost:
-    """TTFT by simulation."""
+    """Cost function that simulates the TTFT of a partition on a cluster."""
     return lambda partition: simulate(partition, cluster).ttft_s
 
 
@@ -29,12 +29,12 @@ def best_split(
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
-    """The best partition over the leading ranks, searched from the cheapest of equal work, even chunks and `seeds`.
+    """Search the best partition over the leading ranks from the best of equal work, even chunks and `seeds`.
 
-    Even chunks are the better start where links are so slow that compute hardly counts.
+    Even chunks are the better start if links are so slow that compute hardly counts.
 
     Args:
-        cost: the simulated one, by default; or what remembers it.
+        cost: cost function; by default `simulated_cost` of the cluster.
 
     Raises:
         ValueError: as for `seeded_search`, or more ranks than the cluster has.
@@ -58,7 +58,7 @@ def best_split(
 
 
 def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_stride: int) -> SearchResult:
-    """TTFT(p): the best split when K,V arrive at once.
+    """The paper's practical bound TTFT(p): the best split if communication takes no time.
 
     Raises:
         ValueError: as for `best_split`.
@@ -68,7 +68,7 @@ def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_st
 
 @dataclass(kw_only=True)
 class NumRanks:
-    """The best split for several numbers of ranks, and the number with the earliest first token."""
+    """The best split by number of ranks, and the number with the earliest first token."""
 
     best: int
     splits: dict[int, SearchResult]
@@ -82,12 +82,12 @@ def best_num_ranks(
     candidates: Iterable[int] | None = None,
     tolerance: float = 0.0,
 ) -> NumRanks:
-    """The best split over 1, 2, ... leading ranks, and the best of those; of equals, the fewest ranks.
+    """Find the best split over 1, 2, ... leading ranks, and the best number of ranks; of equals, the fewest.
 
     Args:
-        candidates: numbers of ranks to look at; 1 is always one of them, and by default all are.
-        tolerance: TTFTs that differ by less than this share are equal: on slow links more ranks still gain a little,
-            by taking a few tokens each, and are not worth it.
+        candidates: numbers of ranks to compare, to which 1 is added; by default all.
+        tolerance: share by which TTFTs may differ and count as equal: on slow links more ranks still gain a little by
+            taking a few tokens each, which is not worth it.
 
     Raises:
         ValueError: as for `best_split`, or a negative tolerance.

@@ -1,4 +1,4 @@
-"""Measured points of a search, kept on disk while it runs, so that a search that was stopped goes on where it was."""
+"""Measured points of a search, kept on disk while it runs, so that a stopped search can be resumed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ Key = tuple[int, ...]
 class Points:
     """Costs by boundaries, appended to a file of JSON lines as they are measured.
 
-    Lines of another `purpose` (another model, device, objective, ...) are left alone and not used; a last line that
-    was cut off, and any that is no point, is dropped.
+    Lines of another `purpose` (another model, device, objective, ...) stay in the file and are not used; a truncated
+    last line, and any that is not a point, is ignored.
 
     Args:
         path: the file; None keeps points in memory only.
-        purpose: what the points hold for.
+        purpose: what the points are valid for.
     """
 
     def __init__(self, path: Path | None, purpose: dict[str, Any]) -> None:
         self._path, self._purpose = path, purpose
         self.known: dict[Key, float] = {}
-        self._is_cut = False
-        """Is the file's last line without an end?"""
+        self._is_cut = False  # the file's last line has no end
 
     def read(self) -> dict[Key, float]:
-        """Points of earlier runs.
+        """Read the points of earlier runs.
 
         Raises:
             OSError: the file cannot be read.
@@ -58,7 +57,7 @@ class Points:
             self._is_cut = False
 
     def remembering(self, cost: Cost) -> Cost:
-        """The same cost, which measures nothing twice."""
+        """The same cost function, which takes known points from here and adds new ones."""
 
         def remembered(partition: ContextPartition) -> float:
             if partition.boundaries not in self.known:
@@ -69,9 +68,9 @@ class Points:
 
 
 def _checked(boundaries: Any, cost_s: Any) -> tuple[Key, float]:
-    """A point, if it is one. Raises: ValueError, TypeError."""
+    """Check the values of a point. Raises ValueError or TypeError if they are not valid."""
     if not all(type(each) is int for each in boundaries):
-        raise ValueError("boundaries that are no tokens")
+        raise ValueError("boundaries that are not whole numbers")
     if isinstance(cost_s, bool) or not 0 < cost_s < inf:
-        raise ValueError("a cost that is none")
+        raise ValueError("a cost that is not positive and finite")
     return ContextPartition(boundaries=tuple(boundaries)).boundaries, float(cost_s)

@@ -1,4 +1,4 @@
-"""What a long search shows: the best so far, the evaluations that are probably left, and the time that they take."""
+"""Progress bar of a search: the best TTFT so far, the estimated evaluations left, and the time that they take."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from partitioner.searches.evaluations import Cost, Step
 from runahead.context import ContextPartition
 
 REMEMBERED = 15
-"""Evaluations whose median time counts, the latest."""
+"""Number of latest evaluations whose median time is used."""
 REFRESH_S = 0.5
+"""Least seconds between two updates of the bar."""
 
 
 class SearchProgress:
-    """A bar of searches, one per prompt length and number of ranks.
+    """Progress bar of searches, one per prompt length and number of ranks.
 
-    The time left is that of the evaluations left, here and in later searches, at the median time of the latest ones. A
-    later prompt takes as much longer as it is longer, and as much less as it has more ranks.
+    The time left is estimated from the evaluations left, in this and later searches, at the median time of the latest
+    ones, which is taken to be proportional to the tokens per rank.
 
     Args:
-        searches: (length, ranks), in order; there may be more.
-        shown: is this the rank that shows it?
+        searches: (length, ranks) of the searches, in order; more may follow.
+        shown: this rank shows the bar.
     """
 
     def __init__(self, searches: Sequence[tuple[int, int]], options: SearchOptions, *, shown: bool) -> None:
@@ -55,14 +56,14 @@ class SearchProgress:
         self._bar.close()
 
     def begin(self, length: int, count: int) -> None:
-        """A search begins: the next one that was announced, or one more."""
+        """Begin a search, one of those announced or an additional one."""
         if (length, count) in self._later:
             self._later.remove((length, count))
         self._length, self._count = length, count
         self._best_s, self._evaluations, self._stride, self._at_stride = inf, 0, None, 0
 
     def timed(self, cost: Cost) -> Cost:
-        """The same cost, whose time is taken. What is remembered and not measured must not go through it."""
+        """The same cost function with its calls timed. Calls that a cache answers must not go through it."""
 
         def with_time(partition: ContextPartition) -> float:
             begin = time.perf_counter()
@@ -73,7 +74,7 @@ class SearchProgress:
         return with_time
 
     def tick(self, step: Step) -> None:
-        """An evaluation of this search is done."""
+        """Count an evaluation of this search."""
         self._best_s, self._evaluations = min(self._best_s, step.cost_s), self._evaluations + 1
         self._at_stride = self._at_stride + 1 if step.stride == self._stride else 1
         self._stride = step.stride
@@ -82,16 +83,16 @@ class SearchProgress:
             self._bar.set_postfix_str(self.text())
 
     def end(self) -> None:
-        """This search is done."""
+        """End this search."""
         self._bar.total = max(self._bar.total, self._bar.n + 1)
         self._bar.update()
 
     def evaluations_left(self) -> int:
-        """Of this search, about."""
+        """Estimated number of evaluations left in this search."""
         return self._left(self._length, self._count, self._stride, self._at_stride)
 
     def seconds_left(self) -> float | None:
-        """Of this search and all later ones, about; None before the first measurement."""
+        """Estimated seconds left for this and all later searches; None before the first measurement."""
         if not self._unit_s:
             return None
         tokens = self.evaluations_left() * self._length / self._count
@@ -110,7 +111,7 @@ class SearchProgress:
         )
 
     def text(self) -> str:
-        """The line."""
+        """Text of the bar."""
         seconds = self.seconds_left()
         return (
             f"{self._length} tokens, {self._count} ranks: best {self._best_s:.4g} s after {self._evaluations} "

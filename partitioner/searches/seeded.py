@@ -1,27 +1,17 @@
-"""Our search: start from a good guess, and move boundaries alone and together by shrinking strides."""
+"""Pattern search from a seed: moves boundaries alone and together, by strides that shrink."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from math import inf
 
-from partitioner.searches.chains import Chain, search_all_ranks, search_other_chains
-from partitioner.searches.evaluations import (
-    Cost,
-    Evaluations,
-    OutOfEvaluations,
-    SearchResult,
-    Step,
-    check_search,
-    coarse_stride,
-    on_grid,
-)
+from partitioner.searches.chains import Chain, search_chains
+from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, Step, check_search, coarse_stride, on_grid
 from runahead.context import ContextPartition, even
 
 Move = tuple[float, ...]
-"""Of each inner boundary, in strides."""
+"""Displacement of each inner boundary, in strides."""
 
 
 def seeded_search(
@@ -37,25 +27,25 @@ def seeded_search(
     max_evaluations: int | None = None,
     on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
-    """The cheapest partition near a seed, by pattern search.
+    """Search the partition with the lowest cost near a seed, by pattern search.
 
-    At every stride each move is tried in both directions for as long as any move helps; then the stride halves. Moves
-    of one boundary alone get stuck, since TTFT is about a maximum over ranks: to relieve one rank is to burden another.
-    So boundaries also move in neighbouring pairs and all together. No move empties a chunk; ranks are left out
-    afterwards, as `search_other_chains` says.
+    At every stride each move is tried in both directions until no move helps; then the stride is halved. Moves of one
+    boundary alone get stuck, since TTFT is about a maximum over ranks: relieving one rank burdens another. So
+    boundaries also move in neighbouring pairs and all together. No move empties a chunk; `search_chains` leaves ranks
+    out afterwards.
 
     Args:
         seed: equal work, or an interpolation of known entries; by default even chunks.
-        min_stride: inner boundaries are multiples of it, unless the seed itself is the best of all.
-        reach: tokens by which a boundary may end up away from the start of its search; by default any. The first
-            stride is half of it, by default a quarter of an even chunk.
+        min_stride: inner boundaries are multiples of it, in tokens, unless the seed itself is the best.
+        reach: most tokens by which a boundary may end up away from the start; by default any. The first stride is half
+            of it, by default a quarter of an even chunk.
         leave_out: also try to leave ranks out.
-        ranks_alike: and so are links: the last ranks are left out, since it does not matter which.
-        max_evaluations: stop there with the best so far.
+        ranks_alike: all ranks and all links are alike, so that the last ranks are left out.
+        max_evaluations: stop after so many, with the best so far.
         on_evaluation: called after each evaluation.
 
     Raises:
-        ValueError: numbers below 1, or a seed of another length or number of ranks.
+        ValueError: numbers below 1, or a seed for another length or number of ranks.
     """
     check_search(num_tokens, num_ranks, min_stride)
     if reach is not None and reach < min_stride:
@@ -68,13 +58,9 @@ def seeded_search(
     def descend(chain: Chain, boundaries: tuple[int, ...]) -> None:
         _PatternSearch(chain, boundaries, min_stride, reach).run(first_stride)
 
-    with suppress(OutOfEvaluations):
-        evaluations.stride = first_stride
-        evaluations(seed.boundaries)
-        search_all_ranks(evaluations, start, descend)
-        if leave_out:
-            search_other_chains(evaluations, min_stride, descend, ranks_alike=ranks_alike)
-    return evaluations.result()
+    evaluations.stride = first_stride
+    evaluations(seed.boundaries)
+    return search_chains(evaluations, start, min_stride, descend, leave_out=leave_out, ranks_alike=ranks_alike)
 
 
 def evaluations_left(
@@ -86,10 +72,10 @@ def evaluations_left(
     stride: int | None = None,
     at_stride: int = 0,
 ) -> int:
-    """How many evaluations a search has probably before it, from two sweeps at each stride: one helps, one does not.
+    """Estimate how many evaluations a search still needs: two sweeps at each stride, one that helps and one in vain.
 
     Args:
-        stride: at which it is; None before its start.
+        stride: the search's present stride; None before its start.
         at_stride: evaluations at that stride so far.
     """
     if num_ranks == 1:
@@ -106,7 +92,7 @@ def _first_stride(num_tokens: int, num_ranks: int, min_stride: int, reach: int |
 
 
 class _PatternSearch:
-    """Moves of the boundaries of one chain, from a start."""
+    """Pattern search over the boundaries of one chain, from a start."""
 
     def __init__(self, chain: Chain, start: tuple[int, ...], min_stride: int, reach: int | None) -> None:
         self._chain, self._start, self._min_stride, self._reach = chain, start, min_stride, reach
@@ -125,16 +111,17 @@ class _PatternSearch:
                 pass
             if evaluations.stride > self._min_stride:
                 evaluations.level, evaluations.stride = evaluations.level + 1, evaluations.stride // 2
-            elif not self._sweep(2 * self._min_stride, self._smooth):  # at the finest stride, their parts are rounded
+            # At the finest stride fractions of a smooth move are rounded away, so these get twice the stride.
+            elif not self._sweep(2 * self._min_stride, self._smooth):
                 return
 
     def _shrink(self) -> bool:
-        """Halve all chunks but the last, which gets the rest: on slow links the best split is that far from a seed."""
+        """Halve all chunks but the last, which gets the rest: on slow links the best split is so far from the seed."""
         *inner, num_tokens = self._best[1:]
         return self._go(on_grid([0, *(boundary // 2 for boundary in inner), num_tokens], self._min_stride))
 
     def _sweep(self, stride: int, moves: list[Move]) -> bool:
-        """Try all moves; did any help?"""
+        """Try all moves, and return whether any helped."""
         before = self._best_s
         for move in moves:
             _ = self._try(move, stride) or self._try(move, -stride)
@@ -146,7 +133,7 @@ class _PatternSearch:
         return self._go((0, *inner, self._best[-1]))
 
     def _go(self, boundaries: tuple[int, ...]) -> bool:
-        """Move there if it is cheaper; did it help?"""
+        """Move to these boundaries if that lowers the cost, and return whether it does."""
         if not self._allows(boundaries):
             return False
         cost_s = self._chain(boundaries)
@@ -156,7 +143,7 @@ class _PatternSearch:
         return True
 
     def _allows(self, boundaries: tuple[int, ...]) -> bool:
-        """Within reach, and without a newly empty chunk: that is for shorter chains."""
+        """Whether boundaries are within reach and empty no chunk, which only other chains may do."""
         if self._reach is not None and any(
             abs(a - b) > self._reach for a, b in zip(boundaries, self._start, strict=True)
         ):
@@ -166,7 +153,7 @@ class _PatternSearch:
 
 
 def _smooth_moves(num_inner: int) -> Iterator[Move]:
-    """The ranks before against the ranks after: all boundaries alike, and by ramps up and down and a hump."""
+    """Moves that relieve earlier ranks and burden later ones: all boundaries alike, ramps up and down, and a hump."""
     if num_inner < 2:
         return
     yield (1.0,) * num_inner
@@ -180,7 +167,7 @@ def _smooth_moves(num_inner: int) -> Iterator[Move]:
 
 
 def _local_moves(num_inner: int) -> Iterator[Move]:
-    """Neighbouring pairs along and against each other, and each alone."""
+    """Moves of neighbouring pairs of boundaries, in the same and in opposite directions, and of each one alone."""
     for at in range(num_inner - 1):
         if num_inner > 2:
             yield tuple(float(at <= each <= at + 1) for each in range(num_inner))

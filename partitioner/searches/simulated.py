@@ -1,21 +1,22 @@
-"""Fills a lookup table by simulation, where a look costs nothing: lengths help each other, and more are added.
+"""Search on simulated clusters: fills a lookup table, and adds lengths where interpolation loses too much.
 
-The best split of a slow cluster is in one of several valleys, and between splits of different valleys interpolation is
-of no use. So what was found at one length is also tried at its neighbours, until that helps no more. Then the table is
-asked for lengths between its own, and its answers are compared with searches there. Where they cost too much, the two
-entries around are fitted to each other (`lookup_fit`). Where that is not enough, the valley changes there, and the two
-lengths around the change are added (`valley_change`); or else the worst of the lengths is.
+On slow links TTFT has several valleys (local minima), and interpolating between splits of different valleys is useless.
+So the split found at one length is also tried at its neighbours, until that helps no more. Then lookups at lengths
+between those of the table are compared with searches there. Where they lose too much, the two entries around them are
+fitted to each other (`lookup_fit`). Where that is not enough, the valley changes, and the two lengths around the change
+are added (`valley_change`), or otherwise the length that loses most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import ceil, inf, log
 
 from partitioner.options import Method, SearchOptions
-from partitioner.searches.evaluations import SearchResult, Step, remembered
+from partitioner.searches.evaluations import Cost, SearchResult, Step
 from partitioner.searches.grid import grid_search
 from partitioner.searches.lookup_fit import NEARLY_BEST, fit_entry
 from partitioner.searches.planning import best_split, simulated_cost
@@ -28,22 +29,22 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 
 APART = 1.2
-"""Lookups are compared with searches at lengths whose quotients are at most this,"""
+"""Largest ratio between neighbouring lengths at which lookups are compared with searches."""
 NARROW = 1.02
-"""and at one length at least between two whose quotient is more than this. At lengths as close as this lookups are also
-compared, without a search, with what was found around them."""
+"""Ratio between two lengths above which lookups are compared with a search at least once between them. In steps of this
+ratio lookups are also compared with the interpolated TTFT, without a search."""
 BETTER = 0.0005
-"""By this share at least a split has to be better to be tried at the neighbours again."""
+"""Share by which a split must be better to be tried at the neighbours again."""
 HOPELESS = 0.03
-"""A neighbour's split that takes longer by this share is not searched from."""
+"""Share by which a neighbour's split may be worse to be searched from."""
 
 
 class SimulatedSearch:
-    """A table that grows.
+    """Search that adds simulated entries to a table.
 
     Args:
-        table: what is known already; its entries are seeds, too.
-        clusters: what a simulation runs on, by number of ranks.
+        table: entries of earlier runs, which are also seeds.
+        clusters: simulated clusters by number of ranks.
 
     Attributes:
         table: the entries so far.
@@ -58,12 +59,12 @@ class SimulatedSearch:
         self._best: dict[tuple[int, int], SearchResult] = {}  # also of lengths that are not in the table
         self._fitted: set[tuple[int, int]] = set()
         self._clusters, self._options, self._progress = clusters, options, progress
-        self._costs = {
-            count: remembered(progress.timed(simulated_cost(cluster))) for count, cluster in clusters.items()
+        self._costs: dict[int, Cost] = {
+            count: cache(progress.timed(simulated_cost(cluster))) for count, cluster in clusters.items()
         }
 
     def run(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Search; gives way after every few searches."""
+        """Search every length and number of ranks; yields after every few searches."""
         for length in lengths:
             for count in self._clusters:
                 self._best[length, count] = self._search(length, count, self._nearest(length, count))
@@ -99,11 +100,11 @@ class SimulatedSearch:
                             self._keep(worst, each, self._best[worst, each])
 
     def _between(self, shorter: int, longer: int) -> list[int]:
-        """The lengths between two of the table at which lookups are compared: the known ones, and as few new ones."""
+        """Lengths between two of the table at which lookups are compared: those searched before, and few new ones."""
         known = sorted({length for length, _ in self._best if shorter < length < longer})
         lengths = set(known)
         for start, end in pairwise([shorter, *known, longer]):
-            parts = ceil(log(end / start, APART) - 1e-9)  # 2.0736 is 1.2 to the fourth, and a little in floats
+            parts = ceil(log(end / start, APART) - 1e-9)  # so that rounding of a power of APART adds no part
             if parts == 1 and not known and end > NARROW * start:
                 parts = 2
             lengths |= {round(start * (end / start) ** (part / parts)) for part in range(1, parts)}
@@ -121,9 +122,9 @@ class SimulatedSearch:
             lengths |= {length for length in suspects if length is not None}
 
     def _suspect(self, shorter: int, longer: int, count: int, max_loss: float) -> int | None:
-        """Where a lookup seems to lose most, and more than `max_loss`: TTFT jumps where messages overtake each other.
+        """Length at which a lookup seems to lose most, if more than `max_loss`; TTFT jumps if messages change order.
 
-        No search is needed to see that: what is best per token changes little from one known length to the next.
+        It is compared with the interpolated best TTFT per token, which changes little between searched lengths.
         """
         known = {length: self._best[length, count].cost_s / length for length in self._known(count)}
         seems: dict[int, float] = {}
@@ -137,11 +138,11 @@ class SimulatedSearch:
         return None if worst is None or seems[worst] <= max_loss else worst
 
     def _known(self, count: int) -> list[int]:
-        """The lengths that were searched."""
+        """Lengths that were searched, ascending."""
         return sorted(length for length, ranks in self._best if ranks == count)
 
     def _loss(self, length: int, count: int) -> float:
-        """Of TTFT, by a lookup against the best known split, as a share."""
+        """Share of TTFT that a lookup loses against the best known split."""
         split = self.table.lookup(length, count)
         if (length, count) not in self._best:
             self._best[length, count] = self._search(length, count, [split])
@@ -175,7 +176,7 @@ class SimulatedSearch:
         self._keep(length, count, _ending(best, split, self._costs[count](split)))
 
     def _add_change(self, shorter: int, longer: int, between: int, count: int, max_loss: float) -> bool:
-        """Add the two lengths at which the valley changes between two of the table; does it?"""
+        """Add the two lengths between which the valley changes, and return whether it changes."""
         if self._options.method is Method.grid:
             return False
         change = valley_change(
@@ -215,7 +216,7 @@ class SimulatedSearch:
         return [*[each for each in known if each < length][-1:], *[each for each in known if each > length][:1]]
 
     def _improve(self, length: int, count: int, other: ContextPartition) -> bool:
-        """Search again near the ratios of another length's split; was that worth it?"""
+        """Search again near the ratios of another length's split, and return whether that found a better one."""
         known_s, seed = self._best[length, count].cost_s, scaled(other, length)
         if self._options.method is Method.grid or self._costs[count](seed) > (1 + HOPELESS) * known_s:
             return False
@@ -226,7 +227,7 @@ class SimulatedSearch:
         return True
 
     def _improved(self, length: int, count: int, result: SearchResult) -> None:
-        """A better split was found. An entry that fits its neighbours stays as it is if it is nearly as good."""
+        """Keep a better split. An entry that was fitted to its neighbours stays if it is nearly as good."""
         at = length, count
         result = self._best[at] = _joined([self._best[at], result])
         if at not in self.trails:
@@ -273,11 +274,11 @@ class SimulatedSearch:
         return result
 
     def _near(self, length: int, count: int) -> int:
-        """Tokens by which boundaries move near a seed: a quarter of an even chunk, so that a search stays there."""
+        """Reach of a search near a seed, in tokens: a quarter of an even chunk."""
         return max(self._options.stride(length, count), length // (4 * count))
 
     def _nearest(self, length: int, count: int) -> list[ContextPartition]:
-        """The known entries around a length, scaled to it."""
+        """The table's entries around a length, scaled to it, as seeds."""
         known = self.table.entries_for(count)
         shorter = [entry for entry in known if entry.length <= length][-1:]
         longer = [entry for entry in known if entry.length > length][:1]
@@ -296,19 +297,18 @@ class SimulatedSearch:
 
 
 def _joined(searches: Sequence[SearchResult]) -> SearchResult:
-    """One search after the other."""
+    """Join searches to one: the best result, and all evaluations in order."""
     best, trail = inf, list[Step]()
     for step in (step for search in searches for step in search.trail):
         trail.append(replace(step, is_best=step.cost_s < best))
         best = min(best, step.cost_s)
     cheapest = min(searches, key=lambda search: search.cost_s)
-    return replace(cheapest, num_evaluations=len(trail), trail=trail)
+    return replace(cheapest, trail=trail)
 
 
 def _ending(search: SearchResult, partition: ContextPartition, cost_s: float) -> SearchResult:
-    """A search that took one more step and ends there, better or not."""
+    """The search with one more step, whose partition is the result, better or not."""
     level, stride = search.trail[-1].level, search.trail[-1].stride
     is_best = cost_s < search.cost_s
     step = Step(level=level, stride=stride, boundaries=partition.boundaries, cost_s=cost_s, is_best=is_best)
-    trail = [*search.trail, step]
-    return SearchResult(partition=partition, cost_s=cost_s, num_evaluations=len(trail), trail=trail)
+    return SearchResult(partition=partition, cost_s=cost_s, trail=[*search.trail, step])

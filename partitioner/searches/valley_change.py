@@ -1,7 +1,7 @@
-"""Where the best split changes from one valley of TTFT to another, as prompts get longer.
+"""Search for the prompt length at which the best split changes from one valley (local minimum) of TTFT to another.
 
-A table that has the length at which it does, with the split of one valley, and the next length with the split of the
-other, interpolates between splits of one valley everywhere: no prompt is between the two.
+A table with the split of one valley at this length, and that of the other at the next length, interpolates only
+between splits of one valley, since no prompt length is between the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from partitioner.table.entry import scaled
 from runahead.context import ContextPartition
 
 EQUAL = 0.0005
-"""TTFTs that differ by less than this share cross here: it does not matter where exactly."""
+"""Share within which TTFTs count as equal: then it does not matter at which length exactly they cross."""
 
 
 def valley_change(
@@ -26,19 +26,19 @@ def valley_change(
     best_s: float,
     max_loss: float,
 ) -> tuple[ContextPartition, ContextPartition] | None:
-    """The splits of two lengths, one apart, between which the valley of one split hands over to that of another.
+    """Find two lengths, one token apart, between which the best split changes from one valley to another.
 
     Both valleys are followed towards each other to where their TTFTs cross, by bisection.
 
     Args:
-        search_near: the best split near a given one, of the same length.
-        shorter, longer: the splits, of two lengths; each is returned as it is if its valley ends at its own length.
-        between: the length to look at first, where lookups lose.
-        best_s: the best TTFT that is known there.
-        max_loss: splits are in one valley if halfway between them TTFT is longer than theirs by this share at most.
+        search_near: finds the best split near a given one, of the same length.
+        shorter, longer: splits of two lengths, one per valley; returned as they are if their valleys end there.
+        between: the length to evaluate first, where lookups lose.
+        best_s: the best TTFT known for that length.
+        max_loss: splits are in one valley if the TTFT halfway between them exceeds theirs by at most this share.
 
     Returns:
-        None if both are in one valley, or if neither is worth following: both are worse than the best by `max_loss`.
+        The splits of the two lengths. None if both are in one valley, or both exceed `best_s` by `max_loss`.
     """
 
     def followed(length: int) -> tuple[SearchResult, SearchResult]:

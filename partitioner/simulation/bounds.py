@@ -1,4 +1,4 @@
-"""What no partition can beat, and what has to be sent: the paper's formulas (Eq. 1-7)."""
+"""Bounds of TTFT, and counts of tokens sent and dot products: the paper's formulas (Eq. 1-7)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from runahead.config import Attention
 from runahead.context import ContextPartition
 
 ENTRIES_PER_TOKEN = 2
-"""The paper's figures count K and V apart."""
+"""Entries per token in the paper's figures, which count K and V separately."""
 
 
 def ttft_star(ttft_one_s: float, num_ranks: int, attention: Attention) -> float:
-    """TTFT*(p): the bound for a prompt so long that attention is all of the work, in perfect balance, sent for free.
+    """Lower bound TTFT*(p) for a long prompt: attention takes all the time, in perfect balance, and sending none.
 
     Dense (Eq. 1-3): TTFT(1) = a C^2, and p chunks leave out the blocks above the diagonal, so
     TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2): more than p times as fast. Causal: one rank leaves them out as well, so
@@ -27,30 +27,30 @@ def ttft_star(ttft_one_s: float, num_ranks: int, attention: Attention) -> float:
 
 
 def tsp_tokens(num_tokens: int, num_ranks: int) -> int:
-    """Tokens whose K,V travel in one layer, all ranks together, when each sends its share to all others (Eq. 4-5)."""
+    """Tokens whose KV are sent in one layer, by all ranks together, if each sends its share to all others (Eq. 4-5)."""
     return (num_ranks - 1) * num_tokens
 
 
 def chain_tokens(partition: ContextPartition) -> int:
-    """Tokens whose K,V travel in one layer along a chain: the sum of the inner boundaries, since rank i passes on the
-    prefix of rank i + 1. Direct transfer is the same sum in another order: chunk i goes to all later ranks.
+    """Tokens whose KV are sent in one layer along a chain: the sum of the inner boundaries, since rank i sends on the
+    prefix of rank i + 1. Direct transfer gives the same sum in another order: chunk i goes to all later ranks.
     """
     chain = partition.chain
     return sum(partition.boundaries[rank + 1] for rank in chain[:-1])
 
 
 def kv_entries(num_tokens: float) -> float:
-    """The paper's entries: K and V of so many tokens."""
+    """Entries of the KV cache for so many tokens, as the paper counts them."""
     return ENTRIES_PER_TOKEN * num_tokens
 
 
 def tsp_dot_products(num_tokens: int, num_ranks: int) -> float:
-    """Of queries and keys per layer and head, on each rank: its share of the queries with all keys."""
+    """Dot products of queries and keys per layer and head on each rank of TSP: its share of queries with all keys."""
     return num_tokens / num_ranks * num_tokens
 
 
 def chain_dot_products(partition: ContextPartition) -> list[int]:
-    """Of queries and keys per layer and head, by rank: its chunk with all keys up to the chunk's end.
+    """Dot products of queries and keys per layer and head, by rank: its chunk with all keys up to the chunk's end.
 
     A causal kernel leaves out the masked half of the chunk's own square.
     """

@@ -1,10 +1,10 @@
-"""TTFT of a partition, predicted: an event simulation of the chain of ranks, message by message.
+"""Event simulation of the chain of ranks, message by message, which predicts the TTFT of a partition.
 
 It follows `runahead.prefill.kv_runahead` step by step. In every layer a rank takes a slot, writes and sends its own
-K,V, attends to its own chunk, waits for the prefix, attends to it and goes on; pieces are passed on as they land; ranks
-before the last stop at the last layer's send. A message waits until the receiver's slot for that layer is free and for
-its turn on the wire, which serves messages in the order in which they could have left. Layers are all alike, and of
-the first token only the forward counts, not sampling it.
+keys and values, attends to its own chunk, waits for the prefix and attends to it; chunks are passed on as they arrive;
+ranks before the last stop at the last layer's send. A message waits until the receiver's slot for that layer is free
+and for its turn on the wire, which serves messages in the order in which they were ready. Layers are all alike, and
+sampling the first token takes no time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from runahead.context import ContextPartition
 from runahead.timeline.span import Span
 
 UNKNOWN = -1.0
-"""A moment that the simulation has not come to."""
+"""Time of an event that the simulation has not reached."""
 
 
 @dataclass(kw_only=True)
 class Simulated:
-    """A predicted prefill; one value per rank, 0 for ranks without work.
+    """A predicted prefill; lists have one value per rank, 0 for ranks without work.
 
     Attributes:
-        wait_s: standing still until the rank's own part is done; not what it waits after that for its K,V to leave.
+        wait_s: seconds that the rank stands still until its own part is done, without the wait for its sends after it.
         spans: as a run records them; empty unless asked for.
     """
 
@@ -38,10 +38,10 @@ class Simulated:
 
 
 def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = False) -> Simulated:
-    """The prefill of a prompt with this partition.
+    """Simulate the prefill of a prompt with this partition.
 
     Args:
-        partition: chunks of the leading ranks; empty ones take no part.
+        partition: chunks of the leading ranks; ranks with empty ones take no part.
         record: keep the spans.
 
     Raises:
@@ -69,10 +69,10 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
 
 
 class _Prefill:
-    """One simulated prefill. Ranks are positions in the chain.
+    """State of one simulated prefill. Ranks are positions in the chain.
 
-    A message is numbered layer * routes + route. Numbers ascend in the order in which a receiver looks at what arrives,
-    so the next one that it looks at is all that is known of its arrivals.
+    A message has the number layer * routes + route. A receiver takes messages in ascending order of numbers, so the
+    number of the next one describes all of its arrivals.
     """
 
     def __init__(self, partition: ContextPartition, cluster: Cluster, recorder: _Recorder | None) -> None:
@@ -104,7 +104,7 @@ class _Prefill:
         self.num_arrived = [0 if routes.first[i] < routes.first[i + 1] else layers for i in range(size)]
         self.arrived_s = [[0.0] * layers for _ in range(size)]
         self.without_slot: dict[tuple[int, int], list[tuple[float, int]]] = {}  # (receiver, layer) -> ready, message
-        self.behind_own: dict[tuple[int, int], list[tuple[float, int]]] = {}  # (sender, layer) -> seen, message
+        self.after_own: dict[tuple[int, int], list[tuple[float, int]]] = {}  # (sender, layer) -> seen, message
         self.queue: list[tuple[float, int]] = []  # messages by the moment from which they may leave
 
     def run(self) -> None:
@@ -116,13 +116,13 @@ class _Prefill:
         assert UNKNOWN not in self.end_s, f"ranks stand still in layers {self.at} of {self.num_layers}"
 
     def sent_bytes(self, i: int) -> float:
-        """By a rank, in all layers."""
+        """Bytes that a rank sends in all layers."""
         routes = self.routes
         sent = sum(self.num_bytes[k] for k, sender in zip(routes.chunk, routes.sender, strict=True) if sender == i)
         return sent * self.num_layers
 
     def _compute(self, i: int) -> None:
-        """Run a rank's main thread as far as what is known allows."""
+        """Run a rank's main thread until it depends on an event that is not known yet."""
         _, between, own, onto_prefix, last = self.costs[i]
         is_last, recorder = i == len(self.costs) - 1, self.recorder
         while self.end_s[i] == UNKNOWN:
@@ -164,11 +164,11 @@ class _Prefill:
         self.sent_s[i][layer] = opened
         for route in self.routes.own[i]:
             self._send(layer * self.num_routes + route, layer, self.routes.receiver[route], opened)
-        for seen, message in self.behind_own.pop((i, layer), ()):
+        for seen, message in self.after_own.pop((i, layer), ()):
             self._send(message, layer, i + 1, max(seen, opened))
 
     def _send(self, message: int, layer: int, receiver: int, ready: float) -> None:
-        """Queue a message, once it is known when its receiver's slot is free."""
+        """Queue a message, now or once it is known when its receiver's slot is free."""
         if self.recorder:
             self.recorder.begun_s[message] = ready
         if layer < self.num_free[receiver]:
@@ -177,7 +177,7 @@ class _Prefill:
             self.without_slot.setdefault((receiver, layer), []).append((ready, message))
 
     def _free_slots(self, i: int) -> None:
-        """A slot is free once the layer `depth` before was attended to and its messages have left."""
+        """Free slots: that of the layer `depth` before, once it was attended to and its messages have left."""
         free_s, layer, depth = self.free_s[i], self.num_free[i], self.depth[i]
         while layer < self.num_layers:
             before = layer - depth
@@ -191,7 +191,7 @@ class _Prefill:
             self.num_free[i] = layer
 
     def _move_messages(self) -> None:
-        """Serve messages in the order of time. All time of a simulation goes into this loop, hence the local names."""
+        """Send messages in the order of time. Most of a simulation's time is spent here, hence the local names."""
         sender, receiver, wire, port = self.routes.sender, self.routes.receiver, self.routes.wire, self.routes.port
         busy_s, latency_s = self.busy_s, self.routes.latency_s
         queue, landed_s, next_message, recorder = self.queue, self.landed_s, self.next_message, self.recorder
@@ -201,7 +201,7 @@ class _Prefill:
         seen_s = [0.0] * len(self.costs)
         while queue:
             now, message = heappop(queue)
-            arrives = message >= num_messages  # at a port, after it left on a wire
+            arrives = message >= num_messages  # at a port; it left on a wire before
             if arrives:
                 message -= num_messages
             layer, route = divmod(message, num_routes)
@@ -230,7 +230,7 @@ class _Prefill:
                 seen_s[j] = self._look(j, layer, route, message, seen_s[j])
 
     def _look(self, j: int, layer: int, route: int, message: int, seen: float) -> float:
-        """Let a receiver look at what has arrived, in order, and pass it on. Returns when it saw the last of it."""
+        """Let a receiver take the arrived messages in order and pass them on; return when it took the last."""
         routes, landed_s, queue, num_routes = self.routes, self.landed_s, self.queue, self.num_routes
         first, end, onward = routes.first[j], routes.first[j + 1], routes.onward
         passes_on = onward[first] >= 0
@@ -242,7 +242,7 @@ class _Prefill:
                 seen = landed_s[message]
             if passes_on:
                 further = message - route + onward[route]
-                if direct and layer < num_free:  # what _send does, without the call: it is most messages
+                if direct and layer < num_free:  # as _send, without the call, for most messages
                     free = free_s[layer]
                     heappush(queue, (seen if seen > free else free, further))
                 elif self.as_landed:
@@ -250,7 +250,7 @@ class _Prefill:
                 elif self.sent_s[j][layer] != UNKNOWN:
                     self._send(further, layer, j + 1, max(seen, self.sent_s[j][layer]))
                 else:
-                    self.behind_own.setdefault((j, layer), []).append((seen, further))
+                    self.after_own.setdefault((j, layer), []).append((seen, further))
             route += 1
             message += 1
             if route == end:
@@ -270,34 +270,26 @@ class _Prefill:
 
 
 def _costs(partition: ContextPartition, cluster: Cluster) -> list[tuple[float, float, float, float, float]]:
-    """Seconds of each rank of the chain: first, between, own, prefix, last."""
-    costs = []
+    """Seconds of the steps (first, between, own, prefix, last) of each rank of the chain."""
+    costs, compute = [], cluster.compute
     for rank in partition.chain:
-        compute, speed, chunk = cluster.compute, cluster.speed[rank], partition.chunk(rank)
-        c, prefix = len(chunk), chunk.start
-        costs.append(
-            (
-                compute.first(c) / speed,
-                compute.between(c) / speed,
-                compute.own(c) / speed,
-                compute.prefix(c, prefix) / speed,
-                compute.last(c) / speed,
-            )
-        )
+        speed, c, P = cluster.speed[rank], len(partition.chunk(rank)), partition.chunk(rank).start
+        first, between, last = compute.first(c) / speed, compute.between(c) / speed, compute.last(c) / speed
+        costs.append((first, between, compute.own(c) / speed, compute.prefix(c, P) / speed, last))
     return costs
 
 
 class _Recorder:
-    """Keeps the spans of ranks, given as positions in the chain."""
+    """Records the spans of ranks, which are given as positions in the chain."""
 
     def __init__(self, partition: ContextPartition, num_ranks: int) -> None:
         self._partition, self._chain = partition, partition.chain
-        self._until_s = [0.0] * len(self._chain)  # what is recorded of the main thread
+        self._until_s = [0.0] * len(self._chain)  # end of what is recorded of each main thread
         self.begun_s: dict[int, float] = {}
         self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
 
     def compute(self, i: int, layer: int | None, end: float, detail: str = "") -> None:
-        """The rank computed since whatever was recorded of it before."""
+        """Record that the rank computed from its last recorded span to `end`."""
         if end > self._until_s[i]:
             self._add(i, Span(kind="compute", layer=layer, start_s=self._until_s[i], end_s=end, detail=detail))
 

@@ -1,4 +1,4 @@
-"""What a prefill that is planned for runs on: the ranks, the links between them, and how K,V travel."""
+"""Simulated cluster: the ranks, the links between them, and how KV are sent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from runahead.config import Transfer
 
 @dataclass(kw_only=True)
 class Cluster:
-    """Ranks and links.
+    """Ranks and links that a simulation runs on.
 
     Attributes:
-        compute: cost of the measured device.
+        compute: compute cost of the measured device.
         speed: per rank, relative to that device; 0.5 takes twice as long.
-        links: None is free communication, which gives the paper's practical bound TTFT(p).
-        kv_bytes_per_token: bytes of K and V of one token in one layer, all rows of the batch together.
+        links: None is communication without cost, which gives the paper's practical bound TTFT(p).
+        kv_bytes_per_token: bytes of the keys and values of one token in one layer, for all rows of the batch.
         layers_in_flight: as `prefill.layers_in_flight`.
-        pass_on_as_landed: as Gloo does; otherwise, as NCCL does, a piece is passed on behind the own chunk.
+        pass_on_as_landed: a chunk is passed on as soon as it has arrived, as over Gloo; otherwise after the own chunk,
+            as over NCCL.
 
     Raises:
         ValueError: a speed that is not above 0, links of another number of ranks, too few layers in flight.
@@ -40,7 +41,7 @@ class Cluster:
         if self.links is not None and self.links.num_ranks != self.num_ranks:
             raise ValueError(f"links join {self.links.num_ranks} ranks but there are speeds for {self.num_ranks}")
         if not 0 <= self.kv_bytes_per_token < inf:
-            raise ValueError(f"K,V of {self.kv_bytes_per_token} bytes per token must be at least 0")
+            raise ValueError(f"KV of {self.kv_bytes_per_token} bytes per token must be at least 0")
         if self.layers_in_flight < 2:
             raise ValueError(f"prefill.layers_in_flight={self.layers_in_flight} must be at least 2")
 
@@ -50,9 +51,9 @@ class Cluster:
 
     @property
     def is_uniform(self) -> bool:
-        """Are all ranks and all links alike?"""
+        """Whether all ranks and all links are alike."""
         return len(set(self.speed)) == 1 and (self.links is None or not self.links.overrides)
 
     def without_communication(self) -> Cluster:
-        """The same ranks with K,V that arrive at once."""
+        """The same ranks with communication that takes no time."""
         return replace(self, links=None)

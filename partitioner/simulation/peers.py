@@ -1,10 +1,9 @@
-"""TTFT of what KV-Runahead is compared with: even chunks whose K,V all ranks gather in every layer.
+"""Simulated TTFT of TSP and zigzag, with which KV-Runahead is compared: all ranks gather KV in every layer.
 
-Both keep ranks in step: a layer's gathering begins when the slowest rank has its K,V, and the slowest link decides how
-long it takes. With a cluster's relay transfer it is a ring of p - 1 steps, in each of which every rank sends C/p
-tokens' K,V to the next. With direct transfer every rank sends them to all others: at once where every pair has a wire
-of its own, one after the other through a shared port. The cost of compute is the same as for `simulate`, so its
-measurements serve both.
+Both keep ranks in step: the all-gather of a layer begins when the slowest rank has its keys and values, and takes as
+long as on the slowest link. With a cluster's relay transfer it is a ring of p - 1 steps, in each of which every rank
+sends the KV of C/p tokens to the next. With direct transfer every rank sends them to all others: at once if every pair
+has a wire of its own, one after the other through a shared port. The compute cost is that of `simulate`.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from runahead.config import Attention, Transfer
 def simulate_tsp(
     num_tokens: int, num_ranks: int, cluster: Cluster, *, attention: Attention = Attention.dense
 ) -> Simulated:
-    """Tensor/sequence parallelism, the paper's baseline: gather K,V, then attend; nothing overlaps.
+    """Simulate tensor/sequence parallelism, the paper's baseline: gather KV, then attend, without overlap.
 
     Args:
-        attention: dense, as published: each rank's C/p queries attend to all C keys, and the mask comes after.
-            Causal, with a kernel that skips what is masked: rank i attends to (i + 1) C/p keys, and the others wait
-            for the last one in every layer.
+        attention: dense, as published: each rank's C/p queries attend to all C keys, and scores are masked afterwards.
+            Causal, with a kernel that skips masked keys: rank i attends to (i + 1) C/p keys, and the others wait for
+            the last one in every layer.
 
     Raises:
         ValueError: no tokens, or more ranks than the cluster has.
@@ -34,7 +33,7 @@ def simulate_tsp(
         for rank in range(num_ranks)
     ]
     gather_s = max(_arrivals_s(c, num_ranks, cluster), default=0.0)
-    in_step_s = 0.0  # the moment at which the slowest rank has a layer's K,V
+    in_step_s = 0.0  # when all ranks have gathered a layer
     ready_s = [compute.first(c) / cluster.speed[rank] for rank in range(num_ranks)]
     for layer in range(compute.num_layers):
         in_step_s = max(ready_s) + gather_s
@@ -44,14 +43,14 @@ def simulate_tsp(
 
 
 def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: bool = False) -> Simulated:
-    """Context parallelism with a balanced split: of 2p chunks of a = C/2p tokens, rank i has chunks i and 2p - 1 - i.
+    """Simulate context parallelism with a balanced split: of 2p chunks of C/2p tokens rank i has i and 2p - 1 - i.
 
-    Every rank then attends to equally many keys, with a causal kernel. While K,V are gathered it attends to its own
-    two chunks, in one call, since they are causal in the order in which they lie. The prompt's last token is on rank 0.
+    Every rank then attends to equally many keys, with a causal kernel. While KV are gathered it attends to its own two
+    chunks, in one call, since they are causal in their order. The prompt's last token is on rank 0.
 
     Args:
-        ring: ring attention: each of the p - 1 steps' K,V are attended to while the next ones travel, in a call of
-            its own; otherwise the rest is attended to once everything is there, in a call per chunk.
+        ring: ring attention: the KV of each of the p - 1 steps are attended to in a call of their own, while those of
+            the next step are sent; otherwise all others are attended to once they have arrived, in a call per chunk.
 
     Raises:
         ValueError: no tokens, or more ranks than the cluster has.
@@ -59,9 +58,9 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
     _check(num_tokens, num_ranks, cluster)
     compute, a, p = cluster.compute, num_tokens / (2 * num_ranks), num_ranks
     local_s = compute.own(2 * a)
-    steps_s: list[list[float]] = []  # of each rank: what it attends to after its own, in the order of arrival
+    steps_s: list[list[float]] = []  # by rank: attention to the other ranks' chunks, in the order of arrival
     for rank in range(p):
-        if ring:  # of an earlier rank both chunks need the first, of a later rank the second needs both
+        if ring:  # both chunks attend to the first one of an earlier rank; the second attends to both of a later rank
             sources = [(rank - step) % p for step in range(1, p)]
             steps_s.append([compute.prefix(2 * a, a) if j < rank else compute.prefix(a, 2 * a) for j in sources])
         else:
@@ -84,11 +83,11 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
 
 
 def _arrivals_s(chunk: float, num_ranks: int, cluster: Cluster) -> list[float]:
-    """Seconds after which the chunk of the 1st, 2nd, ... rank before each has arrived, on the slowest link in use."""
+    """Seconds until the chunk of the 1st, 2nd, ... rank before each rank has arrived, on the slowest link in use."""
     links, steps = cluster.links, range(1, num_ranks)
     if links is None:
         return [0.0 for _ in steps]
-    ahead = (1,) if cluster.transfer is Transfer.relay else steps  # to whom a rank sends
+    ahead = (1,) if cluster.transfer is Transfer.relay else steps  # distances to the ranks that a rank sends to
     used = [links.between(rank, (rank + each) % num_ranks) for rank in range(num_ranks) for each in ahead]
     num_bytes = chunk * cluster.kv_bytes_per_token
     slowest_s = max((link.seconds(num_bytes) for link in used), default=0.0)
@@ -101,7 +100,7 @@ def _arrivals_s(chunk: float, num_ranks: int, cluster: Cluster) -> list[float]:
 
 
 def _simulated(ends_s: list[float], last: int, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:
-    """The first token is there when the rank with the prompt's last one ends; slower ranks may end after that."""
+    """Make the result: TTFT is when the rank `last`, with the prompt's last token, ends; others may end later."""
     compute, num_ranks = cluster.compute, len(attention_s)
     rest_s = compute.first(chunk) + (compute.num_layers - 1) * compute.between(chunk) + compute.last(chunk)
     compute_s = [

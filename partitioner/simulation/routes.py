@@ -1,4 +1,4 @@
-"""What travels between the ranks of a chain in every layer, from the schedule that the ranks themselves follow."""
+"""Routes: the messages between the ranks of a chain in every layer, from the schedule that the ranks follow."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from runahead.kv_transfer import TransferSchedule
 
 @dataclass(kw_only=True)
 class Routes:
-    """One entry per route, that is per message of a layer; ranks are positions in the chain.
+    """The messages of one layer as parallel lists with an entry per route; ranks are positions in the chain.
 
-    The routes to a receiver are consecutive, in the order in which it looks at what arrives. The lengths of chunks do
-    not matter to them, so all partitions of one chain share theirs.
+    The routes to a receiver are consecutive, in the order in which it takes messages. They do not depend on the lengths
+    of chunks, so all partitions of one chain share them.
 
     Attributes:
-        chunk: whose chunk it carries.
-        bandwidth_Bps, latency_s: of its link.
-        wire: number of the wire on which it leaves.
+        chunk: rank whose chunk the message holds.
+        bandwidth_Bps, latency_s: of the link.
+        wire: number of the wire on which the message leaves.
         port: number of the port, shared by the receiver's links, at which it arrives; -1 without one.
         onward: route by which the receiver passes it on; -1 if it does not.
-        first: per rank, its first route as a receiver, and the number of routes behind the last rank.
-        own: per rank, the routes that carry its own chunk.
-        layer_skew: per rank, layers by which the earliest sender to it runs ahead of it.
+        first: per rank, its first route as a receiver; the last entry is the number of routes.
+        own: per rank, the routes with its own chunk.
+        layer_skew: per rank, most layers by which a sender runs ahead of it.
     """
 
     sender: list[int] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Routes:
 
 
 def routes_of(partition: ContextPartition, cluster: Cluster) -> Routes:
-    """The routes of a partition's chain. Every layer has the same: no layer has a sliding window."""
+    """The routes of a partition's chain, the same for every layer, since no layer has a sliding window."""
     return _routes(tuple(partition.chain), cluster.transfer, cluster.links)
 
 
 @lru_cache(maxsize=1024)
 def _routes(chain: tuple[int, ...], transfer: Transfer, links: Links | None) -> Routes:
-    """Remembered: a search asks for the same few chains all the time."""
+    """Make the routes of a chain; cached, since a search uses the same few chains again and again."""
     ends = (sum(rank < end for rank in chain) for end in range(chain[-1] + 2))
     one_token_each = ContextPartition(boundaries=tuple(ends))
     place = {rank: position for position, rank in enumerate(chain)}

@@ -1,1 +1,1 @@
-"""Lookup tables: entries, JSON format, interpolation, and what a table is valid for."""
+"""Lookup tables: entries, JSON format, interpolation, and the model and device that a table is valid for."""

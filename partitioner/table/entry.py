@@ -1,4 +1,4 @@
-"""One line of a lookup table: a split and its time to first token."""
+"""Entry of a lookup table: a split and its time to first token."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from partitioner.table.fingerprint import now
 from runahead.context import ContextPartition
 
 TRUST = {Objective.modelled.name: 0, Objective.replayed.name: 1, Objective.measured.name: 2}
-"""Of two entries for one prompt the one with more of it is kept, whatever its TTFT: a model may flatter."""
+"""Precedence of objectives: a measured entry replaces a simulated one even if its TTFT is higher."""
 
 MOST = 1 << 40
-"""Tokens or ranks. Above is no prompt but a damaged file."""
+"""Largest number of tokens or ranks; a larger one means a damaged file."""
 
 DATE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The best split that was found for one prompt length and number of ranks.
+    """The best split found for one prompt length and number of ranks.
 
     Attributes:
-        boundaries: 0, ..., length; one chunk per rank, empty for ranks that had better be idle.
-        ttft_s: its seconds to the first token.
-        objective: where they come from: measured, replayed or modelled.
+        boundaries: 0, ..., length; one chunk per rank, empty for ranks that are idle.
+        ttft_s: seconds to the first token with this split.
+        objective: origin of `ttft_s`: measured, replayed or modelled.
         spread: of repeated measurements, (largest - smallest) / median; None if nothing was repeated.
         date: UTC, ISO 8601; "" is unknown and counts as older than any.
 
     Raises:
-        ValueError: one of them is not what it should be.
+        ValueError: a value is not valid.
     """
 
     length: int
@@ -70,37 +70,37 @@ class Entry:
 
     @property
     def ratios(self) -> list[float]:
-        """Every rank's share of the prompt."""
+        """Share of the prompt per rank."""
         return [(end - start) / self.length for start, end in pairwise(self.boundaries)]
 
     def scaled(self, length: int) -> ContextPartition:
-        """A prompt of another length in the same ratios."""
+        """Split a prompt of another length in the same ratios."""
         return scaled(self.partition, length)
 
     @property
     def preference(self) -> tuple[int, str, float, float, tuple[int, ...]]:
-        """Of two entries for one prompt the larger is kept: trust, then date, TTFT and the smaller spread.
+        """Sort key by which `merge` keeps the larger of two entries: objective, date, lower TTFT, smaller spread.
 
-        The boundaries only make it a strict order.
+        Boundaries only make the order strict.
         """
         spread = math.inf if self.spread is None else self.spread
         return TRUST[self.objective], self.date, -self.ttft_s, -spread, self.boundaries
 
 
 def scaled(partition: ContextPartition, length: int) -> ContextPartition:
-    """A prompt of another length in the same ratios."""
+    """Split a prompt of another length in the same ratios as `partition`."""
     if length == partition.num_tokens:
         return partition
     return from_shares([end / partition.num_tokens for end in partition.boundaries], length)
 
 
 def from_shares(ends: Iterable[float], length: int) -> ContextPartition:
-    """From the share of the prompt before each boundary; floats that do not decrease stay so when rounded."""
+    """Partition from the share of the prompt before each boundary; shares must not decrease."""
     inner = [min(round(end * length), length) for end in ends][1:-1]
     return ContextPartition(boundaries=(0, *inner, length))
 
 
 def shown(value: object) -> str:
-    """A value from a file as a message can show it: on one line, and not a whole book."""
+    """Text of a value from a file for a message: on one line, at most 80 characters."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

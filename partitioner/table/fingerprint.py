@@ -1,4 +1,4 @@
-"""What a lookup table holds for: the model's shape, the device, and how K,V travel."""
+"""Fingerprint of a lookup table: the model's shape, the device and the links that it is valid for."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from runahead.model.model import Model
 
 LINK_FACTOR = 2.0
-"""Bandwidths that differ by less count as one where either was measured: a ping of five rounds is that noisy, and the
-best split moves little over such a range. Bandwidths that were given must be the same."""
+"""Factor within which bandwidths count as equal if either was measured: a ping of five rounds is that noisy, and the
+best split changes little in this range. Bandwidths that were both given must be equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What decides a model's compute and K,V per token; its weights do not matter.
+    """Sizes of a model that determine its compute and the size of its KV cache.
 
-    `mlp_dim` is None where a config has another name for it.
+    `mlp_dim` is None if the config uses an unknown name for it.
     """
 
     type: str
@@ -43,23 +43,23 @@ class ModelShape:
         mlp = "" if self.mlp_dim is None else f", MLP {self.mlp_dim:,}"
         return (
             f"{self.type}, {self.num_layers} layers, {self.model_dim:,} wide, {self.num_heads} heads of "
-            f"{self.head_dim} ({self.num_kv_heads} for K,V){mlp}, vocabulary {self.vocab_size:,}"
+            f"{self.head_dim} ({self.num_kv_heads} for KV){mlp}, vocabulary {self.vocab_size:,}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What the times of a table were found on.
+    """The model, device and links with which the times of a table were found.
 
     Attributes:
         device: name of the processor or GPU that a rank computes on.
         threads: intra-op threads of a rank; None on a GPU.
         transfer: "relay" or "direct".
         layers_in_flight: as `prefill.layers_in_flight`.
-        speeds: of the ranks, relative to the device; () if all are like it, None where unknown, as in a run that only
-            looks splits up.
-        link: between ranks; None where unknown, as in a run that only looks splits up.
-        link_measured: by a ping, not given.
+        speeds: of the ranks, relative to the device; () if all are equal to it, None if unknown, as in a run that only
+            looks up splits.
+        link: between ranks; None if unknown, as in a run that only looks up splits.
+        link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
     """
 
@@ -90,7 +90,7 @@ class Fingerprint:
         link_measured: bool = True,
         speeds: Sequence[float] | None = None,
     ) -> Fingerprint:
-        """Of this process's model and device.
+        """Make the fingerprint of this process's model and device.
 
         Args:
             num_layers: layers to plan for, if `model` was loaded with fewer of them.
@@ -98,7 +98,7 @@ class Fingerprint:
             link_measured: whether it was measured rather than given.
             speeds: of the ranks, if known.
         """
-        import torch  # late: reading and drawing tables should not wait for it
+        import torch  # here, so that programs that only read tables do not load it
 
         return cls(
             model=_shape(model, num_layers),
@@ -118,22 +118,22 @@ class Fingerprint:
 
     @property
     def place(self) -> str:
-        """Where a rank computes, in a few words."""
+        """Device and threads of a rank, in a few words."""
         if self.threads is None:
             return self.device
         return f"{self.device}, {self.threads} thread{'s' if self.threads > 1 else ''} a rank"
 
     def key(self) -> str:
-        """One line that is the same for runs whose measurements may be put together.
+        """One line that is equal for runs whose measurements may be combined.
 
-        Without the link and the speeds: what one device or live ranks take depends neither on how a ping went nor on
-        what is planned.
+        It does not include the link and the speeds: measurements of one device or of live ranks depend neither on the
+        result of a ping nor on what is planned.
         """
         values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs, such as "dtype float32, not bfloat16"; the other's value comes last. Empty: they fit."""
+        """List what differs, such as "dtype float32, not bfloat16", with the other's value last; empty if they fit."""
         found = []
         for name in vars(self.model):
             mine, theirs = getattr(self.model, name), getattr(other.model, name)
@@ -157,7 +157,7 @@ class Fingerprint:
         return 1 / LINK_FACTOR <= ratio <= LINK_FACTOR and self.link.shared == other.link.shared
 
     def joined(self, other: Fingerprint) -> Fingerprint:
-        """Of both tables in one: this one, with the versions and date of the newer and whatever link is known."""
+        """Fingerprint of two merged tables: this one, with versions and date of the newer one and any known link."""
         newer = max(self, other, key=lambda each: each.date)
         linked = self if self.link is not None else other
         return replace(
@@ -172,7 +172,7 @@ class Fingerprint:
 
 
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
-"""Fields that must agree, besides the model's shape, the link and the speeds."""
+"""Fields that must be equal, besides the model's shape, the link and the speeds."""
 
 
 def _speeds_text(speeds: Sequence[float]) -> str:
@@ -180,7 +180,7 @@ def _speeds_text(speeds: Sequence[float]) -> str:
 
 
 def link_text(link: Link) -> str:
-    """A link in a few words."""
+    """Description of a link in a few words."""
     shared = ", shared" if link.shared else ""
     return f"{link.bandwidth_Bps * BITS_PER_BYTE / 1e9:.4g} Gbit/s, {link.latency_s * 1e6:.4g} µs{shared}"
 
@@ -201,7 +201,7 @@ def device_name(device: torch.device) -> str:
 
 
 def now() -> str:
-    """This second, UTC, as tables write it."""
+    """The present time, UTC, in the format of tables."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

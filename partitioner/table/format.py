@@ -1,4 +1,4 @@
-"""The JSON of a lookup table: written an entry per line, read with every value checked."""
+"""JSON format of a lookup table: written with one entry per line, read with every value checked."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FORMAT = "runahead lookup table"
 VERSION = 1
 
 LATER = {"layers_in_flight", "speeds"}
-"""Fields of a fingerprint that the first tables did not have. Where one is missing, it is as by default."""
+"""Fields of a fingerprint that the first tables did not have; a missing one gets its default."""
 
-# How the type of a value is told to a reader.
+# Types of values as error messages name them.
 WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class _LinkFields:
-    """A link in the file, where infinity has no number: null is a wire that costs nothing but its latency."""
+    """A link as it is in the file; see `Link.as_json`."""
 
     latency_s: float
     bandwidth_Bps: float | None
@@ -38,25 +38,23 @@ class _LinkFields:
 
 
 def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
-    """The text of a table's file."""
-    about = asdict(fingerprint)
-    if fingerprint.link is not None and fingerprint.link.bandwidth_Bps == inf:
-        about["link"]["bandwidth_Bps"] = None
+    """Write a table as JSON."""
+    about = asdict(fingerprint) | {"link": None if fingerprint.link is None else fingerprint.link.as_json()}
     head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
     lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'
 
 
 def table_name(path: str | os.PathLike[str]) -> str:
-    """What messages call the table in a file."""
+    """Name of a table in messages."""
     return f"lookup table {' '.join(os.fspath(path).splitlines())}"
 
 
 def read_table(path: str | os.PathLike[str]) -> tuple[Fingerprint, list[Entry]]:
-    """What a table's file holds.
+    """Read a table's file.
 
     Raises:
-        ValueError: it cannot be read, or anything in it is wrong; one line that names the file and says what.
+        ValueError: it cannot be read, or anything in it is wrong; one line that names the file and the mistake.
     """
     name = table_name(path)
     try:
@@ -71,7 +69,7 @@ def read_table(path: str | os.PathLike[str]) -> tuple[Fingerprint, list[Entry]]:
 
 
 def parse_table(data: bytes) -> tuple[Fingerprint, list[Entry]]:
-    """What the bytes of a table's file say.
+    """Parse the bytes of a table's file.
 
     Raises:
         ValueError: anything is wrong; one line.
@@ -100,7 +98,7 @@ def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not JSON: byte {error.start} is no UTF-8") from error
+        raise ValueError(f"is not JSON: byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from error
     except RecursionError as error:
@@ -108,7 +106,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"holds {constant}, which is no number")
+    raise ValueError(f"holds {constant}, which is not a number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,7 +142,7 @@ def _fingerprint(value: Any) -> Fingerprint:
 
 
 def _read(kind: type[T], about: str, value: Any) -> T:
-    """A dataclass from a JSON object that has exactly its fields, but for later ones, each of its type."""
+    """Make a dataclass from a JSON object that has exactly its fields (except those in `LATER`), of their types."""
     types = get_type_hints(kind)
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     _check_names(about, value, names, may_miss=LATER if kind is Fingerprint else frozenset())
@@ -156,7 +154,7 @@ def _read(kind: type[T], about: str, value: Any) -> T:
 
 
 def _typed(kind: Any, about: str, value: Any) -> Any:
-    """The value, if its type is `kind`."""
+    """Check that a value has the type `kind`, and return it."""
     if kind == Link | None:
         return None if value is None else _link(value)
     if kind is ModelShape:

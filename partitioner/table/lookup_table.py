@@ -1,6 +1,6 @@
-"""The partition lookup table: the best split found per prompt length and number of ranks (Sec. 4.2 of the paper).
+"""Lookup table of partitions: the best split found per prompt length and number of ranks (Sec. 4.2 of the paper).
 
-Its names for partitions: KVR-E is even, KVR-S searched (an entry of the table), KVR-P predicted (between entries).
+The paper's names of partitions: KVR-E even, KVR-S searched (an entry of the table), KVR-P predicted (between entries).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.files import write_whole
 
 SHORTEST_CHUNK = 16
-"""Tokens. Of a prompt shorter than all of a table's, ranks that would get less get none: their hop would cost more than
-they save."""
+"""Shortest chunk in tokens for a prompt shorter than all of a table's: ranks that would get less get none, since their
+hop would take longer than they save."""
 
 WORTHWHILE = 0.05
-"""Twice as many ranks are taken if the first token is earlier by at least this share.
+"""Share by which the first token must be earlier for each doubling of the ranks.
 
-On slow links more ranks always gain a little, by taking a few tokens each. But a replayed TTFT is off by about that
-much itself, and each further rank and link is one more that a prompt waits for when it is busy.
+On slow links more ranks always gain a little by taking a few tokens each. But the error of a replayed TTFT is about as
+large, and a prompt may have to wait for each further rank and link if it is busy.
 """
 
 REMEDY = "search splits for this model and device with python -m partitioner.search table=<another file>"
 
 
 class TableWarning(UserWarning):
-    """A table is used for something that it was not made for."""
+    """Warning that a table is used for something that it was not made for."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class LookupTable:
     """Entries by length and number of ranks, at most one for each pair, in ascending order.
 
     Attributes:
-        fingerprint: what their times hold for.
-        entries: brought into order.
-        source: what messages call the table: its file.
+        fingerprint: the model, device and links that the entries are valid for.
+        entries: in any order; they are sorted.
+        source: name of the table in messages, with its file.
 
     Raises:
         ValueError: two entries for one length and number of ranks.
@@ -65,12 +65,12 @@ class LookupTable:
         """Read a table.
 
         Raises:
-            ValueError: it is not there, or anything in it is wrong; one line that names the file and says what.
+            ValueError: it does not exist, or anything in it is wrong; one line that names the file and the mistake.
         """
         return cls(*read_table(path), source=table_name(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table, whole or not at all.
+        """Write the table atomically.
 
         Raises:
             OSError: it cannot be written.
@@ -78,27 +78,27 @@ class LookupTable:
         write_whole(path, table_json(self.fingerprint, self.entries))
 
     def check_fits(self, fingerprint: Fingerprint, *, force: bool = False, remedy: str = REMEDY) -> None:
-        """Make sure that the table holds for this model and device; with `force`, warn if it does not.
+        """Check that the table is valid for this model and device; with `force`, only warn if it is not.
 
         Raises:
-            ValueError: it does not, with all that differs and the `remedy`.
+            ValueError: it is not; the message has all differences and the `remedy`.
         """
         differences = self.fingerprint.differences(fingerprint)
         if not differences:
             return
-        problem = f"{self.source} holds for {'; '.join(differences)}"
+        problem = f"{self.source} is for {'; '.join(differences)}"
         if not force:
             raise ValueError(f"{problem}; {remedy}")
         warnings.warn(f"{problem}; used nevertheless, its splits may be far from the best", TableWarning, stacklevel=2)
 
     def merge(self, other: LookupTable) -> LookupTable:
-        """The entries of both tables.
+        """Merge the entries of both tables.
 
-        For one length and number of ranks the more trustworthy entry is kept: measured before replayed before modelled,
-        then the newer one, then the one with the earlier first token. So the order of merging does not matter.
+        For one length and number of ranks one entry is kept: measured before replayed before modelled, then the newer
+        one, then the one with the lower TTFT. So the order of merging does not matter.
 
         Raises:
-            ValueError: the tables hold for different models or devices.
+            ValueError: the tables are for different models or devices.
         """
         other.check_fits(self.fingerprint, remedy="tables for different models or devices cannot be merged")
         kept: dict[tuple[int, int], Entry] = {}
@@ -108,23 +108,23 @@ class LookupTable:
         return LookupTable(self.fingerprint.joined(other.fingerprint), list(kept.values()), self.source)
 
     def ranks(self) -> list[int]:
-        """Numbers of ranks with entries, ascending."""
+        """Numbers of ranks for which there are entries, ascending."""
         return sorted({entry.ranks for entry in self.entries})
 
     def entries_for(self, ranks: int) -> list[Entry]:
-        """Entries of one number of ranks, by length."""
+        """Entries for one number of ranks, by ascending length."""
         return [entry for entry in self.entries if entry.ranks == ranks]
 
     def lookup(self, length: int, ranks: int) -> ContextPartition:
-        """The split of a prompt over exactly so many ranks.
+        """Look up the split of a prompt over exactly so many ranks.
 
-        An entry of that length is taken as it is (KVR-S). Between two lengths every rank's ratio is interpolated
-        linearly (KVR-P). If other ranks are idle at the two, nothing is between them, and the nearer one's ratios are
-        taken; but where ranks are alike and as many work at both, it does not matter which. Beyond the table the ratios
-        of its first or last length are taken, with a warning.
+        An entry for that length is used as it is (KVR-S). Between two lengths every rank's ratio is interpolated
+        linearly (KVR-P). If different ranks are idle at the two lengths, they cannot be interpolated, and the ratios of
+        the nearer one are used, unless ranks are alike and as many work at both. Beyond the table the ratios of its
+        first or last length are used, with a warning.
 
         Raises:
-            ValueError: no entry for this number of ranks, or no tokens.
+            ValueError: there is no entry for this number of ranks, or the prompt has no tokens.
         """
         if length < 1:
             raise ValueError(f"a prompt of {length} tokens cannot be split")
@@ -145,10 +145,10 @@ class LookupTable:
         return _between(below, above, length, ranks_alike=self.fingerprint.speeds == ())
 
     def best_ranks(self, length: int, max_ranks: int | None = None) -> int:
-        """The number of ranks, at most `max_ranks`, whose first token is the earliest for what they are (`worthwhile`).
+        """The best number of ranks for a prompt, at most `max_ranks`, as `worthwhile` defines it.
 
-        TTFT per token is interpolated between lengths. Numbers of ranks are compared that have entries around this
-        length; if none has, those that have the nearest.
+        TTFT per token is interpolated between lengths. Only numbers of ranks that have entries around this length are
+        compared; if none has, those with the nearest entries.
 
         Raises:
             ValueError: the table has no entry for any number of ranks up to `max_ranks`.
@@ -167,7 +167,7 @@ class LookupTable:
         return worthwhile({ranks: costs[ranks] for ranks in comparable})
 
     def best_entries(self) -> list[Entry]:
-        """For every length in the table, its entry with the best number of ranks."""
+        """The entry with the best number of ranks, for every length in the table."""
         best = []
         for _, group in groupby(self.entries, key=lambda entry: entry.length):
             entries = {entry.ranks: entry for entry in group}
@@ -175,10 +175,10 @@ class LookupTable:
         return best
 
     def partitioner(self, max_ranks: int | None = None) -> Partitioner:
-        """For the runtime: the split over the best number of ranks; those beyond it are idle, with empty chunks.
+        """Partitioner for the runtime: splits over the best number of ranks; the others are idle, with empty chunks.
 
         Args:
-            max_ranks: use no more than these, however many were started.
+            max_ranks: most ranks to use, however many were started.
         """
 
         def partition(num_tokens: int, num_ranks: int) -> ContextPartition:
@@ -196,7 +196,7 @@ class LookupTable:
         return partition
 
     def kvr_name(self, length: int, num_ranks: int) -> str:
-        """What the paper calls what `partitioner` gives: "KVR-S" for an entry of the table, otherwise "KVR-P"."""
+        """The paper's name of the split that `partitioner` gives: "KVR-S" for an entry of the table, else "KVR-P"."""
         below, _ = _neighbours(self.entries_for(self.best_ranks(length, num_ranks)), length)
         return "KVR-S" if below.length == length else "KVR-P"
 
@@ -209,15 +209,15 @@ class LookupTable:
 
 
 def worthwhile(costs: Mapping[int, float]) -> int:
-    """Of numbers of ranks and their TTFTs, the number from which doublings bring less than WORTHWHILE each.
+    """The best of several numbers of ranks with their TTFTs: each doubling must lower TTFT by at least `WORTHWHILE`.
 
-    So 8 ranks are preferred to 2 if their first token is earlier by that share twice over; of equals, the fewest are.
+    So 8 ranks are preferred to 2 if their TTFT is lower by that share twice over; of equals, the fewest ranks.
     """
     return min(costs, key=lambda ranks: (costs[ranks] * (1 - WORTHWHILE) ** -math.log2(ranks), ranks))
 
 
 def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:
-    """The entries around a length; twice the same where it has one, or is beyond the first or last."""
+    """The entries around a length; the same entry twice if it is for this length, or the length is beyond the table."""
     at = bisect_left(entries, length, key=lambda entry: entry.length)
     if at == len(entries):
         return entries[-1], entries[-1]
@@ -227,7 +227,7 @@ def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:
 
 
 def _share(below: Entry, above: Entry, length: int) -> float:
-    """How far a length is on the way from one entry to the next, in [0, 1]."""
+    """Position of a length between two entries, in [0, 1]."""
     return 0.0 if below is above else (length - below.length) / (above.length - below.length)
 
 
@@ -247,22 +247,18 @@ def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> C
 
 
 def _clamped(entry: Entry, length: int) -> ContextPartition:
-    """An entry's ratios; for a shorter prompt chunks that would be too short go to their neighbours."""
+    """Split in an entry's ratios; if the prompt is shorter than the entry's, chunks that would be shorter than
+    `SHORTEST_CHUNK` (or the entry's shortest) are merged into the chunk before."""
     partition = entry.scaled(length)
     if length >= entry.length:
         return partition
     shortest = min(SHORTEST_CHUNK, *(chunk for chunk in entry.partition.chunk_lengths if chunk))
-    return _without_crumbs(partition, shortest)
-
-
-def _without_crumbs(partition: ContextPartition, shortest: int) -> ContextPartition:
-    """Every chunk empty or at least `shortest` tokens, if the prompt has as many: crumbs go to the rank before."""
     chunks = partition.chunk_lengths
     while len(chain := [rank for rank, chunk in enumerate(chunks) if chunk]) > 1:
-        crumb = min(chain, key=lambda rank: chunks[rank])
-        if chunks[crumb] >= shortest:
+        rank = min(chain, key=lambda rank: chunks[rank])
+        if chunks[rank] >= shortest:
             break
-        at = chain.index(crumb)
-        chunks[chain[at - 1] if at else chain[1]] += chunks[crumb]
-        chunks[crumb] = 0
+        at = chain.index(rank)
+        chunks[chain[at - 1] if at else chain[1]] += chunks[rank]
+        chunks[rank] = 0
     return ContextPartition(boundaries=(0, *accumulate(chunks)))

@@ -92,7 +92,7 @@ def test_points_too_long_to_measure_are_continued():
 
 def test_a_hole_that_cannot_be_continued_is_named():
     holed = {pair: seconds for pair, seconds in measured().prefix_s.items() if pair != (128, 256)}
-    with pytest.raises(ValueError, match="a chunk of 128 tokens behind 256 is missing"):
+    with pytest.raises(ValueError, match="a chunk of 128 tokens after 256 is missing"):
         measured(prefix_s=holed)
 
 

@@ -23,7 +23,6 @@ def test_a_pair_has_its_own_link_or_the_default():
     links = Links(3, Link.from_GBps(10), {(0, 2): slow})
     assert links.between(0, 2) == slow
     assert links.between(2, 0) == links.between(0, 1) == Link.from_GBps(10)
-    assert Links.uniform(2, bandwidth_Bps=10e9).between(0, 1) == Link.from_GBps(10)
 
 
 @pytest.mark.parametrize("gbps", [0, -1, math.nan])

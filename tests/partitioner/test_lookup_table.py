@@ -330,7 +330,7 @@ def test_a_merged_tables_fingerprint_has_the_newer_date_and_the_known_link() -> 
 
 def test_tables_for_different_models_are_not_merged() -> None:
     other = replace(FINGERPRINT, dtype="bfloat16")
-    with pytest.raises(ValueError, match="holds for dtype bfloat16, not float32; .* cannot be merged"):
+    with pytest.raises(ValueError, match="is for dtype bfloat16, not float32; .* cannot be merged"):
         table_of().merge(LookupTable(other, []))
 
 
@@ -515,8 +515,8 @@ DAMAGE = {
     "a text for a number": (damaged("entries/0/length", "100"), "entry 1: length '100' must be a whole number"),
     "true for a number": (damaged("entries/0/ranks", True), "ranks True must be a whole number"),
     "half a token": (damaged("entries/0/length", 100.0), "length 100.0 must be a whole number"),
-    "NaN": (damaged("entries/0/ttft_s", math.nan), "holds NaN, which is no number"),
-    "infinity": (damaged("entries/0/ttft_s", math.inf), "holds Infinity, which is no number"),
+    "NaN": (damaged("entries/0/ttft_s", math.nan), "holds NaN, which is not a number"),
+    "infinity": (damaged("entries/0/ttft_s", math.inf), "holds Infinity, which is not a number"),
     "too large": (json.dumps(VALID).replace('"ttft_s": 1.0', '"ttft_s": 1e999').encode(), "ttft_s inf must be"),
     "a huge whole number": (damaged("entries/0/ttft_s", 10**400), r"ttft_s 10+\.\.\. must be a number"),
     "endless digits": (json.dumps(VALID).replace("60", "6" * 9999).encode(), "is not JSON|limit"),

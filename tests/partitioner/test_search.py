@@ -146,10 +146,10 @@ def test_table_of_another_model_is_not_added_to(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["prefill.layers_in_flight=4"], "holds for layers_in_flight 3, not 4; search splits for this model"),
+        (["prefill.layers_in_flight=4"], "is for layers_in_flight 3, not 4; search splits for this model"),
         (
             ["search.speeds=[1,1,0.5]"],
-            "holds for ranks all alike, not ranks of speeds 1, 1, 0.5; search splits for this",
+            "is for ranks all alike, not ranks of speeds 1, 1, 0.5; search splits for this",
         ),
     ],
 )

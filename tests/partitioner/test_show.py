@@ -40,7 +40,7 @@ def test_the_text_has_a_line_per_entry_with_the_best_number_of_ranks_marked() ->
 def test_the_text_tells_what_the_table_holds_for() -> None:
     text = table_text(TABLE)
     for words in (
-        "SmolLM2: llama, 30 layers, 576 wide, 9 heads of 64 (3 for K,V), MLP 1,536, vocabulary 49,152",
+        "SmolLM2: llama, 30 layers, 576 wide, 9 heads of 64 (3 for KV), MLP 1,536, vocabulary 49,152",
         "a processor, 1 thread a rank, float32",
         "gloo, relay; link 25 Gbit/s, 10 µs (measured)",
         "2026-01-31T12:00:00Z, python 3.11.9, torch 2.13.0",

@@ -52,7 +52,7 @@ def test_every_rank_splits_by_rank_0s_file(rank_pools: RankPools, tmp_path: Path
 def test_a_table_for_another_model_ends_all_ranks_unless_it_is_forced(rank_pools: RankPools, tmp_path: Path) -> None:
     TABLE.save(tmp_path / "other.json")
     first, second = rank_pools.run(2, outcome_of_check, tmp_path / "other.json", False)
-    assert first.startswith(f"ValueError: lookup table {tmp_path / 'other.json'} holds for model num layers 30, not 3")
+    assert first.startswith(f"ValueError: lookup table {tmp_path / 'other.json'} is for model num layers 30, not 3")
     assert first.endswith("or use this one with partition.force=true")
     assert second.startswith("SharedError")
     assert rank_pools.run(2, outcome_of_check, tmp_path / "other.json", True) == ["fits", "fits"]
