@@ -55,11 +55,7 @@ class Evaluations:
     """
 
     def __init__(
-        self,
-        cost: Cost,
-        *,
-        max_evaluations: int | None = None,
-        on_evaluation: Callable[[Step], None] | None = None,
+        self, cost: Cost, *, max_evaluations: int | None = None, on_evaluation: Callable[[Step], None] | None = None
     ) -> None:
         if max_evaluations is not None and max_evaluations < 1:
             raise ValueError(f"search.max_evaluations={max_evaluations} must be at least 1")

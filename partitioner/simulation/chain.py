@@ -87,7 +87,7 @@ class _Prefill:
         # Layers that a rank has slots for.
         self.depth = [cluster.layers_in_flight + skew - 1 for skew in routes.layer_skew]
         size = len(self.costs)
-        # The main thread of each rank: its layer, whether it has sent that layer's own K,V, and until when it is busy.
+        # The main thread of each rank: its layer, whether it has sent that layer's own KV, and until when it is busy.
         self.at, self.has_sent = [0] * size, [False] * size
         self.busy_until_s = [first for first, *_ in self.costs]
         self.end_s, self.wait_s = [UNKNOWN] * size, [0.0] * size

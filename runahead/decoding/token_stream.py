@@ -23,12 +23,7 @@ class TokenStream:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        source: int,
-        num_rows: int,
-        on_tokens: Callable[[list[int | None]], None] | None,
+        self, ranks: Ranks, *, source: int, num_rows: int, on_tokens: Callable[[list[int | None]], None] | None
     ) -> None:
         self._ranks, self._source, self._num_rows = ranks, source, num_rows
         self._on_tokens = on_tokens or (lambda tokens: None)

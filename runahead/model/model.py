@@ -110,11 +110,7 @@ class Model:
         """
         register()
         loaded = loading.load(
-            options,
-            device=device,
-            attn_implementation=ATTENTION_NAME,
-            progress=progress,
-            ranks_on_host=ranks_on_host,
+            options, device=device, attn_implementation=ATTENTION_NAME, progress=progress, ranks_on_host=ranks_on_host
         )
         return cls(loaded.module, loaded.tokenizer, name=loaded.name)
 
@@ -424,10 +420,7 @@ class _Trace(LayerAttention):
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         shape = KVShape(
-            num_kv_heads=k_BKCH.shape[1],
-            key_dim=k_BKCH.shape[-1],
-            value_dim=v_BKCV.shape[-1],
-            dtype=k_BKCH.dtype,
+            num_kv_heads=k_BKCH.shape[1], key_dim=k_BKCH.shape[-1], value_dim=v_BKCV.shape[-1], dtype=k_BKCH.dtype
         )
         self.calls.append((layer, shape, terms))
         self.heads.append((q_BNCH, k_BKCH, v_BKCV))

@@ -122,13 +122,7 @@ class Ranks(ControlMessages):
         if device.type == "cpu":
             keep_freed_memory()
         ranks = cls(
-            rank,
-            size,
-            device=device,
-            backend=backend,
-            timeout_s=options.timeout_s,
-            local_size=local_size,
-            store=store,
+            rank, size, device=device, backend=backend, timeout_s=options.timeout_s, local_size=local_size, store=store
         )
         gpus = ranks.gather(gpu_name(device), "the GPUs")
         ranks.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))

@@ -64,11 +64,7 @@ class Waiting:
                 yield
 
     def wait_until(
-        self,
-        ready: Callable[[float], bool],
-        what: str,
-        peers: Iterable[int],
-        detail: Callable[[], str] | None = None,
+        self, ready: Callable[[float], bool], what: str, peers: Iterable[int], detail: Callable[[], str] | None = None
     ) -> None:
         """Wait until `ready` returns true.
 

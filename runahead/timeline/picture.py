@@ -58,13 +58,7 @@ def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | Non
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
     note = axes.annotate(
-        subject,
-        (0, 1),
-        (0, 6),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=9.5,
-        color=MUTED,
+        subject, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9.5, color=MUTED
     )
     note.set_in_layout(False)  # a long subject would make the axes narrower
     if num_layers > 1:

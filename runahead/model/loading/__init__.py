@@ -13,11 +13,7 @@ from runahead.config import ModelName, ModelOptions
 from runahead.model.loading import hf, random_weights, smollm2
 from runahead.model.loading.base import LoadedWeights, Source
 
-LOADERS: dict[ModelName, Source] = {
-    ModelName.smollm2: smollm2,
-    ModelName.hf: hf,
-    ModelName.random: random_weights,
-}
+LOADERS: dict[ModelName, Source] = {ModelName.smollm2: smollm2, ModelName.hf: hf, ModelName.random: random_weights}
 
 
 def load(
@@ -41,11 +37,7 @@ def load(
         ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
     """
     return LOADERS[options.name].load(
-        options,
-        device=device,
-        attn_implementation=attn_implementation,
-        progress=progress,
-        ranks_on_host=ranks_on_host,
+        options, device=device, attn_implementation=attn_implementation, progress=progress, ranks_on_host=ranks_on_host
     )
 
 

@@ -35,9 +35,7 @@ def shard_module(module: PreTrainedModel, group: dist.ProcessGroup, device: torc
     try:
         with quiet(), torch.no_grad():
             distribute(
-                module,
-                DistributedConfig(tp_size=mesh.size(), tp_plan="auto"),
-                _OneMesh(mesh) if wants_meshes else mesh,
+                module, DistributedConfig(tp_size=mesh.size(), tp_plan="auto"), _OneMesh(mesh) if wants_meshes else mesh
             )
     except Exception as error:  # transformers may raise anything for sizes that do not divide
         raise ValueError(
