@@ -1,4 +1,4 @@
-"""Style of all pictures: colours, axes, titles and numbers."""
+"""Look of the pictures: colours, axes, titles and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-INK, MUTED, GRID, FRAME = "#1f2933", "#7b8794", "#e4e7eb", "#cbd2d9"
+INK, MUTED = "#1f2933", "#7b8794"
+GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"
 """Colour of the most important element, such as the best split."""
 

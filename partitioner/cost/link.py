@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 BITS_PER_BYTE = 8
 
@@ -50,9 +49,9 @@ class Link:
         """Seconds of one message on an idle link."""
         return self.latency_s + num_bytes / self.bandwidth_Bps
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, float | bool | None]:
         """The fields for JSON, which has no infinity: null is a bandwidth that takes no time."""
-        return asdict(self) | {"bandwidth_Bps": None if self.bandwidth_Bps == math.inf else self.bandwidth_Bps}
+        return vars(self) | {"bandwidth_Bps": None if self.bandwidth_Bps == math.inf else self.bandwidth_Bps}
 
 
 class Links:

@@ -1,4 +1,4 @@
-"""Planning on a simulated cluster: the split and the number of ranks with the lowest TTFT."""
+"""Searches for the split and the number of ranks with the earliest first token on a simulated cluster."""
 
 from __future__ import annotations
 

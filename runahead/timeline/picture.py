@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from runahead.picture_style import FRAME, GRID, INK, MUTED, new_figure, png
+from runahead.picture_style import INK, MUTED, new_figure, png
 from runahead.timeline.span import Span
 
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
@@ -123,11 +123,11 @@ def _dress(axes: Any, num_ranks: int, end_s: float) -> None:
     axes.set_xlabel("seconds since the prompt's start", color=INK, fontsize=9)
     axes.tick_params(axis="y", length=0, labelsize=10, colors=INK)
     axes.tick_params(axis="x", labelsize=8.5, colors=MUTED)
-    axes.grid(axis="x", color=GRID, linewidth=0.7)
+    axes.grid(axis="x", color="#e4e7eb", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FRAME)
+    axes.spines["bottom"].set_color("#cbd2d9")
 
 
 def _add_legend(figure: Figure, present: set[str]) -> None:
