@@ -1,10 +1,10 @@
-"""Queries of a layer from the input of the layer before it (after InfiniGen, Sec. 4.3).
+"""Prediction of a layer's queries from the input of the layer before it (after InfiniGen, Sec. 4.3).
 
-Inputs of consecutive layers are alike, since a layer adds little to its residual stream. So the input of one layer, put
-through the next layer's norm and query projection, tells what that layer will look at. (The paper takes the input as
-the layer before has normed it for itself, which loses more: norms differ from layer to layer.) The projection is the
-model's own code, stopped where it hands its queries to attention; where it is a norm and a linear map only these are
-computed, once it was seen that this gives the same.
+Inputs of consecutive layers are similar, since a layer adds little to its residual stream. So the input of one layer,
+passed through the next layer's norm and query projection, approximates that layer's queries. (The paper uses the input
+as the layer before normalises it, which loses more, since norms differ from layer to layer.) The projection is the
+model's own code, stopped where it passes its queries to attention; if it is a norm and a linear map, checked to give
+the same, only these are computed.
 """
 
 # Legend: B batch, N query heads, C new tokens, D model dim, H head dim.
@@ -61,10 +61,10 @@ class _Projection:
 
 
 class FoldedProjection:
-    """A projection with a basis in its weights: fewer of them are read, and nothing is computed behind it.
+    """A projection with a basis folded into its weights, so that fewer weights are read.
 
     Args:
-        projection: linear(norm(x)), with neither norms nor rotations behind it.
+        projection: linear(norm(x)), without norms or rotations after it.
         basis_KHr: columns for the query heads of each KV head.
     """
 
@@ -81,7 +81,7 @@ class FoldedProjection:
 
     @property
     def num_bytes(self) -> int:
-        """Of the folded weights."""
+        """Bytes of the folded weights."""
         return self._weight_XD.nbytes + (0 if self._bias_X is None else self._bias_X.nbytes)
 
     def queries(self, given: LayerInput) -> Tensor:
@@ -91,15 +91,15 @@ class FoldedProjection:
 
 
 class QueryPrediction:
-    """Predicts queries on one model, whose decoder layers it watches from then on.
+    """Prediction of queries for one model, by hooks on its decoder layers.
 
     Args:
         layers: the model's decoder layers.
         run_token: runs one token at position `PROBED_AT` with the given attention.
-        rotaries: of each layer, if they are known; without them a projection that rotates runs as the model's own code.
+        rotaries: of each layer, if known; otherwise a projection that rotates runs as the model's own code.
 
     Raises:
-        ValueError: layers are called with what belongs to one of them alone.
+        ValueError: layers are called with different arguments.
     """
 
     def __init__(self, layers: Sequence[nn.Module], run_token: Any, rotaries: Sequence[Rotary] | None) -> None:
@@ -120,18 +120,18 @@ class QueryPrediction:
             self._projections.append(self._found(layer, given, q_BNCH, rotaries))
 
     def queries(self, layer: int, given: LayerInput) -> Tensor:
-        """Queries (B, N, C, H) of a layer, as attention sees them, from what goes into another layer."""
+        """Predict the queries (B, N, C, H) that a layer passes to attention from the input of another layer."""
         projection = self._projections[layer]
         return self._by_module(layer, given) if projection is None else projection.queries(given)
 
     def folded(self, layer: int, basis_KHr: Tensor) -> FoldedProjection | None:
-        """Queries in a basis of their own per KV head, where they are linear in what they are made of.
+        """Fold a basis per KV head into a layer's query projection.
 
         Args:
             basis_KHr: columns for the query heads of each KV head.
 
         Returns:
-            None where rotations or norms stand between the weights and the queries.
+            None if there are rotations or norms between the weights and the queries.
         """
         projection = self._projections[layer]
         if projection is None or projection.q_norm is not None or len(projection.rotary.inv_freq_F):
@@ -154,7 +154,7 @@ class QueryPrediction:
     def _found(
         self, layer: int, given: LayerInput, q_BNCH: Tensor, rotaries: Sequence[Rotary] | None
     ) -> _Projection | None:
-        """The layer's projection, if it is one of a few kinds and gives these queries."""
+        """The layer's projection as norm and linear map, if these give its queries; otherwise None."""
         parts = dict(self._layers[layer].named_modules())
         linears = [part for name, part in parts.items() if name.endswith("q_proj") and isinstance(part, nn.Linear)]
         if len(linears) != 1:
@@ -184,11 +184,11 @@ def _is_norm(module: nn.Module, dim: int) -> bool:
 
 
 def _shown_to_attention(layer: int) -> Any:
-    """A hook that passes the input of a layer to the attention of the forward."""
+    """Make a hook that passes the input of a layer to the attention of the forward."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         attention: LayerAttention | None = keywords.get("runahead")
-        if attention is None:  # a family that drops keywords it does not know
+        if attention is None:  # a family that drops unknown keywords
             attention = getattr(keywords.get("past_key_values"), "attention", None)
         if attention is not None:  # None while transformers' own attention computes
             x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
@@ -206,21 +206,21 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 class _Queries(Exception):
-    """Raised with a layer's queries, since nothing behind them is needed. Carries no error."""
+    """Raised with a layer's queries, to skip the rest of the layer. Not an error."""
 
     def __init__(self, q_BNCH: Tensor) -> None:
         self.q_BNCH = q_BNCH
 
 
 class _Stop(LayerAttention):
-    """Attention that only wants the queries."""
+    """Attention that raises `_Queries` with the queries."""
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         raise _Queries(q_BNCH)
 
 
 class _Probe(LayerAttention):
-    """Attention to nothing, which remembers inputs and queries."""
+    """Attention that records inputs and queries and returns zeros."""
 
     def __init__(self) -> None:
         super().__init__(start=PROBED_AT, pads=[0])
