@@ -24,7 +24,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.model import loading
-from runahead.model.adapters import ADAPTERS
+from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.finite import require_numbers
 from runahead.model.loading.sharing import shard_module
@@ -78,7 +78,7 @@ class Model:
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
         if not self._passes_keywords:
-            ADAPTERS[self.config.model_type](module)
+            adapt(module, self.config.model_type)
         parameters = inspect.signature(module.forward).parameters
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from runahead.attention.masks import MaskRule
@@ -17,14 +15,7 @@ from runahead.model.adapters.alibi import alibi_slopes
 from runahead.model.seam import SeamCache
 
 
-def adapt(model: PreTrainedModel) -> None:
-    """Make every attention module of a BLOOM model call our attention."""
-    for module in model.modules():
-        if isinstance(module, BloomAttention):
-            module.forward = MethodType(_forward, module)
-
-
-def _forward(
+def forward(
     self: BloomAttention,
     hidden_states: Tensor,
     residual: Tensor,

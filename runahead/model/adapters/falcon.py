@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from runahead.attention.masks import MaskRule
@@ -18,14 +16,7 @@ from runahead.model.adapters.alibi import alibi_slopes
 from runahead.model.seam import SeamCache
 
 
-def adapt(model: PreTrainedModel) -> None:
-    """Make every attention module of a Falcon model call our attention."""
-    for module in model.modules():
-        if isinstance(module, FalconAttention):
-            module.forward = MethodType(_forward, module)
-
-
-def _forward(
+def forward(
     self: FalconAttention,
     hidden_states: Tensor,
     alibi: Tensor | None,

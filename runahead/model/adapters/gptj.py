@@ -4,26 +4,15 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.codegen.modeling_codegen import CodeGenAttention
-from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
 
 
-def adapt(model: PreTrainedModel) -> None:
-    """Let every attention module of a GPT-J or CodeGen model call our attention."""
-    for module in model.modules():
-        if isinstance(module, GPTJAttention | CodeGenAttention):
-            module._attn = MethodType(_attn, module)
-
-
-def _attn(
+def attend(
     self: Any, q_BNCH: Tensor, k_BNCH: Tensor, v_BNCH: Tensor, attention_mask: MaskRule | Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Replaces the method that both classes call once the cache has taken the keys, which then carry our attention."""

@@ -1,16 +1,18 @@
-"""MPT: multi-head attention with ALiBi positions and clipped projections."""
+"""MPT: multi-head attention with ALiBi positions and clipped projections.
+
+Positions beyond max_seq_len, for which transformers' bias table has no entries, are refused by the engine's check of
+the prompt's length.
+"""
 
 # Legend: B batch, N heads, C new tokens, H head dim, S keys.
 
 from __future__ import annotations
 
 import math
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from runahead.attention.masks import MaskRule
@@ -18,18 +20,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.model.seam import SeamCache
 
 
-def adapt(model: PreTrainedModel) -> None:
-    """Make every attention module of an MPT model call our attention.
-
-    Positions beyond max_seq_len, for which transformers' bias table has no entries, are refused by the engine's check
-    of the prompt's length.
-    """
-    for module in model.modules():
-        if isinstance(module, MptAttention):
-            module.forward = MethodType(_forward, module)
-
-
-def _forward(
+def forward(
     self: MptAttention,
     hidden_states: Tensor,
     position_bias: Tensor,
