@@ -47,10 +47,10 @@ and appends a JSON line per variant and length to bench.results. python -m bench
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.seed=0
   prefill.layers_in_flight=3   ranks.device=...   ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 
-After an interruption bench.resume=true goes on with what is missing. --cfg job prints the composed options.
+After an interruption bench.resume=true goes on with what is missing.
 """
 
-BENCH = Program(name="bench", options=BenchRun, help=HELP)
+BENCH = Program(module="launch.bench", options=BenchRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -58,10 +58,10 @@ kept, what was found where, and what each layer keeps.
   report=<json>   lines=<jsonl>
 
 Started again after an interruption it goes on from its lines. python -m benchmarks.evaluation.plot draws and tabulates
-them again. --cfg job prints the composed options.
+them again.
 """
 
-EVALUATE = Program(name="evaluate", options=EvaluateRun, help=HELP)
+EVALUATE = Program(module="launch.evaluate", options=EvaluateRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -56,7 +56,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
---cfg job prints the composed options; --help prints this. --layout prints where the modules of policy.schema stand.
+--layout prints where the modules of policy.schema stand.
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
   torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
@@ -72,26 +72,18 @@ def help_on_policy(overrides: Sequence[str]) -> str | None:
     return policy_help(named[-1]) if named and named[-1] in NAMES else None
 
 
-INFER = Program(name="infer", options=RunOptions, help=HELP, help_on=help_on_policy)
+INFER = Program(module="launch.infer", options=RunOptions, help=HELP, help_on=help_on_policy, has_layout=True)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of `run_program`. --layout prints where a schema's modules stand, and nothing runs."""
-    args = list(sys.argv[1:] if args is None else args)
-    shows_layout = "--layout" in args
-    return run_program(
-        INFER,
-        [arg for arg in args if arg != "--layout"],
-        _answer,
-        warnings=ineffective_settings,
-        without_ranks=_print_layout if shows_layout else lambda run: False,
-    )
+    """Run the program and return its exit status."""
+    return run_program(INFER, args, _answer, warnings=ineffective_settings, print_layout=_print_layout)
 
 
-def _print_layout(run: RunOptions) -> bool:
+def _print_layout(run: RunOptions) -> None:
     from launch.inputs.prompt_cache import print_layout
 
-    return print_layout(run)
+    print_layout(run)
 
 
 def _answer(run: RunOptions, ranks: Ranks) -> None:

@@ -33,11 +33,9 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
   link.gbps=25   link.latency_us=10   link.shared=false
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   ranks.device=...   ranks.threads=<n>
-
---cfg job prints the composed options; --help prints this.
 """
 
-SEARCH = Program(name="search", options=SearchRun, help=HELP)
+SEARCH = Program(module="partitioner.search", options=SearchRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:

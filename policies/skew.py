@@ -38,8 +38,6 @@ file is valid for this model only. Attention over the fetched tokens stays exact
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
---cfg job prints the composed options; --help prints this.
-
   python -m policies.skew model=smollm2 sample=book.txt out=skew-smollm2.safetensors
 """
 
@@ -71,7 +69,7 @@ class SkewRun:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
-SKEW = Program(name="skew", options=SkewRun, help=HELP)
+SKEW = Program(module="policies.skew", options=SkewRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""From command-line arguments to one typed options object. Every rank does it, from the same arguments."""
+"""Command-line arguments to one typed options object. Every rank reads the same arguments by itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -15,21 +16,26 @@ from typing import Any, Generic, TypeVar, Union, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-# Beside the package that this file is in, in a checkout as in site-packages.
-CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+ROOT = Path(__file__).resolve().parent.parent.parent
+"""The folder that holds the packages: the checkout, or site-packages."""
 
-# What follows the first "=" of these is free text: neither Hydra's grammar nor OmegaConf's ${...} gets to see
-# it.
+CONF = ROOT / "conf"
+"""The programs' own config files."""
+
 VERBATIM = ("prompt.text", "prompt.question", "generation.stop")
+"""Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
 
-# File names may hold commas, brackets and equals signs too; they are quoted for Hydra, and ${...} works in
-# them.
+# A file name may contain commas, brackets and equals signs, so it is quoted before Hydra parses it. ${...} works.
 FILE_NAMES = (
     "prompt.file",
     "prompt.ids_file",
@@ -53,15 +59,52 @@ FILE_NAMES = (
     "bench.compute",
 )
 
+FLAGS_HELP = """
+--cfg job prints the composed options; --help prints this.
+--config-dir DIR adds a folder of config files of your own; --config-name NAME takes another primary config.
+--multirun runs one job after another for each of the values in name=a,b or name=range(1,4): sweep.ranks=1 ranks each,
+reports, answers, logs and a table in the new folder sweep.dir=multirun/<date>/<time>. See docs/command_line.md.
+"""
+"""The end of every program's help."""
+
 T = TypeVar("T")
+
+SHORT_FLAGS = {"-h": "--help", "-c": "--cfg", "-cd": "--config-dir", "-cn": "--config-name", "-m": "--multirun"}
+FLAGS_WITH_VALUE = ("--cfg", "--config-dir", "--config-name")
+FLAGS = (*SHORT_FLAGS.values(), "--layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig:
+    """A user's own config files: a `folder` (--config-dir) and the `name` of the primary config (--config-name)."""
+
+    folder: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        flags = {"--config-dir": self.folder, "--config-name": self.name}
+        return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
 
 
 @dataclass(kw_only=True)
 class CommandLine(Generic[T]):
-    """What the arguments ask for: to print something (`to_print`), or to run with the options `run`."""
+    """What the arguments ask for.
+
+    Attributes:
+        to_print: text to print instead of running.
+        run: the options to run with.
+        flags: the flags that were given, by their long names.
+        overrides: the arguments of the form name=value.
+    """
 
     to_print: str | None = None
     run: T | None = None
+    flags: dict[str, str] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> OwnConfig:
+        return OwnConfig(folder=self.flags.get("--config-dir"), name=self.flags.get("--config-name"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,78 +112,138 @@ class Program(Generic[T]):
     """A program with a command line.
 
     Attributes:
-        name: conf/<name>.yaml holds the defaults.
-        options: dataclass that is their schema. A section that is a dictionary takes any option, which the dataclass
-            then checks.
-        help: text of --help.
-        help_on: text of --help for certain overrides, or None.
+        module: its module, for `python -m`. The last part is its name, and conf/<name>.yaml holds its defaults.
+        options: the schema of its options, a dataclass. A section that is a dictionary takes any option, and the
+            dataclass checks it.
+        help: the text that --help prints, before what all programs have in common.
+        help_on: returns the text that --help prints in place of `help` for these overrides, if there is one.
+        has_layout: whether it takes the flag --layout.
     """
 
-    name: str
+    module: str
     options: type[T]
     help: str
     help_on: Callable[[Sequence[str]], str | None] = lambda overrides: None
+    has_layout: bool = False
 
     @property
-    def groups(self) -> list[str]:
-        """Folders of conf/ that this program's options are chosen from."""
-        defaults = yaml.safe_load((CONF / f"{self.name}.yaml").read_text(encoding="utf-8"))["defaults"]
-        return [name for entry in defaults if isinstance(entry, dict) for name in entry]
+    def name(self) -> str:
+        return self.module.rpartition(".")[2]
 
     def read(self, args: Sequence[str]) -> CommandLine[T]:
-        """Read the arguments after the program's name.
+        """Read the arguments after the program's name. The options of a sweep are not composed here.
 
-        Raises: ValueError, in one line, for unknown flags, unknown options and bad values.
+        Raises:
+            ValueError: for unknown flags, unknown options and bad values, in one line.
         """
-        flags, overrides = _split_flags(args)
+        flags, overrides = _split_flags(args, [flag for flag in FLAGS if self.has_layout or flag != "--layout"])
+        command: CommandLine[T] = CommandLine(flags=flags, overrides=overrides)
         if "--help" in flags:
-            return CommandLine(to_print=self.help_on(overrides) or self.help)
-        run = self.compose(overrides)
-        if "--cfg" in flags:
-            plain = _plain(asdict(run))  # type: ignore[call-overload]
-            return CommandLine(to_print=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
-        return CommandLine(run=run)
+            command.to_print = (self.help_on(overrides) or self.help) + FLAGS_HELP
+        elif "--multirun" not in flags:
+            command.run = self.compose(overrides, command.config)
+            if "--cfg" in flags:
+                plain = _plain(asdict(command.run))  # type: ignore[call-overload]
+                command.to_print = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        elif "--cfg" in flags:
+            raise ValueError("--cfg job shows the options of one job; leave --multirun out and give one value each")
+        return command
 
-    def compose(self, overrides: Sequence[str]) -> T:
-        """The options that `overrides` (name=value) and the files in conf/ lead to.
+    def compose(self, overrides: Sequence[str], config: OwnConfig = OwnConfig()) -> T:
+        """Compose the options from conf/, the user's own files and `overrides` (name=value).
 
-        Raises: ValueError, in one line.
+        Raises:
+            ValueError: in one line.
         """
         for_hydra, verbatim = _split_verbatim(overrides, self.options)
-        groups = self.groups
-        checked = [_checked_override(text, self.options, groups) for text in for_hydra]
-        for_hydra = [text for text in checked if text != "experiment=null"]  # which Hydra takes for no name at all
-        try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):
-                composed = compose(self.name, for_hydra)
-        except HydraException as error:
-            if found := re.search(r"Could not override '([\w.]+)'", str(error)):
-                raise ValueError(f"{found[1]} does not go with the other options; leave it out") from error
-            raise ValueError(f"the options do not fit together: {_one_line(error)}") from error
+        with self.config_loader(config) as loader:
+            name = config.name or self.name
+            with _errors_in_one_line(config):
+                defaults = loader.compute_defaults_list(name, [], RunMode.RUN)
+            known = defaults.overrides.known_choices.items()
+            groups = {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
+            checked = [_checked_override(text, self.options, groups, loader) for text in for_hydra]
+            with _errors_in_one_line(config):
+                composed = compose(name, [text for text in checked if text is not None])
         return _with_verbatim(_typed(composed, self.options), verbatim)
 
+    @contextmanager
+    def config_loader(self, config: OwnConfig) -> Iterator[ConfigLoaderImpl]:
+        """Hydra's loader for conf/ and, after it, the user's folder, as Hydra's own --config-dir has it.
 
-def _split_flags(args: Sequence[str]) -> tuple[set[str], list[str]]:
-    flags: set[str] = set()
+        Raises:
+            ValueError: for a folder or a primary config that does not exist, or files that would not be read.
+        """
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):
+            loader = GlobalHydra.instance().config_loader()
+            assert isinstance(loader, ConfigLoaderImpl), type(loader)
+            if config.folder is not None:
+                _check_folder(Path(config.folder))
+                path = loader.get_search_path()
+                folder = os.path.abspath(config.folder)
+                path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+                loader.repository.initialize_sources(path)
+            if config.name is not None and not loader.repository.config_exists(config.name):
+                known = ", ".join(name for name in _choices("", loader) if not name.startswith("_"))
+                raise ValueError(f"{config}: there is no config of that name; there are {known}")
+            yield loader
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a user's folder of config files exists and that conf/ hides none of its files."""
+    if not folder.is_dir():
+        raise ValueError(f"--config-dir {folder} is not a folder; check the path")
+    for ours in CONF.rglob("*.yaml"):
+        name = ours.relative_to(CONF)
+        theirs = folder / name
+        if theirs.is_file() and not theirs.samefile(ours):
+            raise ValueError(f"--config-dir {folder}: {name} would not be read, since conf/ has one; rename the file")
+
+
+@contextmanager
+def _errors_in_one_line(config: OwnConfig) -> Iterator[None]:
+    """Turn whatever Hydra, OmegaConf and PyYAML raise while they read config files into a ValueError of one line."""
+    where = f"{config}: " if str(config) else ""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f"{mark.name} line {mark.line + 1}: "
+        raise ValueError(f"{where}{place}not YAML ({error.problem}); correct the file") from error
+    except HydraException as error:
+        if found := re.search(r"Could not override '([\w.]+)'", str(error)):
+            raise ValueError(f"{found[1]} does not go with the other options; leave it out") from error
+        raise ValueError(f"{where}the options do not fit together: {_one_line(error)}") from error
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}a config file cannot be read: {_one_line(error)}") from error
+
+
+def _split_flags(args: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The flags by their long names, with their values, and the overrides."""
+    flags: dict[str, str] = {}
     overrides: list[str] = []
     rest = iter(args)
     for arg in rest:
-        if arg in ("-h", "--help"):
-            flags.add("--help")
-        elif arg in ("-c", "--cfg") or arg.startswith("--cfg="):
-            what = arg.partition("=")[2] if "=" in arg else next(rest, "")
-            if what != "job":
-                raise ValueError(f"--cfg {what} is unknown; use --cfg job".replace("  ", " "))
-            flags.add("--cfg")
-        elif arg.startswith("-"):
-            raise ValueError(f"unknown flag {arg}; options are written name=value, see --help")
-        else:
+        if not arg.startswith("-"):
             overrides.append(arg)
+            continue
+        flag, equals, value = arg.partition("=")
+        flag = SHORT_FLAGS.get(flag, flag)
+        if flag not in known or (equals and flag not in FLAGS_WITH_VALUE):
+            raise ValueError(f"unknown flag {_shown(arg)}; options are written name=value, see --help")
+        if flag in FLAGS_WITH_VALUE and not equals:
+            value = next(rest, "")
+        flags[flag] = value
+    if flags.get("--cfg", "job") != "job":
+        raise ValueError(f"--cfg {flags['--cfg']} is unknown; use --cfg job".replace("  ", " "))
+    for flag, what in (("--config-dir", "a folder"), ("--config-name", "the name of a config")):
+        if flags.get(flag) == "":
+            raise ValueError(f"{flag} needs {what}, as in {flag} <{what.split()[-1]}>")
     return flags, overrides
 
 
 def _split_verbatim(overrides: Sequence[str], options: type) -> tuple[list[str], dict[str, list[str]]]:
-    """What Hydra may parse, and the texts it must not: all values of each verbatim option, in order."""
+    """The overrides that Hydra may parse, and all values of each verbatim option in order."""
     for_hydra = []
     verbatim: dict[str, list[str]] = {}
     _, known = _option_names(options)
@@ -159,7 +262,7 @@ def _split_verbatim(overrides: Sequence[str], options: type) -> tuple[list[str],
 
 
 def _with_verbatim(run: T, verbatim: dict[str, list[str]]) -> T:
-    # After OmegaConf's to_object, so that ${x} stays what it is; replace() runs the checks again.
+    # After OmegaConf's to_object, so that ${x} in a text is not interpolated; replace() runs the checks again.
     for name, values in verbatim.items():
         section, _, option = name.partition(".")
         value: Any = values[-1]
@@ -171,7 +274,7 @@ def _with_verbatim(run: T, verbatim: dict[str, list[str]]) -> T:
 
 
 def _stop_strings(value: str) -> list[str]:
-    """A JSON list of strings is that list, anything else is one stop string as it is."""
+    """The strings of a JSON list of strings; any other text is one stop string."""
     try:
         parsed = json.loads(value)
     except ValueError:
@@ -180,22 +283,31 @@ def _stop_strings(value: str) -> list[str]:
     return parsed if is_list_of_strings else [value]
 
 
-def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
-    """The override as Hydra is to get it: an existing option or group, set to one value.
+def _checked_override(
+    text: str, options: type, groups: Mapping[str, str | None], loader: ConfigLoaderImpl
+) -> str | None:
+    """The override in the form Hydra takes: an existing option or group with one value. None if it changes nothing.
 
-    Hydra's own messages have several lines and speak of configs and structs, so the mistakes are found before
-    it sees them.
+    Hydra's own messages have several lines and name configs and structs, so mistakes are found here first.
+
+    Args:
+        groups: groups in the defaults list, with their choices. +group=choice adds another group of the search path.
+        loader: knows the choices of a group.
     """
     shown = _shown(text)
     if "=" not in text:
         raise ValueError(f"cannot read {shown}; options are written name=value, see --help")
     name = text.partition("=")[0].lstrip("+")
+    is_added = text.startswith("+") and name not in groups and bool(_choices(name, loader))
+    is_group = is_added or name in groups
     sections, leaves = _option_names(options)
     is_open = re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and name.partition(".")[0] in _open_sections(options)
-    if name not in leaves and name not in groups and not is_open:
+    if name not in leaves and not is_group and not is_open:
         if name in sections:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
             raise ValueError(f"{name} is not one option but several: {members}")
+        if name.startswith("sweep."):
+            raise ValueError(f"{_shown(name)} is an option of a sweep; give it with --multirun, or leave it out")
         raise ValueError(f"unknown option {_shown(name)}; {_suggestion(name, [*leaves, *groups])}")
     value = text.partition("=")[2]
     if name in FILE_NAMES and value != "null" and value[:1] not in ("'", '"'):
@@ -210,14 +322,21 @@ def _checked_override(text: str, options: type, groups: Sequence[str]) -> str:
     except RecursionError as error:
         raise ValueError(f"cannot read {shown}: its brackets are nested too deep") from error
     if override.is_sweep_override():
-        raise ValueError(f"{shown} has several values; give one, or a list in brackets")
-    if name in groups:
-        known = sorted(path.stem for path in (CONF / name).glob("*.yaml"))
-        choice = override.value()
-        if choice not in known and not (name == "experiment" and choice is None):
-            raise ValueError(f"{shown} is not one of {', '.join(known)}")
-        return f"{name}={'null' if choice is None else choice}"
-    return text
+        raise ValueError(f"{shown} has several values; give one, or a list in brackets, or run each with --multirun")
+    if not is_group:
+        return text
+    choice = override.value()
+    if choice is None and not is_added and groups[name] is None:
+        return None  # Hydra would look for a file "null"
+    folder, _, last = f"{name}/{choice}".rpartition("/")
+    if not isinstance(choice, str) or last.removesuffix(".yaml") not in _choices(folder, loader):
+        raise ValueError(f"{shown} is not one of {', '.join(_choices(name, loader))}")
+    return f"{'+' if is_added else ''}{name}={choice}"
+
+
+def _choices(group: str, loader: ConfigLoaderImpl) -> list[str]:
+    is_group = ".." not in group.split("/") and loader.repository.group_exists(group)
+    return sorted(loader.get_group_options(group)) if is_group else []
 
 
 def _open_sections(options: type) -> list[str]:
@@ -229,14 +348,14 @@ def _option_names(options: type) -> tuple[list[str], list[str]]:
     """The sections of the options (prompt, ...) and the full names of their members (prompt.file, report)."""
     sections, leaves = [], []
     kinds = get_type_hints(options)
-    for field in fields(options):
-        kind = kinds[field.name]
+    for option in fields(options):
+        kind = kinds[option.name]
         if isinstance(kind, type) and is_dataclass(kind):
             inner_sections, inner_leaves = _option_names(kind)
-            sections += [field.name, *(f"{field.name}.{inner}" for inner in inner_sections)]
-            leaves += [f"{field.name}.{inner}" for inner in inner_leaves]
+            sections += [option.name, *(f"{option.name}.{inner}" for inner in inner_sections)]
+            leaves += [f"{option.name}.{inner}" for inner in inner_leaves]
         else:
-            leaves += [field.name]
+            leaves += [option.name]
     return sections, leaves
 
 
@@ -248,9 +367,10 @@ def _suggestion(name: str, known: list[str]) -> str:
 
 
 def _typed(composed: DictConfig, options: type[T]) -> T:
-    # YAML and Hydra read chat=true as a bool, and the schema's enum wants the name.
-    if "prompt" in composed and isinstance(composed.prompt.chat, bool):
-        composed.prompt.chat = str(composed.prompt.chat).lower()
+    # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
+    chat = OmegaConf.select(composed, "prompt.chat")
+    if isinstance(chat, bool):
+        composed.prompt.chat = str(chat).lower()
     return typed(composed, options)
 
 
@@ -288,7 +408,6 @@ def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: 
     return merged
 
 
-# How the type of an option is told to a user.
 WORDS_FOR_TYPES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -300,6 +419,7 @@ WORDS_FOR_TYPES: dict[Any, str] = {
     list[int]: "a list of whole numbers such as [1024,2048]",
     list[str]: "a list of names such as [single,kvr_s]",
 }
+"""The values of a type, as a message names them."""
 
 
 def _in_our_words(
@@ -342,7 +462,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _shown(text: str) -> str:
-    """A user's text as a message can show it: on one line, and not a whole book."""
+    """A user's text in a message: on one line, shortened to 80 characters."""
     line = " ".join(text.splitlines())
     return line if len(line) <= 80 else line[:77] + "..."
 
@@ -354,5 +474,5 @@ def _plain(value: Any) -> Any:
 
 
 def this_rank() -> int:
-    """This process's rank as torchrun tells it, before any process group is there."""
+    """This process's rank from torchrun's environment; needs no process group."""
     return int(os.environ.get("RANK", "0"))

@@ -1,4 +1,4 @@
-"""What started this rank: torchrun, or SLURM's srun itself."""
+"""Rank, world size and parent process, from torchrun's environment or SLURM's."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ from collections.abc import MutableMapping
 
 PR_SET_PDEATHSIG = 1
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
-"""Ports for ranks to meet at: below those that Linux hands out by itself."""
+"""Ports for the rendezvous of ranks, below the range from which Linux assigns ports itself."""
 
 
 def follow_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Find this rank's place, and tie its life to torchrun's. To be called before anything reads the place."""
+    """Set the variables that torchrun would set, and end this rank when torchrun ends.
+
+    Call it before anything reads these variables.
+    """
     place = slurm_place(environment)
     if place is not None:
         environment.update(place)
-    if "TORCHELASTIC_RUN_ID" in environment and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in environment:
         # Ranks have a session of their own, so nothing else ends them when torchrun is killed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process receive a signal when its parent ends. Systems other than Linux have no such call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def slurm_place(environment: MutableMapping[str, str]) -> dict[str, str] | None:
-    """What torchrun would have set, for a task among several that srun started; None for everybody else.
+    """The variables that torchrun would set, for one of several tasks of srun; None for any other process.
 
-    A batch script, or one task alone, has no SLURM_STEP_NUM_TASKS above 1. What is set already is left alone.
+    A batch script or a single task has no SLURM_STEP_NUM_TASKS above 1. Variables that are set keep their value.
     """
     size = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if size == "1" or "RANK" in environment:
@@ -45,7 +54,7 @@ def slurm_place(environment: MutableMapping[str, str]) -> dict[str, str] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's "2(x3),1" as [2, 2, 2, 1]."""
+    """Tasks of each node, from SLURM's notation: "2(x3),1" is [2, 2, 2, 1]."""
     counts = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -54,5 +63,5 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's "gpu[03-05,9]-ib,login": gpu03-ib."""
+    """First host of a list in SLURM's notation: of "gpu[03-05,9]-ib,login" it is gpu03-ib."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).partition(",")[0]

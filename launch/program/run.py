@@ -1,4 +1,4 @@
-"""A program's way from its command line to its exit status."""
+"""Run of a program, from its command line to its exit status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
-# A lost connection is told in our one line; PyTorch's own warning about it brings a C++ stack trace.
+# One line of ours reports a lost connection; PyTorch's own warning prints a C++ stack trace.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.compose import Program, this_rank
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class RunsOnRanks(Protocol):
-    """Options of a run that say how its ranks work together."""
+    """Options of a run that include those of its ranks."""
 
     ranks: RanksOptions
 
 
 OF_ONE_HOST = ("model.path", "model.config", "ranks.threads", "ranks.fault_report", "report", "timeline")
-"""Options that may differ between hosts. Whether the models are the same is found out from their weights."""
+"""Options that may differ between hosts. Whether models are equal is checked by their weights."""
 
 R = TypeVar("R", bound=RunsOnRanks)
 
@@ -41,16 +41,19 @@ def run_program(
     *,
     warnings: Callable[[R], list[str]] = lambda run: [],
     without_ranks: Callable[[R], bool] = lambda run: False,
+    print_layout: Callable[[R], object] | None = None,
 ) -> int:
-    """The whole program.
+    """Run a program and return its exit status.
 
-    Its exit status: 0 done, 1 failed, 2 the command line is wrong, 130 interrupted, 143 ended by SIGTERM.
+    The status is 0 for success, 1 for a failure, 2 for a mistake on the command line, 130 after Ctrl-C and 143 after
+    SIGTERM.
 
     Args:
-        args: after the program's name; None takes those of this process.
-        work: what every rank does with the options.
-        warnings: sentences about settings that change nothing, told before any rank works.
-        without_ranks: does what needs no ranks; true if that was all.
+        args: arguments after the program's name; None takes those of this process.
+        work: called with the options on every rank.
+        warnings: returns a sentence for each setting that has no effect; they are printed before any rank works.
+        without_ranks: called before any rank is started; if it returns True, the program is done.
+        print_layout: called in place of `work`, without ranks, if the flag --layout is given.
     """
     follow_launcher()
     try:
@@ -62,24 +65,35 @@ def run_program(
         if this_rank() == 0:
             print(command.to_print, end="")
         return 0
-    run = command.run
-    assert run is not None
-    for sentence in warnings(run):
-        say(f"warning: {sentence}")
     ranks: Ranks | None = None
     fault_file: Path | None = None
 
     def end(error: BaseException) -> NoReturn:
         end_with(error, ranks, fault_file)
 
+    if "--multirun" in command.flags:
+        from launch.program.sweep import run_sweep
+
+        try:
+            return run_sweep(program, command)
+        except BaseException as error:
+            end(error)
+    run = command.run
+    assert run is not None
+    for sentence in warnings(run):
+        say(f"warning: {sentence}")
     try:
+        if "--layout" in command.flags:
+            assert print_layout is not None, program.module
+            print_layout(run)
+            return 0
         if without_ranks(run):
             return 0
     except BaseException as error:
         end(error)
     with ending_signals(end):
         try:
-            # Imported late: it brings torch, for which --help and a typing error should not wait.
+            # Imported here because it imports torch, which --help and a mistyped option need not wait for.
             from runahead.ranks.agreement import option_facts
             from runahead.ranks.ranks import Ranks
 
@@ -95,9 +109,10 @@ def run_program(
 
 
 def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:
-    """Where a rank writes what it knows when it has to end: as asked for, or beside the report.
+    """Path of a rank's fault report: the one that was asked for, or one beside the report.
 
-    Raises: ValueError if it was asked for and cannot be written.
+    Raises:
+        ValueError: if it was asked for and cannot be written.
     """
     from runahead.files import ensure_writable
     from runahead.ranks.fault_report import fault_path
@@ -108,5 +123,5 @@ def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:
         return path
     report = getattr(run, "report", None)
     if not isinstance(report, str) or not report or (os.path.exists(report) and not os.path.isfile(report)):
-        return None  # none, or a device or a pipe, beside which nothing belongs
+        return None  # no report, or one that goes to a device or a pipe
     return fault_path(report, rank)

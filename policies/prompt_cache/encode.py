@@ -30,8 +30,7 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
   ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60
 
---layout prints the positions of the modules and encodes nothing; --cfg job prints the composed options; --help prints
-this.
+--layout prints the positions of the modules and encodes nothing.
 """
 
 
@@ -55,24 +54,16 @@ class EncodeOptions:
             self.disk_bytes = num_bytes(self.disk_bytes, "disk_bytes")
 
 
-ENCODE = Program(name="encode", options=EncodeOptions, help=HELP)
+ENCODE = Program(module="policies.prompt_cache.encode", options=EncodeOptions, help=HELP, has_layout=True)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status of `run_program`."""
-    args = list(sys.argv[1:] if args is None else args)
-    shows_layout = "--layout" in args
-    return run_program(
-        ENCODE,
-        [arg for arg in args if arg != "--layout"],
-        _encode,
-        without_ranks=_print_layout if shows_layout else lambda run: False,
-    )
+    return run_program(ENCODE, args, _encode, print_layout=_print_layout)
 
 
-def _print_layout(run: EncodeOptions) -> bool:
+def _print_layout(run: EncodeOptions) -> None:
     print(_read(run).table(), end="")
-    return True
 
 
 def _read(run: EncodeOptions) -> PromptCache:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
-from launch.program.compose import CONF, _option_names
+from launch.program.compose import CONF, FLAGS_HELP, _option_names
 from runahead.config import ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +150,13 @@ MISTAKES = [
     (["prompt.batch=x"], "prompt.batch=x is not a whole number"),
     (["prompt.batch=1.5"], "prompt.batch=1.5 is not a whole number"),
     (["prompt.batch=null"], "prompt.batch=null is not a whole number"),
-    (["prompt.batch=1,2"], "prompt.batch=1,2 has several values"),
+    (
+        ["prompt.batch=1,2"],
+        "has several values; give one, or a list in brackets, or run each with --multirun",
+    ),
+    (["sweep.ranks=2"], "sweep.ranks is an option of a sweep; give it with --multirun"),
+    (["--multirun", "--cfg", "job"], "leave --multirun out"),
+    (["--multirun=1"], "unknown flag --multirun=1"),
     (["generation.temperature=warm"], "generation.temperature=warm is not a number"),
     (["generation.do_sample=maybe"], "is not true or false"),
     (["generation.seed=a(b"], "cannot read generation.seed=a(b"),
@@ -188,7 +194,7 @@ def test_any_argument_is_read_or_refused_in_one_line(name, value):
 
 def test_help_names_every_option():
     to_print = INFER.read(["--help", "no=such.option"]).to_print
-    assert to_print == HELP
+    assert to_print == HELP + FLAGS_HELP
     for name in _option_names(RunOptions)[1]:
         group = name.removesuffix(".name")
         assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
@@ -229,6 +235,6 @@ def test_other_ranks_refuse_silently(tmp_path):
 
 def test_program_prints_help_on_rank_0_before_any_process_group(tmp_path):
     # Two ranks are announced and only one is there: with a process group this would hang.
-    assert infer("--help", cwd=tmp_path).stdout == HELP
+    assert infer("--help", cwd=tmp_path).stdout == HELP + FLAGS_HELP
     assert infer("--help", rank=1, cwd=tmp_path).stdout == ""
     assert list(tmp_path.iterdir()) == []
