@@ -1,1 +1,1 @@
-"""What the user asks for: prompts, partition, policies."""
+"""Inputs of a run: options, prompts, partitions and policies."""

@@ -1,1 +1,1 @@
-"""What the user gets: answers on standard output, a summary on standard error."""
+"""Outputs of a run: answers on standard output, a summary on standard error."""

@@ -1,4 +1,4 @@
-"""Standard output of a run: the answer and nothing else, so that it can be piped."""
+"""Answers on standard output, which gets nothing else, so that it can be piped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runahead.report import Generation
 
 
 class Answers:
-    """Writes answers to a file descriptor as soon as they are there.
+    """Writes answers to a file descriptor as soon as they are complete.
 
-    A reader who leaves (`| head -1`) is no error.
+    It is not an error if the reader closes the pipe (`| head -1`).
 
     Args:
-        skipped: by index, what is wrong with prompts that get no answer.
+        skipped: for each prompt without an answer, by index, what is wrong with it.
     """
 
     def __init__(self, descriptor: int = 1, skipped: Mapping[int, str] | None = None):
@@ -32,12 +32,11 @@ class Answers:
             try:
                 data = data[os.write(self._descriptor, data) :]
             except BrokenPipeError:
-                # The other ranks are in the middle of a token, so the run goes on, and its report is still
-                # written.
+                # The other ranks are in the middle of a token, so the run continues and writes its report.
                 self._is_read = False
 
     def write_line(self, index: int, generation: Generation) -> None:
-        """One of several prompts: a line of JSON, behind those of skipped prompts before it."""
+        """Write the answer to one of several prompts as a line of JSON, after those of skipped prompts before it."""
         self.write_skipped(before=index)
         entry = {
             "index": index,
@@ -49,16 +48,16 @@ class Answers:
         self.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def write_skipped(self, before: float = math.inf) -> None:
-        """A line of JSON for each skipped prompt with a lower index."""
+        """Write a line of JSON for each skipped prompt with a lower index."""
         for index in [index for index in self._skipped if index < before]:
             self.write(json.dumps({"index": index, "error": self._skipped.pop(index)}) + "\n")
 
 
 class AnswerStream:
-    """The text of a single prompt's answer, while it is generated.
+    """Writes the answer to a single prompt while it is generated.
 
-    What could begin a stop string or is half a character is held back until it is known what it is. `eos_ids`
-    end the text and are not part of it.
+    Text that may be the beginning of a stop string, or is an incomplete character, is held back until more tokens
+    arrive. Tokens in `eos_ids` end the text and are not part of it.
     """
 
     def __init__(self, answers: Answers, tokenizer: Any | None, *, stop: list[str], eos_ids: set[int]):
@@ -67,7 +66,7 @@ class AnswerStream:
         self._eos_ids = eos_ids
 
     def on_tokens(self, token_ids: list[int | None]) -> None:
-        """Take one decoding step of the only row."""
+        """Take the token of one decoding step; None if there is none."""
         [token_id] = token_ids
         if token_id is not None and token_id not in self._eos_ids:
             self._row.add(token_id)

@@ -1,4 +1,4 @@
-"""The short table on standard error after a run."""
+"""Summary of a run for standard error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from runahead.report import GenerationBatch
 
 
 def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | None = None) -> str:
-    """The run's figures, one per line; of several batches, medians of times and maxima of peaks.
+    """Figures of a run, one per line: of several batches, medians of times and maxima of peaks.
 
     Args:
-        skipped: prompts that were left out, and why.
+        skipped: for each prompt that was left out, by index, what is wrong with it.
     """
     first = batches[0]
     generations = [generation for batch in batches for generation in batch.generations]
@@ -38,26 +38,26 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
     rows.append(("TPOT", f"{_median(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"))
     moved = sum(rank.kv_sent_bytes for batch in batches for rank in batch.ranks)
-    rows.append(("K,V moved", _bytes(moved)))
+    rows.append(("KV moved", _bytes(moved)))
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
-    rows.append(("K,V peak per rank", ", ".join(_bytes(peak) for peak in peaks)))
+    rows.append(("KV peak per rank", ", ".join(_bytes(peak) for peak in peaks)))
     kept = [(sum(rank.kept_tokens), rank) for rank in first.ranks if rank.kept_tokens]
     if kept:
         total, rank = max(kept, key=lambda each: each[0])
         share = total / len(rank.kept_tokens) / first.boundaries[-1]
-        rows.append(("K,V kept", f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"))
+        rows.append(("KV kept", f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"))
     retrieving = next((rank for rank in first.ranks if rank.retrieval is not None), None)
     if retrieving is not None and retrieving.retrieval is not None:
         mean = retrieving.retrieval.mean_fetched_share
         fetched = "" if mean is None else f", {mean:.1%} of the tokens fetched per step and layer"
-        rows.append(("K,V in host memory", f"{_bytes(retrieving.kv_host_bytes)}{fetched}"))
+        rows.append(("KV in host memory", f"{_bytes(retrieving.kv_host_bytes)}{fetched}"))
     rows += _reuse_rows(batches)
     width = max(len(name) for name, _ in rows)
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
 def _reuse_rows(batches: Sequence[GenerationBatch]) -> list[tuple[str, str]]:
-    """What prompts reused, as the rank that reused most tells it."""
+    """Reuse of cached segments, as reported by the rank that reused most."""
     by_batch = [[rank.reuse for rank in batch.ranks if rank.reuse is not None] for batch in batches]
     reports = [max(of_ranks, key=lambda report: report.cached_tokens) for of_ranks in by_batch if of_ranks]
     if not reports:

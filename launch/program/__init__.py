@@ -1,1 +1,1 @@
-"""A program from its command line to its exit status."""
+"""Run of a program, from its command line to its exit status."""

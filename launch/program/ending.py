@@ -1,4 +1,4 @@
-"""How a program says what went wrong, and ends: one line, a status, and no waiting for a broken process group."""
+"""End of a failing program: a line that says what went wrong, a fault report, and an exit status."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 ENDED_BY = "ended by "
 NO_MEMORY = ("allocate memory", "bad_alloc", "out of memory", "start new thread")
-"""What PyTorch, C++ and Python say when memory runs out."""
+"""Words of the errors that PyTorch, C++ and Python raise when memory runs out."""
 
 _one_at_a_time = threading.Lock()
-"""The main thread and one that finds it stuck may end at the same time: the first does, the second never goes on."""
+"""Held by the thread that ends the process: either the main thread, or the one that finds it stuck."""
 
 
 def say(message: str) -> None:
-    """A line on standard error, once per job."""
+    """Print a line on standard error, on rank 0 only."""
     if this_rank() == 0:
         print(message, file=sys.stderr, flush=True)
 
 
 def end_with(error: BaseException, ranks: Ranks | None, fault_file: Path | None = None) -> NoReturn:
-    """Say in one line why this rank ends, tell the others, and leave at once.
+    """Print one line on why this rank ends, notify the other ranks, and exit without waiting for threads.
 
-    At once: the threads of a broken process group may hang for ever, and Python would wait for them.
+    Python would wait for the threads of a broken process group, which may never return.
 
     Args:
-        fault_file: where to write what this rank knows, unless the error is a user's mistake.
+        fault_file: path of the fault report, which is not written for a user's mistake.
     """
     with _one_at_a_time, signals_ignored():
         status = 1
@@ -47,12 +47,12 @@ def end_with(error: BaseException, ranks: Ranks | None, fault_file: Path | None 
                 traceback.print_exception(error)
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # whatever telling meets: no memory, no reader
+        finally:  # also if printing fails, for lack of memory or of a reader
             os._exit(status)
 
 
 def _tell(error: BaseException, ranks: Ranks | None, fault_file: Path | None) -> int:
-    """The exit status."""
+    """Print the line, notify the other ranks, and return the exit status."""
     if isinstance(error, SharedError):
         return 1
     if isinstance(error, SystemExit):
@@ -87,7 +87,7 @@ def _reason(error: BaseException, ranks: Ranks | None) -> str:
         return f"out of memory ({type(error).__name__}: {reason}); use more ranks, a shorter prompt or fewer at once"
     if not isinstance(error, Terminated):
         return f"{type(error).__name__}: {reason}"
-    # A launcher ends all ranks as soon as one has ended: which one is what its user wants to know.
+    # A launcher ends all ranks as soon as one has ended, and the user wants to know which one that was.
     wait = None if ranks is None else ranks.waiting_for
     where = "" if wait is None else f" while waiting for {wait.describe()}"
     cause = None if ranks is None else ranks.known_failure()
@@ -95,10 +95,10 @@ def _reason(error: BaseException, ranks: Ranks | None) -> str:
 
 
 def _kept(fault_file: Path, ranks: Ranks, reason: str) -> str:
-    """Write the fault report; what the line is to say of it."""
+    """Write the fault report and return what the line says of it."""
     from runahead.ranks.fault_report import write_fault_report
 
-    with suppress(Exception):  # the line matters more, and a full disk or no memory may be what went wrong
+    with suppress(Exception):  # the line must still be printed, and a full disk may be the reason for it
         write_fault_report(fault_file, ranks, reason)
         return f"; see {fault_file.name}"
     return ""

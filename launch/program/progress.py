@@ -1,4 +1,4 @@
-"""A bar on standard error, with the time that is probably left."""
+"""Progress bar on standard error, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from tqdm import tqdm
 
 
 class Bar:
-    """Progress in any unit; the time left is what the rate so far lets expect.
+    """Progress bar in any unit. The time left is estimated from the rate so far.
 
     Args:
-        text: what is going on.
-        shown: is this the process that shows it?
+        text: name of the work in progress.
+        shown: whether this process shows the bar.
     """
 
     def __init__(self, text: str, *, shown: bool) -> None:
@@ -37,7 +37,7 @@ class Bar:
         self.advance(1)
 
     def clear(self) -> None:
-        """Make room for a line of text."""
+        """Remove the bar until the next update, so that a line of text can be printed."""
         self._tqdm.clear()
 
     def __enter__(self) -> Bar:

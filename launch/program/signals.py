@@ -1,7 +1,7 @@
-"""SIGTERM and SIGHUP end a program as an error does, with its one line, also where its main thread is in a long call.
+"""SIGTERM and SIGHUP end a program as an error does, even while its main thread is in a long call.
 
-Python runs a signal's handler in the main thread once that is between two of its own steps, which inside a call of a
-library may be never. The number of a signal is also written to a descriptor at once, which another thread reads.
+Python runs the handler of a signal in the main thread, between two bytecode instructions; if the thread is in a library
+call, that may be never. The signal's number is therefore also written to a file descriptor, which another thread reads.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import FrameType
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 GRACE_S = 3.0
-"""Seconds in which the main thread may end by itself."""
+"""Seconds in which the main thread may end by itself after a signal."""
 
 
 class Terminated(BaseException):
-    """A signal asks this process to end. As with KeyboardInterrupt, nothing that handles errors should swallow it."""
+    """A signal has asked this process to end. It is no Exception, so that handlers of errors do not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
@@ -29,11 +29,11 @@ class Terminated(BaseException):
 
 @contextmanager
 def ending_signals(when_stuck: Callable[[BaseException], object]) -> Iterator[None]:
-    """In this block SIGTERM and SIGHUP raise `Terminated`; elsewhere than in the main thread the block changes nothing.
+    """Raise `Terminated` on SIGTERM and SIGHUP in this block. Outside the main thread the block has no effect.
 
     Args:
-        when_stuck: called in another thread, with the exception, where the main thread has not ended `GRACE_S` after
-            one of them or a Ctrl-C.
+        when_stuck: called in another thread, with the exception, if the main thread has not left the block `GRACE_S`
+            after such a signal or a Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +43,7 @@ def ending_signals(when_stuck: Callable[[BaseException], object]) -> Iterator[No
         raise Terminated(number)
 
     if "TORCHELASTIC_RUN_ID" in os.environ and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Jobs in the background of a script ignore Ctrl-C. But torchrun does not, and passes it on.
+        # A background job of a shell script ignores Ctrl-C, but torchrun handles it and passes it on.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     replaced = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     reading, writing = os.pipe()
@@ -60,7 +60,7 @@ def ending_signals(when_stuck: Callable[[BaseException], object]) -> Iterator[No
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(before)
-        os.close(writing)  # and the thread ends
+        os.close(writing)  # which ends the thread
 
 
 def _watch(reading: int, is_over: threading.Event, when_stuck: Callable[[BaseException], object]) -> None:
@@ -76,7 +76,7 @@ def _watch(reading: int, is_over: threading.Event, when_stuck: Callable[[BaseExc
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """In this block none of them interrupts what is being done."""
+    """Ignore SIGTERM, SIGHUP and SIGINT in this block."""
     numbers = [*ENDING, signal.SIGINT]
     if threading.current_thread() is not threading.main_thread():
         numbers = []

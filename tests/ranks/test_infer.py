@@ -92,8 +92,8 @@ def test_standard_output_is_the_answer_and_the_report_tells_the_rest(model, tmp_
         "chunks",
         "TTFT",
         "TPOT",
-        "K,V moved",
-        "K,V peak per rank",
+        "KV moved",
+        "KV peak per rank",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "trace.json", "trace.png"}
 
