@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A lock that is taken twice: a call that no signal ends and in which no Python code runs.
 STUCK = """
 import ctypes, os, signal, threading, time
-from launch import signals
+from launch.program import signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a script ignores it
 signals.GRACE_S = 0.2
 def late(error):
