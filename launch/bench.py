@@ -1,4 +1,4 @@
-"""Measures ways to a first token against each other and against what compute allows: `launch/bench.py --help`."""
+"""Compare prefill strategies with each other and with what compute allows: `python launch/bench.py --help`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BENCH = Program(module="launch.bench", options=BenchRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of `run_program`."""
+    """Run the program and return its exit status."""
     arguments = list(sys.argv[1:] if args is None else args)
     return run_program(
         BENCH,
@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _on_shaped_network(run: BenchRun, args: Sequence[str]) -> bool:
-    """Start the ranks on hosts of their own, if that is asked for."""
+    """Start the ranks in network namespaces if bench.network=netns; returns whether it did."""
     if run.bench.network is not Network.netns:
         return False
     from benchmarks.ttft.shaped_runs import run_on_shaped_network
@@ -76,11 +76,11 @@ def _on_shaped_network(run: BenchRun, args: Sequence[str]) -> bool:
 
 
 def bench(run: BenchRun, ranks: Ranks) -> None:
-    """State the bounds, measure, print and write; every rank makes the same call.
+    """State the bounds, measure, print and write. Every rank makes the same call.
 
-    Raises: ValueError and OSError for a user's mistakes, or if variants that must agree do not.
+    Raises:
+        ValueError, OSError: for a user's mistakes, or if variants disagree that must agree.
     """
-    from benchmarks.network.interruptions import signals_raise
     from benchmarks.ttft.bounds import bounds_of, measure_compute, peak_flops
     from benchmarks.ttft.measurement import Contenders, load_model
     from benchmarks.ttft.record import Record
@@ -125,7 +125,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     for length in run.bench.lengths:
         for name in run.bench.variants:
             _set_split(run, ranks, contenders, name, length, compute, link, bounds[length])
-    with Bar("measuring", shown=ranks.rank == 0) as bar, signals_raise():
+    with Bar("measuring", shown=ranks.rank == 0) as bar:
         bar.total = sum(
             bounds[length].single_s * (run.bench.warmup + left) * len(run.bench.variants)
             for length, left in rounds_left.items()
@@ -137,7 +137,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 
 
 def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
-    """On rank 0, before the model is loaded: what can be wrong and is cheap to find out."""
+    """Check whatever can be checked before the model is loaded. Rank 0 calls it."""
     from benchmarks.ttft import comparison
     from benchmarks.ttft.bounds import read_compute
     from benchmarks.ttft.measurement import prefill_options
@@ -170,7 +170,7 @@ def _prepare(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
 
 
 def _link(run: BenchRun, ranks: Ranks) -> Link | None:
-    """As it is shaped, else as measured; None for a single rank."""
+    """The link between ranks: of the shaped rate if there is one, else as measured; None for a single rank."""
     from partitioner.cost.link import Link
     from partitioner.measure import ping
 
@@ -218,7 +218,7 @@ def _measure(
     bounds: Bounds,
     bar: Bar,
 ) -> None:
-    """All rounds of one length. What was measured before an interruption is kept."""
+    """Run all rounds of one length. An interruption keeps the finished rounds."""
     from benchmarks.network.interruptions import signals_deferred
     from benchmarks.ttft.measurement import check_agreement, prompt
 
@@ -242,7 +242,7 @@ def _measure(
             finished.append(one_round(f"round {number + 1} of {rounds}"))
     except BaseException as error:
         if ranks.rank == 0 and finished and not isinstance(error, ValueError):
-            with signals_deferred():  # torchrun repeats them
+            with signals_deferred():  # torchrun sends a signal more than once
                 _keep(run, model, record, length, finished, bounds)
             bar.clear()
             say(f"kept {len(finished)} of {rounds} rounds of {length} tokens; go on with bench.resume=true")
@@ -264,7 +264,7 @@ def _keep(
 
 
 def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
-    """Rounds to run by length. All variants of a length run together, since ratios are taken round by round."""
+    """Rounds left to run, by length. All variants of a length run together, since ratios are taken within a round."""
     from benchmarks.harness import lines
     from benchmarks.ttft import comparison
 

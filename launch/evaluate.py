@@ -1,4 +1,4 @@
-"""Measures what cache policies cost, in quality, bytes and time: `python launch/evaluate.py --help`."""
+"""Measure the cost of cache policies in quality, bytes and time: `python launch/evaluate.py --help`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
+from launch.inputs.text_files import EXAMPLE_TEXT, text_or_example
 from launch.program.compose import Program
 from launch.program.ending import say
 from launch.program.run import run_program
 
 if TYPE_CHECKING:
     from benchmarks.evaluation.contenders import Contender
-    from benchmarks.evaluation.material import Text
     from benchmarks.evaluation.record import Record
     from benchmarks.evaluation.tasks import Task
     from benchmarks.evaluation.tasks.base import Case, Runtime
     from benchmarks.harness.lines import Line
     from runahead.ranks.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
-
 HELP = f"""\
 usage: python launch/evaluate.py [name=value ...]     (one rank)
 
-Measures cache policies under budgets in several tasks, each against the full cache: quality, bytes of K,V, time to
-first token and time per token. Prints a table per task, writes a JSON report, and draws what was lost over what was
-kept, what was found where, and what each layer keeps.
+Measures cache policies under budgets in several tasks, each against the full cache: quality, bytes of the KV cache,
+time to first token and time per token. Prints a table per task, writes a JSON report, and draws quality over the share
+that is kept, retrieval by depth, and what each layer keeps.
 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; one with a budget among its options, as
                                         {{name:window,budget:256}}, runs under that one
@@ -42,16 +39,16 @@ kept, what was found where, and what each layer keeps.
   text.file=<text in UTF-8>             for perplexity, copy and needle; by default {EXAMPLE_TEXT}
 
   perplexity   perplexity.tokens=2048   perplexity.samples=1   perplexity.chunk=256
-               of text that is read in chunks, each on what was kept of those before it
+               of text that is read in chunks, each with what was kept of those before it
   copy         copy.passage=128   copy.filler=640   copy.samples=4
                NLL of a passage that has been read before, with other text between
   passkey      passkey.lengths=[512,1024,2048]   passkey.depths=[0,0.25,0.5,0.75,1]   passkey.samples=1
                passkey.question=separate|with_context   passkey.new_tokens=8
-               a number in text that repeats itself; the question is a turn of its own behind the thinned context
+               a number in text that repeats itself; the question is a turn of its own after the thinned context
   needle       needle....: as passkey, in the text of text.file
   throughput   throughput.prompt_tokens=512   throughput.new_tokens=256   throughput.kv_tokens=6144 (or .kv_bytes)
                throughput.max_batch=64   throughput.rounds=3
-               tokens/s with the largest batch whose K,V fit
+               tokens/s with the largest batch whose KV cache fits
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
@@ -65,13 +62,20 @@ EVALUATE = Program(module="launch.evaluate", options=EvaluateRun, help=HELP)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The exit status of `run_program`."""
+    """Run the program and return its exit status."""
     return run_program(EVALUATE, args, evaluate, warnings=ineffective_settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured, all of it known before the model is loaded."""
+    """All measurements of an evaluation, known before the model is loaded.
+
+    Attributes:
+        contenders: policies under their budgets.
+        tasks: tasks by name.
+        record: what every line says of this evaluation.
+        done: lines of measurements made before.
+    """
 
     contenders: list[Contender]
     tasks: dict[str, Task]
@@ -79,12 +83,12 @@ class Plan:
     done: list[Line]
 
     def missing(self) -> list[tuple[str, Case, Contender]]:
-        """In order: all policies take turns in a case, so that what the machine does meanwhile hits all of them."""
+        """Measurements that no line has yet. All policies take turns in a case, so that load affects all of them."""
         known = {line["key"] for line in self.done}
         return [step for step, key in self._steps() if key not in known]
 
     def of(self, found: Sequence[Line]) -> list[Line]:
-        """The lines of this plan, in its order."""
+        """Lines of this plan, in its order."""
         by_key = {line["key"]: line for line in found}
         return [by_key[key] for _, key in self._steps() if key in by_key]
 
@@ -98,9 +102,10 @@ class Plan:
 
 
 def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
-    """Measure what is missing, print, write and draw. Returns the lines.
+    """Make the missing measurements, print and write the results and draw the pictures. Returns the lines.
 
-    Raises: ValueError and OSError for a user's mistakes.
+    Raises:
+        ValueError, OSError: for a user's mistakes.
     """
     from itertools import groupby
 
@@ -122,11 +127,11 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
 
 
 def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
-    """Everything that can be wrong and is cheap to find out."""
+    """Check the options and the text, and plan the measurements, before the model is loaded."""
     import torch
 
     from benchmarks.evaluation.contenders import contenders
-    from benchmarks.evaluation.material import Material
+    from benchmarks.evaluation.material import Material, Text
     from benchmarks.evaluation.plot import read
     from benchmarks.evaluation.record import Record
     from benchmarks.evaluation.tasks import TASKS
@@ -144,7 +149,10 @@ def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
             ensure_writable(path, option=option)
     done = [] if run.lines is None else read(Path(run.lines))
     kinds = {name: TASKS[name] for name in run.tasks}
-    text = _text(run) if any(kind.needs_text for kind in kinds.values()) else None
+    text = None
+    if any(kind.needs_text for kind in kinds.values()):
+        name, content = text_or_example(run.text.file, "text.file")
+        text = Text(name=name, content=content)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     tokenizer = loading.load_tokenizer(run.model)
     speechless = [name for name, kind in kinds.items() if kind.needs_tokenizer]
@@ -168,21 +176,8 @@ def _prepare(run: EvaluateRun, ranks: Ranks) -> Plan:
     )
 
 
-def _text(run: EvaluateRun) -> Text:
-    from benchmarks.evaluation.material import Text
-    from launch.inputs.text_files import read_text
-
-    path = run.text.file
-    if path is None:
-        example = ROOT / EXAMPLE_TEXT
-        if not example.is_file():
-            raise ValueError(f"these tasks need a text and {EXAMPLE_TEXT} is not there; use text.file=<text in UTF-8>")
-        return Text(name=EXAMPLE_TEXT, content=read_text(str(example), EXAMPLE_TEXT))
-    return Text(name=f"text.file={path}", content=read_text(path, f"text.file={path}"))
-
-
 def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: list[tuple[str, Case, Contender]]) -> list[Line]:
-    """Each measurement is written as soon as it is there."""
+    """Make the missing measurements and write the line of each at once."""
     from benchmarks.evaluation.tasks.base import Runtime
     from benchmarks.harness import lines
     from launch.program.progress import Bar
@@ -213,7 +208,7 @@ def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: list[tuple[str
 
 
 def _warm_up(runtime: Runtime, plan: Plan) -> None:
-    """Under every policy once, so that no measurement pays for what happens only the first time."""
+    """Generate a few tokens under every policy, so that no measurement includes one-time costs."""
     import torch
 
     from runahead.config import GenerationOptions
@@ -230,7 +225,7 @@ def _case_text(case: Case) -> str:
 
 
 def _write(run: EvaluateRun, plan: Plan, found: Sequence[Line]) -> None:
-    """The report, and the pictures beside it."""
+    """Write the report and the pictures beside it."""
     import json
 
     from benchmarks.evaluation import plot, summary

@@ -1,4 +1,4 @@
-"""Answers prompts on the ranks that torchrun started, or on one: `python launch/infer.py --help`."""
+"""Answer prompts on the ranks that torchrun started, or on one rank: `python launch/infer.py --help`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ prompt.text=, prompt.question= and generation.stop= take everything after the fi
 
 
 def help_on_policy(overrides: Sequence[str]) -> str | None:
-    """The options of the policy that is named, if one is."""
+    """Help on the policy that `overrides` choose, or None."""
     named = [value for option, _, value in (override.partition("=") for override in overrides) if option == "policy"]
     return policy_help(named[-1]) if named and named[-1] in NAMES else None
 
@@ -99,9 +99,11 @@ def _answer(run: RunOptions, ranks: Ranks) -> None:
 def infer(
     run: RunOptions, ranks: Ranks, partition: Partitioner, policies: RankPolicies | None = None
 ) -> list[GenerationBatch]:
-    """Answer the prompts of `run` on standard output and write its files; every rank makes the same call.
+    """Answer the prompts of `run` on standard output and write its files. Every rank makes the same call.
 
-    Raises: ValueError and OSError for a user's mistakes, SharedError for those that rank 0 tells.
+    Raises:
+        ValueError, OSError: for a user's mistakes.
+        SharedError: for mistakes that rank 0 reports.
     """
     from launch.inputs.partitions import check_table
     from launch.inputs.policies import prompt_cache_options
@@ -144,7 +146,7 @@ def infer(
             prompts.asked[start : start + run.prompt.batch],
             run.generation,
             on_tokens=stream.on_tokens if stream else None,
-            # Of several calls the last one is drawn: it is warm.
+            # Of several calls the last one is recorded, which is warm.
             record_timeline=run.timeline is not None and start == starts[-1],
             first_index=start,
         )
@@ -163,7 +165,7 @@ def infer(
 
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
-    """On rank 0, before the weights are loaded: everything that can be wrong and is cheap to find out."""
+    """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it."""
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import read_prompts

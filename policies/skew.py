@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.inputs.text_files import EXAMPLE_TEXT, text_or_example
 from launch.program.compose import Program
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
     from runahead.rotary import Rotary
-
-EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
 
 HELP = f"""\
 usage: python -m policies.skew out=<file.safetensors> [name=value ...]     (one rank)
@@ -98,7 +96,6 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample, after all checks that do not need the model's weights."""
-    from launch.inputs.prompts import read_text
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
@@ -109,12 +106,7 @@ def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
         )
     assert run.out is not None
     ensure_writable(run.out, option="out")
-    path, name = run.sample, f"sample={run.sample}"
-    if path is None:
-        path, name = str(Path(__file__).resolve().parent.parent / EXAMPLE_TEXT), EXAMPLE_TEXT
-        if not Path(path).is_file():
-            raise ValueError(f"{EXAMPLE_TEXT} is not there; use sample=<text in UTF-8>")
-    text = read_text(path, name)
+    name, text = text_or_example(run.sample, "sample")
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     limit = max_positions(config)
     if limit is not None and run.tokens > limit:

@@ -1,4 +1,4 @@
-"""The ways to split a prompt over ranks that partition= can name."""
+"""Context partitions that partition= can name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class TablePartition:
-    """Splits prompts as a lookup table says; what it warns of is told once, on rank 0."""
+    """Splits prompts by a lookup table, and prints each of its warnings once, on rank 0."""
 
     def __init__(self, table: LookupTable) -> None:
         self.table = table
@@ -28,7 +28,11 @@ class TablePartition:
         return self._aloud(lambda: self.table.partitioner()(num_tokens, num_ranks))
 
     def check_fits(self, fingerprint: Fingerprint, *, force: bool) -> None:
-        """Raises: ValueError: the table is for another model or device, unless `force` is set."""
+        """Check that the table is for this model and device.
+
+        Raises:
+            ValueError: if it is not, unless `force` is set.
+        """
         remedy = f"{REMEDY}, or use this one with partition.force=true"
         self._aloud(lambda: self.table.check_fits(fingerprint, force=force, remedy=remedy))
 
@@ -57,19 +61,25 @@ PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Part
 
 
 def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
-    """What turns (number of tokens, number of ranks) into a context partition. Every rank makes the same call.
+    """Function from (number of tokens, number of ranks) to a context partition. Every rank makes the same call.
 
-    A lookup table is read by rank 0, whose file it is; the others get it from there.
+    Rank 0 reads a lookup table and sends it to the others.
 
-    Raises: ValueError on rank 0 for what is wrong with a table, SharedError on the others.
+    Raises:
+        ValueError: on rank 0, if the table is wrong.
+        SharedError: on the other ranks.
     """
     return PARTITIONS[options.name](options, ranks)
 
 
 def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
-    """Make sure that a lookup table holds for this run. Every rank makes the same call; one rank alone splits nothing.
+    """Check that a lookup table is for this run's model and device. Every rank makes the same call.
 
-    Raises: ValueError on rank 0 if it does not, unless partition.force is set; SharedError on the others.
+    A single rank has nothing to split and is not checked.
+
+    Raises:
+        ValueError: on rank 0, if the table is for another one, unless partition.force is set.
+        SharedError: on the other ranks.
     """
     if not isinstance(partition, TablePartition) or ranks.size == 1:
         return
@@ -78,7 +88,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
 
 
 def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequence[int]) -> str | None:
-    """What the paper calls the partition of a prompt: KVR-E, KVR-S or KVR-P; None where it has no name for it."""
+    """The paper's name for the partition of a prompt: KVR-E, KVR-S or KVR-P; None if it has none."""
     if not run.prefill.takes_partition:
         return None
     if isinstance(partition, TablePartition):

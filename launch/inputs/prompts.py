@@ -1,4 +1,4 @@
-"""The prompts of a run as token ids, read and checked on rank 0 alone."""
+"""Prompts of a run as token ids, read and checked on rank 0."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 
 E = TypeVar("E")
 
+"""Text that programs read if the user names none, below the folder of the packages."""
+
 SOURCES = ("text", "file", "ids_file", "random_tokens")
 
 
 @dataclass(kw_only=True)
 class Prompts:
-    """Token ids of every prompt, and what it reuses if it does.
+    """Prompts of a run.
 
-    `one_text`: it is a single prompt, whose answer is printed as text. `skipped` says what is wrong with those that
-    cannot be used, by their place among all.
+    Attributes:
+        ids: token ids of each prompt.
+        one_text: whether this is a single prompt, whose answer is printed as text.
+        reusing: the same prompts with what they reuse, if they reuse anything.
+        skipped: for each prompt that cannot be used, by its place among all prompts, what is wrong with it.
     """
 
     ids: list[list[int]]
@@ -35,13 +40,14 @@ class Prompts:
 
     @property
     def places(self) -> list[int]:
-        """Of each prompt, among all that were given."""
+        """Place of each prompt among all that were given."""
         return [place for place in range(len(self.ids) + len(self.skipped)) if place not in self.skipped]
 
     def skip(self, check: Callable[[list[int]], None]) -> None:
-        """Leave out those for which `check` raises a ValueError.
+        """Leave out the prompts for which `check` raises a ValueError.
 
-        Raises: ValueError if none is left.
+        Raises:
+            ValueError: if none is left.
         """
 
         def checked(ids: list[int]) -> list[int]:
@@ -54,15 +60,16 @@ class Prompts:
 
     @property
     def asked(self) -> Sequence[list[int] | ReusingPrompt]:
-        """What the engine is asked."""
+        """Prompts in the form that the engine takes."""
         return self.ids if self.reusing is None else self.reusing
 
 
 def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: int, seed: int = 0) -> Prompts:
-    """Read what `options` name and turn it into token ids.
+    """Read the prompts that `options` name and tokenize them.
 
-    Raises: ValueError, in one line, for what cannot be read, is no text, is empty or has ids outside the
-    vocabulary; with `skip_invalid`, only if none of several prompts can be used.
+    Raises:
+        ValueError: in one line, for a file that cannot be read, is not text or is empty, and for ids outside the
+            vocabulary; with `skip_invalid`, only if none of several prompts can be used.
     """
     given = [name for name in SOURCES if getattr(options, name) is not None]
     if len(given) != 1:
@@ -95,9 +102,10 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
 def _usable(
     entries: Sequence[E], ids_of: Callable[[E], list[int]], *, skip_invalid: bool
 ) -> tuple[list[list[int]], dict[int, str]]:
-    """Token ids of each entry, and by place what is wrong with those that have none.
+    """Token ids of each entry that can be used; for each of the others, by its place, what is wrong with it.
 
-    Raises: ValueError for the first that is wrong; with `skip_invalid`, if all are.
+    Raises:
+        ValueError: for the first entry that cannot be used; with `skip_invalid`, only if none can.
     """
     usable, wrong = [], {}
     for place, entry in enumerate(entries):
@@ -113,15 +121,16 @@ def _usable(
 
 
 def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
-    """Token ids of a prompt; with a chat template the text is the user's message.
+    """Tokenize a prompt; with a chat template the text is the user's message.
 
-    Raises: ValueError if there is no token, or `chat` demands a template that is not there or fails.
+    Raises:
+        ValueError: if there is no token, or if the chat template is missing or fails.
     """
     template = getattr(tokenizer, "chat_template", None)
     if chat is Chat.true and not template:
         raise ValueError("prompt.chat=true, but the model's tokenizer has no chat template; use prompt.chat=false")
     if chat is Chat.false or not template:
-        # verbose=False: that a text is longer than the model is told by check_prompts, with the remedy.
+        # verbose=False: check_prompts reports a text that is longer than the model's context, with the remedy.
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     else:
         messages = [{"role": "user", "content": text}]
@@ -136,7 +145,7 @@ def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
 
 
 def _joined(document: str, question: str | None, *, name: str, question_name: str = "prompt.question") -> str:
-    """The question after the document, with a blank line between."""
+    """Append the question to the document, after a blank line."""
     if not document.strip():
         raise ValueError(f"{name} is empty; give a text")
     if question is None:
@@ -151,7 +160,7 @@ def is_jsonl(path: str | None) -> bool:
 
 
 def _sources(options: PromptOptions) -> list[tuple[str, str]]:
-    """The text, or each line of a .jsonl file, and what messages are to call it."""
+    """The text, or each line of a .jsonl file, with its name for messages."""
     if options.text is not None:
         return [(options.text, "prompt.text")]
     assert options.file is not None
@@ -161,12 +170,16 @@ def _sources(options: PromptOptions) -> list[tuple[str, str]]:
 
 
 def jsonl_texts(text: str, name: str) -> list[tuple[str, str]]:
-    """The prompt in each line of a .jsonl file, and what messages are to call it. Raises: ValueError."""
+    """The prompt in each line of a .jsonl file, with its name for messages.
+
+    Raises:
+        ValueError: if a line is not a prompt.
+    """
     return [(_text_of_line(line, None, line_name), line_name) for line, line_name in _lines(text, name)]
 
 
 def _lines(text: str, name: str) -> list[tuple[str, str]]:
-    # Only "\n" ends a line: JSON strings may hold the other characters that splitlines() takes for one.
+    # Only "\n" ends a line: a JSON string may contain other characters at which splitlines() would split it.
     numbered = enumerate(text.split("\n"), start=1)
     lines = [(line, f"{name} line {number}") for number, line in numbered if line.strip()]
     if not lines:

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import sys
 
+from launch.program.compose import ROOT
 from runahead.files import read_user_file
+
+EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
+
+
+def text_or_example(path: str | None, option: str) -> tuple[str, str]:
+    """Name and content of the text that an option names, or of the example.
+
+    Raises:
+        ValueError: in one line.
+    """
+    if path is not None:
+        return f"{option}={path}", read_text(path, f"{option}={path}")
+    example = ROOT / EXAMPLE_TEXT
+    if not example.is_file():
+        raise ValueError(f"a text is needed and {EXAMPLE_TEXT} is not there; use {option}=<text in UTF-8>")
+    return EXAMPLE_TEXT, read_text(str(example), EXAMPLE_TEXT)
 
 
 def read_text(path: str, name: str, *, pipes: bool = True) -> str:
-    """A whole file, or standard input for "-", as text.
+    """Read a whole file, or standard input for "-", as text.
 
     Args:
-        name: what messages are to call it.
-        pipes: it may also be a pipe, which is waited for as standard input is.
+        name: name of the file for messages.
+        pipes: whether the file may be a pipe, which is read to its end as standard input is.
 
     Raises:
-        ValueError, in one line.
+        ValueError: in one line.
     """
     if not path:
         raise ValueError(f"{name} is empty; name a file")
