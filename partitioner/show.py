@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from launch.outputs.text_table import text_table
 from partitioner.pictures.save import save_pictures
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text
@@ -69,15 +70,8 @@ def table_text(table: LookupTable) -> str:
     groups = groupby(table.entries, key=lambda entry: entry.length)
     for (_, group), best in zip(groups, table.best_entries(), strict=True):
         rows += _rows(list(group), best)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
-            for name, cell, width in zip(COLUMNS, row, widths, strict=True)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([_head(table), "", *lines, "", NOTE]) + "\n"
+    left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
+    return f"{_head(table)}\n\n{text_table(rows, left=left)}\n{NOTE}\n"
 
 
 def _rows(entries: Sequence[Entry], best: Entry) -> list[list[str]]:

@@ -20,8 +20,8 @@ from runahead.config import (
     require,
 )
 
-# More tokens than any model takes.
 MAX_RANDOM_TOKENS = 2**27
+"""Limit of random tokens, beyond the context of any model."""
 
 
 class Chat(Enum):
@@ -64,8 +64,8 @@ class PromptOptions:
             require(total <= MAX_RANDOM_TOKENS, "prompt.random_tokens", self.random_tokens, rule)
 
 
-# Tolerance of the sum of the ratios, since thirds are written as 0.333.
 RATIO_SUM_TOLERANCE = 1.001e-3
+"""Largest difference between the sum of the ratios and 1, since users write a third as 0.333."""
 
 
 @dataclass(kw_only=True)
@@ -140,7 +140,7 @@ class RunOptions:
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:
-    """One sentence per option that was changed from its default and changes nothing in this run."""
+    """A sentence for each option that differs from its default and has no effect in this run."""
     sentences = []
     if (
         run.prompt.skip_invalid

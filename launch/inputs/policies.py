@@ -1,4 +1,4 @@
-"""From policy= options to policies: one, several in sequence, different ones by rank, or one from a file."""
+"""Policies from policy= options: one, several in sequence, different ones by rank, or one from a file."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def options_of(name: str) -> type:
 
 
 def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, positions and given options of policy=, each option in its type. An option that is null was not given.
+    """Name, positions and given options of policy=, each option in its type. An option that is null is not given.
 
     Raises:
         ValueError: in one line, for an unknown name or option, or a value of another type. `rank_policies` checks the

@@ -51,9 +51,10 @@ def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config:
 
 
 def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
-    """Prompts in PML: prompt.text, an XML file, or a .jsonl file with one per line.
+    """Read prompts in PML from prompt.text, an XML file, or a .jsonl file with one per line.
 
-    Raises: ValueError, in one line.
+    Raises:
+        ValueError: in one line.
     """
     for name in ("question", "ids_file", "random_tokens"):
         if getattr(options, name) is not None:
@@ -83,7 +84,8 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
 def print_layout(run: RunOptions) -> bool:
     """Print the layout of a run's schema, and the tokens that each of its prompts reuses.
 
-    Raises: ValueError, in one line.
+    Raises:
+        ValueError: in one line.
     """
     from runahead.model import loading
 
@@ -94,7 +96,6 @@ def print_layout(run: RunOptions) -> bool:
     cache = read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
     if run.prompt.text is None and run.prompt.file is None:
         print(cache.table(), end="")
-        return True
+        return
     for prompt in read_reusing_prompts(run.prompt, cache).reusing or []:
         print(cache.table(prompt), end="")
-    return True

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 E = TypeVar("E")
 
-"""Text that programs read if the user names none, below the folder of the packages."""
-
 SOURCES = ("text", "file", "ids_file", "random_tokens")
 
 

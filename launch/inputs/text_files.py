@@ -8,6 +8,7 @@ from launch.program.compose import ROOT
 from runahead.files import read_user_file
 
 EXAMPLE_TEXT = "examples/frankenstein_letters.txt"
+"""Text that programs read if the user names none, below the folder of the packages."""
 
 
 def text_or_example(path: str | None, option: str) -> tuple[str, str]:

@@ -1,25 +1,25 @@
-# What the batch scripts beside it share: starts the ranks of a job, passes signals on, gathers what the ranks said.
+# Shared by the batch scripts beside it: start the ranks of a job, pass signals on to them, and collect their logs.
 #
-# A torchrun on every node, and under it a rank per GPU of that node; without GPUs a rank per task that
-# --ntasks-per-node asks for. Ranks are numbered in the order of the job's nodes, and meet on the first one.
+# Every node runs one torchrun, which starts a rank per GPU of the node, or without GPUs as many ranks as
+# --ntasks-per-node says. Ranks are numbered in the order of the job's nodes and meet on the first node.
 
 PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}
-folder=$SLURM_JOB_NAME-$SLURM_JOB_ID                    # what this job writes
-logs=$folder/start-${SLURM_RESTART_COUNT:-0}            # what its ranks said; a requeued job starts again
+folder=$SLURM_JOB_NAME-$SLURM_JOB_ID                    # output of this job
+logs=$folder/start-${SLURM_RESTART_COUNT:-0}            # logs of its ranks, of this start of the job
 max_requeues=${RUNAHEAD_MAX_REQUEUES:-20}
 
 signalled="" stopped="" near_limit=""
-trap 'signalled=1 stopped=1 near_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1       # it signals the ranks only
-trap 'signalled=1 stopped=1' TERM               # cancelled or preempted: SLURM signals the ranks itself
+trap 'signalled=1 stopped=1 near_limit=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1   # not this script
+trap 'signalled=1 stopped=1' TERM               # cancelled or preempted: SLURM signals the ranks too
 
 say() {
     echo "runahead: $*" >&2
 }
 
-# run_ranks <module> [name=value ...]: runs the module on all ranks; its status is theirs. Standard output is rank 0's.
-# Afterwards $near_limit is 1 if the time limit came near.
+# run_ranks <module> [name=value ...]: runs the module on all ranks and returns their status. Standard output is that of
+# rank 0. Afterwards $near_limit is 1 if the job was near its time limit.
 run_ranks() {
-    # SLURM's own name of the node may mean nothing to the others; the address it uses itself does.
+    # Other nodes may not resolve the name that SLURM has for the node, so its address is used.
     local first
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')}
@@ -27,14 +27,14 @@ run_ranks() {
     export PYTHON MASTER_ADDR MASTER_PORT logs
     export TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
 
-    # From SIGTERM to SIGKILL torchrun gives its ranks 30 s by default, and so does SLURM its tasks (KillWait): with
-    # less, torchrun has ended its ranks before SLURM ends torchrun.
+    # torchrun and SLURM both wait 30 s by default between SIGTERM and SIGKILL (KillWait). With less, torchrun ends its
+    # ranks before SLURM ends torchrun.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-15}
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
 
     mkdir -p "$logs" || return
-    # One task per node, which gets all of the job's processors and GPUs there. When one has ended, the others get some
-    # seconds to say what they waited for; SLURM ends them then.
+    # One task per node, which gets all of the job's processors and GPUs there. After one task has ended, SLURM ends the
+    # others within seconds, in which they report what they waited for.
     env -u SLURM_GPUS_PER_TASK -u SLURM_TRES_PER_TASK -u SLURM_CPUS_PER_TASK -u SRUN_CPUS_PER_TASK \
         srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=0 --wait=15 bash -c '
@@ -46,14 +46,14 @@ run_ranks() {
     local step=$! status
     wait "$step"
     status=$?
-    while [ -n "$signalled" ]; do           # that was the end of waiting, not of the ranks
+    while [ -n "$signalled" ]; do           # a signal ended the wait, not the ranks
         signalled=""
         wait "$step"
         status=$?
     done
     gather_logs
     if [ "$status" -ne 0 ] && [ -z "$stopped" ]; then
-        say "ended with status $status; what each rank said is in $logs"
+        say "ended with status $status; the log of each rank is in $logs"
         cat "$logs"/rank-*.err | grep '^\[rank ' | sort -u | head -n 20 | grep . >&2 || tail -n 1 "$logs/rank-0.err" >&2
     fi
     return "$status"
@@ -73,14 +73,14 @@ gather_logs() {
     done
 }
 
-# go_on_later: where the time limit ended a program that keeps what it found, queues the job again.
+# go_on_later: queues the job again, after the time limit ended a program that keeps its measurements.
 go_on_later() {
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
-        say "the time limit came near for the ${SLURM_RESTART_COUNT}th time; submit the job again to go on" \
+        say "the time limit came near for the ${SLURM_RESTART_COUNT}th time; submit the job again to continue" \
             "(RUNAHEAD_MAX_REQUEUES=$max_requeues)"
     elif scontrol requeue "$SLURM_JOB_ID"; then
-        say "the time limit is near; the job is queued again and goes on from what is kept"
+        say "the time limit is near; the job is queued again and continues from what is kept"
     else
-        say "the time limit is near, and the job cannot be queued again; submit it again to go on from what is kept"
+        say "the time limit is near, and the job cannot be queued again; submit it again to continue from what is kept"
     fi
 }

@@ -118,7 +118,7 @@ def test_a_wrong_option_is_told_in_the_log(cluster: Cluster, model: list[str], t
     assert (state, status) == ("FAILED", 1)
     name = f"runahead-infer-{job.number}"
     assert job.log.splitlines()[-2:] == [
-        f"runahead: ended with status {status}; what each rank said is in {name}/start-0",
+        f"runahead: ended with status {status}; the log of each rank is in {name}/start-0",
         "unknown option prompt.txt; did you mean prompt.text?",
     ]
     assert written(tmp_path / name) == {"start-0/rank-0.err"}
@@ -170,7 +170,7 @@ def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[
     before = points.read_text().splitlines()
     assert not (tmp_path / "mine.json").exists(), "it came too far before it was interrupted"
     assert job.wait() == ("COMPLETED", 0), job.log
-    assert "the job is queued again and goes on from what is kept" in job.log
+    assert "the job is queued again and continues from what is kept" in job.log
     after = points.read_text().splitlines()
     assert after[: len(before)] == before
     measured = [tuple(json.loads(line)["boundaries"]) for line in after]

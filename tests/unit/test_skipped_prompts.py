@@ -143,7 +143,7 @@ def test_a_run_answers_the_others_and_reports_all(tmp_path, capfd):
     assert [entry["index"] for entry in answered] == [0, 3, 6]
     assert [entry["new_token_ids"] for entry in answered] == [entry["new_token_ids"] for entry in alone]
     assert "it is longer than the model's 64 positions" in entries[7]["error"]
-    assert "skipped            5; the first: " in err
+    assert "skipped           5; the first: " in err
     fields = json.loads(report.read_text())
     assert [prompt["index"] for prompt in fields["prompts"]] == [0, 3, 6]
     assert [prompt["index"] for prompt in fields["skipped"]] == [1, 2, 4, 5, 7]
