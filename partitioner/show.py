@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from launch.outputs.text_table import text_table
+from launch.program.text_table import text_table
 from partitioner.pictures.save import save_pictures
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text

@@ -81,7 +81,7 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
     return Prompts(ids=[each.ids for each in reusing], one_text=not is_jsonl(options.file), reusing=reusing)
 
 
-def print_layout(run: RunOptions) -> bool:
+def print_layout(run: RunOptions) -> None:
     """Print the layout of a run's schema, and the tokens that each of its prompts reuses.
 
     Raises:

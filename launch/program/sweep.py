@@ -24,11 +24,11 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from launch.outputs.text_table import text_table
 from launch.program.compose import ROOT, VERBATIM, CommandLine, Program
 from launch.program.ending import say
 from launch.program.launcher import end_with_parent
 from launch.program.signals import ending_signals
+from launch.program.text_table import text_table
 from runahead.files import write_whole
 
 OF_THE_SWEEP = ("sweep.ranks", "sweep.dir")
