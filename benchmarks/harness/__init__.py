@@ -1,1 +1,1 @@
-"""What every benchmark shares: JSON lines, the machine's description, tables."""
+"""What all benchmarks share: JSON lines, the machine's description, tables, and the harness of a study."""

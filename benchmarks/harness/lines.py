@@ -1,11 +1,11 @@
-"""The file of measurements: a JSON line per variant and length, which everything else is made from."""
+"""Measurements as JSON lines: reading and checking a file of them, and appending to it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ def read(
     kind: str = "variant",
     fields: Mapping[str, Any] | None = None,
 ) -> list[Line]:
-    """All lines of a file; none if it is not there, or is a device or a pipe, which is only written to.
+    """All lines of a file; none if it does not exist, or is a device or a pipe, which is only written to.
 
     Args:
-        option: the command line's name for the file.
+        option: the command line's name of the file.
         kind: a field that every line has.
-        fields: that every line has besides, as in `fits`.
+        fields: further fields of every line and their forms, as in `fits`.
 
-    Raises: ValueError: a line that is no JSON object with these fields; it names the file and the line.
+    Raises: ValueError: a line is no JSON object with these fields; the message names the file and the line.
     """
     name = f"{option}={os.fspath(path)}"
     try:
@@ -47,9 +47,7 @@ def read(
             line = None
         if not isinstance(line, dict) or kind not in line:
             raise ValueError(f"{name}: line {number} is no measurement; remove it")
-        wrong = next(
-            (each for each, form in (fields or {}).items() if each not in line or not fits(line[each], form)), None
-        )
+        wrong = next((each for each, form in (fields or {}).items() if not fits(line, {each: form})), None)
         if wrong is not None:
             raise ValueError(f"{name}: line {number} is a damaged measurement, see its {wrong}; remove it")
         lines.append(line)
@@ -57,11 +55,11 @@ def read(
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Has a value this form?
+    """Whether a value has a form.
 
     Args:
-        form: a test of the value, [form] for a list of such values that is not empty, or {name: form} for an object
-            that has these fields at least.
+        form: a predicate, [form] for a list of such values that is not empty, or {name: form} for an object with at
+            least these fields.
     """
     if isinstance(form, dict):
         return isinstance(value, dict) and all(name in value and fits(value[name], form[name]) for name in form)
@@ -71,17 +69,18 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    """Text of one line without control characters, so that it can stand in a message, a table and a picture."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def is_count(value: Any) -> bool:
-    """A whole number from 0 on."""
+    """A whole number of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def is_number(value: Any) -> bool:
-    """A finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    """A finite number that a float can hold; an integer in JSON may have any number of digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_above_0(value: Any) -> bool:
@@ -90,27 +89,32 @@ def is_above_0(value: Any) -> bool:
 
 
 def or_none(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """That, or null."""
+    """The same form, or null."""
     return lambda value: value is None or form(value)
 
 
 def append(path: str | os.PathLike[str], lines: Sequence[Line]) -> None:
-    """Add lines, all or none of them.
+    """Append all of these lines or, if that fails, none of them.
 
     Raises: OSError.
     """
     file = Path(path)
-    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""  # a device is only written to
     if before and not before.endswith("\n"):
         before += "\n"
-    write_whole(path, before + "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    write_whole(path, before + dumps(lines))
+
+
+def dumps(lines: Sequence[Line]) -> str:
+    """The content of a file of these lines. Raises: ValueError: a number is not finite."""
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 def key(about: Mapping[str, Any]) -> str:
-    """Of all that decides a measurement; runs with the same key may be put together."""
+    """A digest of everything that decides a measurement; runs with the same key may be combined."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rounds_done(lines: Sequence[Line], wanted: str) -> int:
-    """Rounds that a file has for a key."""
+    """Number of rounds that a file has for a key."""
     return sum(len(line["runs"]) for line in lines if line["key"] == wanted)

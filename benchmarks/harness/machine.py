@@ -1,4 +1,4 @@
-"""What a measurement was made on, and by which code."""
+"""Description of the machine and of the code that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from typing import Any
 import psutil
 import torch
 
-from partitioner.table.fingerprint import device_name
+from partitioner.table.fingerprint import device_name, now
+from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MEASURED = ("runahead", "policies", "partitioner")
-"""Packages whose code decides what is measured."""
+"""Packages whose code is measured."""
+
+
+def about() -> dict[str, Any]:
+    """The fields that every measured line has: date, commit, code, hardware and versions."""
+    return {
+        "date": now(),
+        "commit": commit(),
+        "code": code(),
+        "hardware": hardware(),
+        "versions": library_versions(),
+    }
 
 
 def hardware() -> dict[str, Any]:
-    """Of this host: processor, its cores, memory in GiB, GPUs."""
+    """This host: processor, number of cores, memory in GiB, GPUs."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": f"{device_name(torch.device('cpu'))} ({torch.backends.cpu.get_cpu_capability()})",
@@ -31,7 +43,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout, with "-dirty" if a file of it was changed since, results apart: they grow with every run."""
+    """Commit of the checkout, with "-dirty" if a file other than results, which grow with every run, was changed."""
     described = _git("describe", "--always")
     if described is None:
         return None
@@ -40,7 +52,7 @@ def commit() -> str | None:
 
 
 def code(packages: Sequence[str] = MEASURED) -> str:
-    """A digest of the code that is measured. Unlike a commit it tells two changed checkouts apart."""
+    """Digest of the measured code. Unlike a commit it distinguishes two checkouts with changes."""
     digest = hashlib.sha256()
     for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())

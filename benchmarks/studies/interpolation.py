@@ -11,14 +11,13 @@ loss and writes a JSON line per table to benchmarks/results/interpolation.jsonl.
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Iterator
 from itertools import pairwise, product
 from statistics import median
 
-from tqdm import tqdm
-
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.harness.text_table import Rows, text
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.options import Objective, SearchOptions
@@ -37,34 +36,29 @@ SPACINGS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--heads", nargs="+", choices=KV_HEADS, default=list(KV_HEADS))
-    parser.add_argument("--gbps", type=float, nargs="+", default=[800, 100, 25, 10], help="1e9 bits per second")
-    parser.add_argument("--spacings", nargs="+", choices=SPACINGS, default=list(SPACINGS))
-    parser.add_argument("--step-us", type=float, default=20, help="fixed overhead of a step of compute")
-    options = parser.parse_args()
-
+def measure(run: Run) -> Iterator[Line]:
+    """One line per table, as it is given and with lengths added."""
+    options = run.options
     cases = list(product(options.spacings, options.heads, options.gbps, options.ranks))
-    out = ROOT / "benchmarks" / "results" / "interpolation.jsonl"
-    worst: list[float] = []
-    with out.open("a") as file:
-        for spacing, heads, gbps, ranks in tqdm(cases, unit="table", disable=None):
-            cluster = _cluster(heads, gbps, ranks, options.step_us * 1e-6)
-            for max_loss in (None, SearchOptions().max_loss):
-                record = {"spacing": spacing, "heads": heads, "gbps": gbps, "ranks": ranks, "max_loss": max_loss}
-                record |= _losses(cluster, SPACINGS[spacing], max_loss)
-                losses = record["losses"].values()
-                tqdm.write(
-                    f"{heads} {gbps:5g} Gbit/s {ranks} ranks, {spacing:10} "
-                    f"{'as given' if max_loss is None else 'lengths added':13} {record['lengths']:3} lengths: "
-                    f"largest loss {max(losses):6.2%}, median {median(losses):6.2%}"
-                )
-                file.write(json.dumps(record | {"step_us": options.step_us}) + "\n")
-                if max_loss is not None:
-                    worst.append(max(losses))
-    print(f"with lengths added, over {len(worst)} tables: largest loss {max(worst):.2%}, median {median(worst):.2%}")
+    for spacing, heads, gbps, ranks in run.bar(cases, "table"):
+        cluster = _cluster(heads, gbps, ranks, options.step_us * 1e-6)
+        for max_loss in (None, SearchOptions().max_loss):
+            line = {"spacing": spacing, "heads": heads, "gbps": gbps, "ranks": ranks, "max_loss": max_loss}
+            line |= {"step_us": options.step_us}
+            if not run.has(line):
+                yield line | _losses(cluster, SPACINGS[spacing], max_loss)
+
+
+def table(found: list[Line]) -> str:
+    """A row per table, and the largest and the median loss of those with lengths added."""
+    rows: Rows = [("table", "lengths", "largest loss", "median")]
+    for line in found:
+        losses, added = line["losses"].values(), "as given" if line["max_loss"] is None else "lengths added"
+        name = f"{line['heads']} {line['gbps']:5g} Gbit/s {line['ranks']} ranks, {line['spacing']:10} {added}"
+        rows.append((name, str(line["lengths"]), f"{max(losses):.2%}", f"{median(losses):.2%}"))
+    worst = [max(line["losses"].values()) for line in found if line["max_loss"] is not None]
+    summary = f"largest loss {max(worst):.2%}, median {median(worst):.2%}" if worst else "none"
+    return f"{text(rows)}with lengths added, over {len(worst)} tables: {summary}"
 
 
 def _cluster(heads: str, gbps: float, ranks: int, step_s: float) -> Cluster:
@@ -87,7 +81,7 @@ def _cluster(heads: str, gbps: float, ranks: int, step_s: float) -> Cluster:
     )
 
 
-def _losses(cluster: Cluster, lengths: list[int], max_loss: float | None) -> dict[str, object]:
+def _losses(cluster: Cluster, lengths: list[int], max_loss: float | None) -> Line:
     shape = ModelShape(
         type="llama", num_layers=32, model_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128, vocab_size=32000
     )
@@ -117,5 +111,21 @@ def _losses(cluster: Cluster, lengths: list[int], max_loss: float | None) -> dic
     return {"losses": losses, "lengths": len(known)}
 
 
+STUDY = Study(
+    name="interpolation",
+    text=__doc__,
+    has="losses",
+    measure=measure,
+    table=table,
+    options={
+        "ranks": option([2, 4, 8]),
+        "heads": option(list(KV_HEADS), choices=KV_HEADS),
+        "gbps": option([800.0, 100.0, 25.0, 10.0], "1e9 bits per second"),
+        "spacings": option(list(SPACINGS), choices=SPACINGS),
+        "step-us": option(20.0, "fixed overhead of a step of compute"),
+    },
+    key=("spacing", "heads", "gbps", "ranks", "max_loss", "step_us", "code"),
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

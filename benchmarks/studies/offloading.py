@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,15 +30,13 @@ from typing import Any, Protocol
 
 import psutil
 import torch
-import transformers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.studies.retrieval_decode import weight_bytes
-from partitioner.table.fingerprint import device_name, now
+from partitioner.table.fingerprint import device_name
 from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
@@ -53,15 +51,12 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import KVCache
-from runahead.files import write_whole
 from runahead.model.model import set_attention
 from runahead.model.seam import ATTENTION_NAME
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
 from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 
-RESULTS = ROOT / "benchmarks" / "results" / "offloading.jsonl"
-PICTURE = ROOT / "docs" / "offloading.png"
 SHAPES: dict[str, dict[str, int]] = {
     "llama2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "llama2-13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
@@ -262,41 +257,11 @@ class TransformersOffloaded:
         return 1.0
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama2-7b")
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT")
-    parser.add_argument("--alpha", type=float, default=InfiniGen().alpha)
-    parser.add_argument("--fetch", type=float, default=0.1, help="share of the tokens, at most or always")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=8, help="of one turn")
-    parser.add_argument("--device", help="by default a GPU if there is one")
-    parser.add_argument("--trace", type=Path, help=f"a torch profiler trace of {TRACED}, or of the first variant")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
-    options = parser.parse_args(argv)
-    try:
-        if not options.draw_only:
-            measure(options)
-        found = lines.read(options.results, option="--results")
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    if not found:
-        raise SystemExit(f"{options.results.name} has no lines yet, so there is nothing to draw")
-    write_whole(options.picture, picture(found))
-    print(table(found))
-
-
-@torch.inference_mode()
-def measure(options: argparse.Namespace) -> None:
-    """Raises: ValueError: an option out of range, or none of the variants has room."""
+def measure(run: Run) -> Iterator[Line]:
+    """One line per batch, context and variant. Raises: SystemExit: an option is out of range."""
+    options = run.options
     if min(options.rounds, options.tokens, *options.contexts, *options.batch) < 1 or min(options.contexts) < OBSERVED:
-        raise ValueError(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
+        raise SystemExit(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
     device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -310,11 +275,6 @@ def measure(options: argparse.Namespace) -> None:
         "kv": "random",
         "alpha": options.alpha,
         "fetch": options.fetch,
-        "hardware": machine.hardware(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "commit": machine.commit(),
-        "code": machine.code(),
-        "date": now(),
         **rates,
     }
     link = "" if rates["link_gbs"] is None else f", host to device {rates['link_gbs']:.1f} GB/s"
@@ -322,21 +282,21 @@ def measure(options: argparse.Namespace) -> None:
     traced = options.trace
     for batch in options.batch:
         for context in options.contexts:
-            run = Turns(model, options, context=context, batch=batch)
-            measured = run.measure(about, rates)
-            lines.append(options.results, measured)
+            turns = Turns(model, options, context=context, batch=batch)
+            measured = turns.measure(about, rates)
             print(table(measured))
-            if traced is not None and run.variants:
-                trace(run, traced)
+            yield from measured
+            if traced is not None and turns.variants:
+                trace(turns, traced)
                 traced = None
 
 
 def random_model(options: argparse.Namespace, device: torch.device) -> Model:
-    """A Llama of the asked shape. Raises: ValueError: no such number of layers."""
+    """A Llama of the asked shape. Raises: SystemExit: no such number of layers."""
     shape = dict(SHAPES[options.shape])
     if options.layers is not None:
         if not 1 <= options.layers <= shape["num_hidden_layers"]:
-            raise ValueError(f"--layers {options.layers} must be 1 to {shape['num_hidden_layers']} for {options.shape}")
+            raise SystemExit(f"--layers {options.layers} must be 1 to {shape['num_hidden_layers']} for {options.shape}")
         shape["num_hidden_layers"] = options.layers
     config = LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=max(32768, 2 * max(options.contexts)))
     torch.manual_seed(0)
@@ -348,6 +308,7 @@ def random_model(options: argparse.Namespace, device: torch.device) -> Model:
 class Turns:
     """Variants that decode in turn, behind the same random K,V."""
 
+    @torch.inference_mode()
     def __init__(self, model: Model, options: argparse.Namespace, *, context: int, batch: int) -> None:
         self.model, self.options, self.context, self.batch = model, options, context, batch
         self.room = options.tokens * (options.rounds + 2)
@@ -415,6 +376,7 @@ class Turns:
             ids_B1.tolist()  # as where tokens are told
         return (time.perf_counter() - began_s) / self.options.tokens
 
+    @torch.inference_mode()
     def measure(self, about: dict[str, Any], rates: dict[str, float | None]) -> list[Line]:
         seconds: dict[str, list[float]] = {name: [] for name in self.variants}
         peaks: dict[str, int] = {}
@@ -474,6 +436,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@torch.inference_mode()
 def trace(run: Turns, path: Path) -> None:
     """Two tokens as a trace for Perfetto or chrome://tracing: copies have a stream of their own there."""
     name = TRACED if TRACED in run.variants else next(iter(run.variants))
@@ -505,8 +468,8 @@ def table(found: Sequence[Line]) -> str:
 
 
 def latest(found: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
-    """By what tells them apart, context and variant."""
-    return {(*(line[name] for name in TOLD_APART), line["context"], line["variant"]): line for line in found}
+    """The last line of each machine, shape, batch, context and variant."""
+    return newest(found, *TOLD_APART, "context", "variant")
 
 
 def picture(found: Sequence[Line]) -> bytes:
@@ -538,5 +501,28 @@ def picture(found: Sequence[Line]) -> bytes:
     return png(figure)
 
 
+STUDY = Study(
+    name="offloading",
+    text=__doc__,
+    has="variant",
+    measure=measure,
+    table=table,
+    options={
+        "shape": option("llama2-7b", choices=list(SHAPES)),
+        "layers": option(None, "fewer than the shape has", type=int),
+        "dtype": option("bf16", choices=list(DTYPES)),
+        "contexts": option([2048, 4096, 8192, 16384, 32768]),
+        "batch": option([1]),
+        "variants": option(list(VARIANTS), choices=VARIANTS, metavar="VARIANT"),
+        "alpha": option(InfiniGen().alpha, type=float),
+        "fetch": option(0.1, "share of the tokens, at most or always"),
+        "rounds": option(7),
+        "tokens": option(8, "of one turn"),
+        "device": option(None, "by default a GPU if there is one"),
+        "trace": option(None, f"a torch profiler trace of {TRACED}, or of the first variant", type=Path),
+    },
+    pictures={"offloading.png": picture},
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -9,104 +9,107 @@ draws docs/prediction.png.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from statistics import median
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, last_run, option
+from benchmarks.harness.text_table import Rows, text
 from partitioner.cost.link import Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import LiveCost, ping, probe_compute
+from partitioner.pictures.table_pictures import agreement_png
 from partitioner.simulation.chain import Cluster, simulate
 from runahead import ContextPartition, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, from_ratios
 
+PROBES = [256, 512, 1024, 2048, 4096]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.55, 0.6, 0.65, 0.7])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--picture", default=str(ROOT / "docs" / "prediction.png"))
-    options = parser.parse_args()
 
+def measure(run: Run) -> Iterator[Line]:
+    """One line per length and split."""
+    options = run.options
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
-        chunks, prefixes = [256, 512, 1024, 2048, 4096], [256, 512, 1024, 2048, 4096]
         link = ping(ranks)
         assert link is not None
         live = {length: LiveCost(model, ranks, PrefillOptions(), length) for length in options.lengths}
-        splits = {
-            length: [from_ratios([ratio, 1 - ratio])(length, ranks.size) for ratio in options.ratios]
-            for length in options.lengths
-        }
-        probes: list[MeasuredCost] = []
-        runs: dict[tuple[int, ContextPartition], list[float]] = {
-            (length, split): [] for length in options.lengths for split in splits[length]
-        }
+        splits = [from_ratios([x, 1 - x])(length, ranks.size) for length in options.lengths for x in options.ratios]
         for length in options.lengths:
-            live[length].run(splits[length][0])  # warm up
-        for _ in tqdm(range(options.repeats), disable=ranks.rank != 0):
-            probed = probe_compute(model, chunks=chunks, prefixes=prefixes, repeats=1)
+            live[length].run(from_ratios([options.ratios[0], 1 - options.ratios[0]])(length, ranks.size))  # warm up
+        probes: list[MeasuredCost] = []
+
+        def probe(_: int) -> float:
+            probed = probe_compute(model, chunks=PROBES, prefixes=PROBES, repeats=1)
             probes.append(ranks.broadcast(probed, 0, "the compute cost"))
-            for length, split in runs:
-                runs[length, split].append(live[length].run(split))
+            return 0.0
+
+        def turn(split: ContextPartition) -> Callable[[int], float]:
+            return lambda _: live[split.num_tokens].run(split)
+
+        seconds = run.in_turn({"probe": probe, **{repr(split): turn(split) for split in splits}}, options.repeats)
         cluster = Cluster(
             compute=medians(probes),
             speed=[1.0] * ranks.size,
             links=Links(ranks.size, link),
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
         )
-        lines = []
-        for (length, split), measured_s in runs.items():
-            predicted_s = simulate(split, cluster).ttft_s
-            lines.append(
-                {
-                    "length": length,
-                    "boundaries": split.boundaries,
-                    "predicted_s": predicted_s,
-                    "measured_s": measured_s,
-                    "error": predicted_s / statistics.median(measured_s) - 1,
-                }
-            )
+        for split in splits:
+            predicted_s, measured_s = simulate(split, cluster).ttft_s, seconds[repr(split)]
+            yield {
+                "length": split.num_tokens,
+                "boundaries": split.boundaries,
+                "predicted_s": predicted_s,
+                "measured_s": measured_s,
+                "error": predicted_s / median(measured_s) - 1,
+                "torch": torch.__version__,
+            }
         if ranks.rank == 0:
-            report(lines, options.picture)
             print(f"link: {link.latency_s * 1e6:.0f} us, {link.bandwidth_Bps / 1e9:.2f} GB/s")
 
 
 def medians(costs: list[MeasuredCost]) -> MeasuredCost:
     """Point by point."""
     points = {
-        name: {at: statistics.median(getattr(cost, name)[at] for cost in costs) for at in getattr(costs[0], name)}
+        name: {at: median(getattr(cost, name)[at] for cost in costs) for at in getattr(costs[0], name)}
         for name in ("first_s", "between_s", "own_s", "last_s", "prefix_s")
     }
     return MeasuredCost(num_layers=costs[0].num_layers, **points)
 
 
-def report(lines: list[dict[str, Any]], picture: str) -> None:
-    """Print the points, append them, and draw them."""
-    from partitioner.pictures.table_pictures import agreement_png
+def table(found: list[Line]) -> str:
+    """A row per split of the last run, and the largest and the median error."""
+    rows: Rows = [("tokens", "boundary", "predicted", "measured", "error")]
+    for line in last_run(found):
+        times = f"{line['predicted_s']:.2f} s", f"{median(line['measured_s']):.2f} s"
+        rows.append((str(line["length"]), str(line["boundaries"][1]), *times, f"{line['error']:+.1%}"))
+    errors = sorted(abs(line["error"]) for line in last_run(found))
+    return f"{text(rows)}largest error {errors[-1]:.1%}, median {median(errors):.1%}, n={len(errors)}"
 
-    with (ROOT / "benchmarks" / "results" / "prediction.jsonl").open("a") as file:
-        for line in lines:
-            file.write(json.dumps({**line, "torch": torch.__version__}) + "\n")
-            measured_s = statistics.median(line["measured_s"])
-            print(
-                f"{line['length']:>6} tokens, boundary {line['boundaries'][1]:>5}: predicted "
-                f"{line['predicted_s']:.2f} s, measured {measured_s:.2f} s, error {line['error']:+.1%}"
-            )
-    errors = sorted(abs(line["error"]) for line in lines)
-    print(f"largest error {errors[-1]:.1%}, median {statistics.median(errors):.1%}, n={len(errors)}")
+
+def picture(found: list[Line]) -> bytes:
+    """Predicted over measured TTFT, of the last run."""
     points: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        pair = statistics.median(line["measured_s"]), line["predicted_s"]
+    for line in last_run(found):
+        pair = median(line["measured_s"]), line["predicted_s"]
         points.setdefault(f"{line['length']:,} tokens", []).append(pair)
-    Path(picture).write_bytes(agreement_png(points, "SmolLM2-135M-Instruct, two ranks of one thread"))
+    return agreement_png(points, "SmolLM2-135M-Instruct, two ranks of one thread")
 
+
+STUDY = Study(
+    name="prediction",
+    text=__doc__,
+    has="predicted_s",
+    measure=measure,
+    table=table,
+    options={
+        "lengths": option([1024, 2048, 4096]),
+        "ratios": option([0.5, 0.55, 0.6, 0.65, 0.7], "shares of the first rank"),
+        "repeats": option(3),
+    },
+    pictures={"prediction.png": picture},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -1,7 +1,7 @@
 """Time to first token with cached modules against the full prefill, by length and by cached share.
 
     python -m benchmarks.studies.prompt_cache
-    python -m benchmarks.studies.prompt_cache --plot-only
+    python -m benchmarks.studies.prompt_cache --draw-only
 
 Every point is a prompt of random tokens, of which some are cached in modules and the others are new. Variants run in
 turn: the full prefill, modules in host memory, modules in files that are mapped (page cache warm), and the bound: the
@@ -11,31 +11,25 @@ docs/prompt_cache_ttft.png.
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.harness import lines, machine
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, option
 from benchmarks.studies.prompt_cache_pictures import ttft_png
-from partitioner.table.fingerprint import now
 from policies.prompt_cache.placement import LINK_TOKENS
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
-from runahead.files import write_whole
-from runahead.report import GenerationBatch, library_versions
+from runahead.report import GenerationBatch
 from runahead.reuse.store import SegmentStore, StoreLimits
 
-RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache.jsonl"
-PICTURE = ROOT / "docs" / "prompt_cache_ttft.png"
 ANSWER_TOKENS = 5
 
 
@@ -70,7 +64,7 @@ def prompt_of(point: Point, vocab_size: int) -> ReusingPrompt:
     )
 
 
-def measure(model: Model, ranks: Ranks, point: Point, folder: Path, repeats: int, full: bool) -> dict[str, Any]:
+def measure(run: Run, model: Model, ranks: Ranks, point: Point, folder: Path, *, full: bool) -> Line:
     """Runs of every variant, interleaved."""
     prompt = prompt_of(point, model.vocab_size)
     options = GenerationOptions(max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -82,49 +76,32 @@ def measure(model: Model, ranks: Ranks, point: Point, folder: Path, repeats: int
         store = SegmentStore(model, folder, StoreLimits(host_bytes=0))
         return Engine(model, ranks, store=store).generate([prompt], options)
 
-    variants: dict[str, Callable[[], GenerationBatch]] = {
+    generate: dict[str, Callable[[], GenerationBatch]] = {
         "bound": lambda: plain.generate([list(prompt.new_ids)], options),
         "host": lambda: Engine(model, ranks, store=in_host).generate([prompt], options),
         "disk": mapped,
     }
     if full:
-        variants["full"] = lambda: plain.generate([prompt.ids], options)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+        generate["full"] = lambda: plain.generate([prompt.ids], options)
     for name in ("host", "disk"):  # encodes
-        variants[name]()
-    for _ in range(repeats):
-        for name, run in variants.items():
-            batch = run()
+        generate[name]()
+
+    def turn(name: str) -> Callable[[int], dict[str, Any]]:
+        def one(_: int) -> dict[str, Any]:
+            batch = generate[name]()
             reuse = batch.ranks[0].reuse
-            runs[name].append(
-                {"ttft_s": batch.ttft_s, "tpot_s": batch.tpot_s, "reuse": None if reuse is None else asdict(reuse)}
-            )
+            told = None if reuse is None else asdict(reuse)
+            return {"ttft_s": batch.ttft_s, "tpot_s": batch.tpot_s, "reuse": told}
+
+        return one
+
+    runs = run.in_turn({name: turn(name) for name in generate}, run.options.repeats)
     return {"point": asdict(point), "computed": len(prompt.new_ids), "runs": runs}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000], help="cached tokens")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 0.9])
-    parser.add_argument("--of", type=int, default=4064, help="tokens of the prompt whose cached share is varied")
-    parser.add_argument("--new", type=int, default=64, help="new tokens behind so many cached ones")
-    parser.add_argument("--modules", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", default=str(RESULTS))
-    parser.add_argument("--plot-only", action="store_true", help="draw the newest lines of --results")
-    options = parser.parse_args()
-    if not options.plot_only:
-        _run(options)
-    found = [line for line in lines.read(options.results, kind="point") if line["kind"] == "ttft"]
-    if not found:
-        raise SystemExit(f"{options.results} has no lines to draw; leave out --plot-only")
-    newest = [line for line in found if line["job"] == found[-1]["job"]]
-    print(table(newest))
-    write_whole(PICTURE, ttft_png(newest, options.of))
-
-
-def _run(options: argparse.Namespace) -> None:
+def lines_of(run: Run) -> Iterator[Line]:
+    """One line per point: prompts of several lengths, and prompts of one length with several cached shares."""
+    options = run.options
     by_length = [Point(length, options.new, options.modules) for length in options.lengths]
     cached = [round(share * options.of) for share in options.shares]
     by_share = [Point(each, options.of - each, options.modules) for each in cached if each]
@@ -132,11 +109,7 @@ def _run(options: argparse.Namespace) -> None:
         model = Model.load(ModelOptions(), ranks.device)
         shared = {
             "kind": "ttft",
-            "job": now(),
-            "commit": machine.commit(),
-            "code": machine.code(),
-            "hardware": machine.hardware(),
-            "versions": library_versions(),
+            "job": run.shared["date"],
             "threads": options.threads,
             "model": model.name,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -144,25 +117,28 @@ def _run(options: argparse.Namespace) -> None:
             "link_tokens": LINK_TOKENS,
         }
         Engine(model, ranks).generate([list(range(64))], GenerationOptions(max_new_tokens=2))  # warm up
-        for point in tqdm([*by_length, *by_share]):
-            full = point in by_length
-            line = shared | measure(model, ranks, point, Path(folder), options.repeats, full)
-            lines.append(options.results, [line])
+        for point in [*by_length, *by_share]:
+            yield shared | measure(run, model, ranks, point, Path(folder), full=point in by_length)
 
 
-def ttft(line: lines.Line, variant: str) -> float | None:
+def last_job(found: Sequence[Line]) -> list[Line]:
+    """The lines of the last run."""
+    return [line for line in found if line["job"] == found[-1]["job"]]
+
+
+def ttft(line: Line, variant: str) -> float | None:
     """The median in seconds."""
     runs = line["runs"].get(variant)
     return median(run["ttft_s"] for run in runs) if runs else None
 
 
-def table(found: Sequence[lines.Line]) -> str:
-    """Markdown: a row per point."""
+def table(found: list[Line]) -> str:
+    """Markdown: a row per point of the last run."""
     rows = [
         "| cached | new | computed | full prefill | host memory | speed-up | files | bound | lookup, host |",
         "|---" * 9 + "|",
     ]
-    for line in found:
+    for line in last_job(found):
         point, host, full = line["point"], ttft(line, "host"), ttft(line, "full")
         looked = median(run["reuse"]["lookup_s"] for run in line["runs"]["host"])
         cells = [f"{point['cached']:,}", f"{point['new']:,}", f"{line['computed']:,}"]
@@ -173,6 +149,29 @@ def table(found: Sequence[lines.Line]) -> str:
     return "\n".join(rows)
 
 
+def picture(found: list[Line]) -> bytes:
+    """The picture of the last run."""
+    return ttft_png(last_job(found))
+
+
+STUDY = Study(
+    name="prompt_cache",
+    text=__doc__,
+    has="point",
+    measure=lines_of,
+    table=table,
+    options={
+        "lengths": option([500, 1000, 2000, 4000, 8000], "cached tokens"),
+        "shares": option([0.0, 0.25, 0.5, 0.75, 0.9]),
+        "of": option(4064, "tokens of the prompt whose cached share is varied"),
+        "new": option(64, "new tokens after so many cached ones"),
+        "modules": option(8),
+        "repeats": option(3),
+        "threads": option(1),
+    },
+    pictures={"prompt_cache_ttft.png": picture},
+)
+
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    main()
+    STUDY.main()

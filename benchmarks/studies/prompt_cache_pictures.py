@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.lines import Line
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
-
-Line = dict[str, Any]
 
 BLUE = "#0072b2"
 CURVES = {
@@ -19,13 +18,17 @@ CURVES = {
 }
 
 
-def ttft_png(lines: Sequence[Line], share_of: int) -> bytes:
-    """TTFT against length, with quadratic and linear lines, and against the cached share of `share_of` tokens."""
+def ttft_png(lines: Sequence[Line]) -> bytes:
+    """TTFT against length, with quadratic and linear lines, and against the cached share of one length.
+
+    Prompts of that length alone have no full prefill of their own, but for the one that is among the lengths too.
+    """
+    share_of = max((_tokens(line) for line in lines if "full" not in line["runs"]), default=0)
     figure = new_figure(11.5, 4.6)
     left, right = panels(figure, 2, 1, 2)
     by_length = sorted((line for line in lines if "full" in line["runs"]), key=lambda line: line["point"]["cached"])
     for variant, (name, colour) in CURVES.items():
-        x = [line["point"]["cached"] + line["point"]["new"] for line in by_length]
+        x = [_tokens(line) for line in by_length]
         left.plot(x, [_ttft(line, variant) for line in by_length], "o-", color=colour, label=name, lw=1.6, ms=4)
     _guides(left, by_length)
     left.set_xscale("log", base=2)
@@ -34,7 +37,7 @@ def ttft_png(lines: Sequence[Line], share_of: int) -> bytes:
     dress(left, title="by length, the last tokens new", x="tokens of the prompt", y="TTFT, s")
     left.legend(fontsize=8, frameon=False)
 
-    by_share = [line for line in lines if line["point"]["cached"] + line["point"]["new"] == share_of]
+    by_share = [line for line in lines if _tokens(line) == share_of]
     by_share = sorted(by_share, key=lambda line: line["point"]["cached"])
     whole = [line for line in by_share if "full" in line["runs"]]
     for variant in ("host", "disk", "bound"):
@@ -55,11 +58,15 @@ def ttft_png(lines: Sequence[Line], share_of: int) -> bytes:
 
 def _guides(axes: Any, by_length: Sequence[Line]) -> None:
     """A quadratic through the full prefill's last point, a line through that of host memory."""
-    x = [line["point"]["cached"] + line["point"]["new"] for line in by_length]
+    x = [_tokens(line) for line in by_length]
     for variant, power, name in (("full", 2, "quadratic"), ("host", 1, "linear")):
         last = _ttft(by_length[-1], variant)
         y = [last * (each / x[-1]) ** power for each in x]
         axes.plot(x, y, ":", color=CURVES[variant][1], lw=1, label=name)
+
+
+def _tokens(line: Line) -> int:
+    return int(line["point"]["cached"] + line["point"]["new"])
 
 
 def _ttft(line: Line, variant: str) -> float:

@@ -11,22 +11,19 @@ document tells a number of its own, and one of them is asked for. Prints a table
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.evaluation.tasks.retrieval import number_in
-from benchmarks.harness import lines, machine
-from benchmarks.harness.machine import ROOT
-from partitioner.table.fingerprint import now
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, last_run, option
+from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
@@ -35,7 +32,6 @@ from runahead.reuse.cache import ReusedCache
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 
-RESULTS = ROOT / "benchmarks" / "results" / "prompt_cache_quality.jsonl"
 PASSAGE, FOLLOWING = 128, 128
 CONTEXT = 768
 PEOPLE = ("Alice", "Bertram", "Clara", "Daniel", "Edith", "Frank", "Grace", "Henry")
@@ -161,46 +157,33 @@ def key_hit(model: Model, ranks: Ranks, text: list[int], count: int) -> Measure:
     return measure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default=str(ROOT / "examples" / "frankenstein_letters.txt"))
-    parser.add_argument("--samples", type=int, default=8, help="of perplexity and copy-NLL")
-    parser.add_argument("--questions", type=int, default=16, help="for each number of documents")
-    parser.add_argument("--results", default=str(RESULTS))
-    options = parser.parse_args()
+def measure(run: Run) -> Iterator[Line]:
+    """One line per task and variant."""
+    options = run.options
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device)
-        ids = model.tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
+        ids = text_ids(model, options.text)
         tasks: dict[str, tuple[int, Measure]] = {}
         for modules in (3, 6):
             for kind in ("perplexity", "copy"):
-                measure = text_loss(model, ranks, ids, modules, options.samples, kind)
-                tasks[f"{kind}, {modules} modules"] = options.samples, measure
+                loss_of = text_loss(model, ranks, ids, modules, options.samples, kind)
+                tasks[f"{kind}, {modules} modules"] = options.samples, loss_of
         for count in (4, 8):
             tasks[f"numbers told, {count} documents"] = options.questions, key_hit(model, ranks, ids, count)
-        shared = {
-            "date": now(),
-            "commit": machine.commit(),
-            "code": machine.code(),
-            "hardware": machine.hardware(),
-            "model": model.name,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        results: list[lines.Line] = []
-        for task, (samples, measure) in tasks.items():
+        shared = {"model": model.name, "dtype": str(model.dtype).removeprefix("torch.")}
+        for task, (num_samples, value_of) in tasks.items():
             values: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS}
-            for sample in tqdm(range(samples), desc=task):
+            for sample in run.bar(range(num_samples), task):
                 store = SegmentStore(model)
                 for variant in VARIANTS:
-                    values[variant.name].append(measure(sample, variant, store))
-            found = [shared | {"task": task, "variant": name, "values": each} for name, each in values.items()]
-            lines.append(options.results, found)
-            results += found
-        print(table(results))
+                    values[variant.name].append(value_of(sample, variant, store))
+            for name, each in values.items():
+                yield shared | {"task": task, "variant": name, "values": each}
 
 
-def table(results: Sequence[lines.Line]) -> str:
-    """Markdown: a row per variant."""
+def table(found: list[Line]) -> str:
+    """Markdown: a row per variant, of the last run."""
+    results = last_run(found)
     tasks = list(dict.fromkeys(line["task"] for line in results))
     rows = ["| | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
     for variant in dict.fromkeys(line["variant"] for line in results):
@@ -218,5 +201,18 @@ def table(results: Sequence[lines.Line]) -> str:
     return "\n".join(rows)
 
 
+STUDY = Study(
+    name="prompt_cache_quality",
+    text=__doc__,
+    has="values",
+    measure=measure,
+    table=table,
+    options={
+        "text": option(EXAMPLE, "a text file, or one compressed by gzip"),
+        "samples": option(8, "of perplexity and copy-NLL"),
+        "questions": option(16, "for each number of documents"),
+    },
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

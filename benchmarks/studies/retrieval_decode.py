@@ -13,22 +13,18 @@ benchmarks/results/retrieval_decode.jsonl and draws docs/retrieval_decode.png fr
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
-from partitioner.table.fingerprint import now
 from policies.base import Policy
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
@@ -36,13 +32,10 @@ from policies.offload import Offload
 from policies.quest import Quest
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
-from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
 from runahead.ranks.devices import keep_freed_memory
 from runahead.retrieval.cache import RetrievedCache
 
-RESULTS = ROOT / "benchmarks" / "results" / "retrieval_decode.jsonl"
-PICTURE = ROOT / "docs" / "retrieval_decode.png"
 FULL = "full"
 POLICIES: dict[str, Callable[[], Policy]] = {
     "infinigen": InfiniGen,
@@ -61,60 +54,41 @@ LOOKS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8000])
-    parser.add_argument("--tokens", type=int, default=8, help="of one turn")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="POLICY")
-    parser.add_argument("--text", default=str(ROOT / "examples" / "frankenstein_letters.txt"))
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    if not options.draw_only:
-        measure(options)
-    found = lines.read(RESULTS, option="results", kind="policy")
-    if not found:
-        raise SystemExit(f"{RESULTS.relative_to(ROOT)} has no lines yet; leave --draw-only out")
-    latest = latest_run(found)
-    write_whole(PICTURE, picture(latest))
-    print(table(latest))
-
-
-def measure(options: argparse.Namespace) -> None:
+def measure(run: Run) -> Iterator[Line]:
+    """One line per length and policy."""
+    options = run.options
     torch.set_num_threads(1)
     keep_freed_memory()  # as the runtime does
     model = Model.load(ModelOptions(), torch.device("cpu"))
-    text = model.tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
-    about = {"model": model.name, "commit": machine.commit(), "code": machine.code(), "date": now()}
-    bar = tqdm(total=len(options.lengths) * options.rounds * (1 + len(options.policies)), unit="turn", disable=None)
+    text = text_ids(model, options.text)
     for length in options.lengths:
         ids = (text * (length // len(text) + 1))[:length]  # time does not depend on what it says
         prompt = RetrievedPrompt(model, ids)
         conversations = {name: prompt.under(POLICIES[name]()) for name in options.policies}
-        room = options.tokens * (options.rounds + 1)
-        full = FullCache(prompt.under(Offload()), room)
-        turns: dict[str, Callable[[Tensor], Tensor]] = {FULL: full.follow}
-        turns |= {name: conversation.follow for name, conversation in conversations.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in turns}
-        for number in range(options.rounds + 1):
-            start = 50 + number * options.tokens
-            ids_1C = torch.tensor([ids[start : start + options.tokens]])
-            for name, follow in turns.items():
-                began_s = time.perf_counter()
-                follow(ids_1C)
-                if number:  # the first turn warms up
-                    seconds[name].append((time.perf_counter() - began_s) / options.tokens)
-                    bar.update()
-        measured = []
+        full = FullCache(prompt.under(Offload()), options.tokens * (options.rounds + 1))
+        follow = {FULL: full.follow, **{name: each.follow for name, each in conversations.items()}}
+        turns = {name: _turn(each, ids, options.tokens) for name, each in follow.items()}
+        seconds = run.in_turn(turns, options.rounds, warmup=1)
         for name in turns:
-            num_bytes = full_bytes(model, length) if name == FULL else bytes_of(model, conversations[name])
-            measured.append(
-                about
-                | {"policy": name, "length": length, "tpot_s": seconds[name], "bytes": num_bytes}
-                | ({} if name == FULL else {"fetched_share": fetched_share(conversations[name])})
-            )
-        lines.append(RESULTS, measured)
-    bar.close()
+            line = {"model": model.name, "policy": name, "length": length, "tpot_s": seconds[name]}
+            if name == FULL:
+                yield line | {"bytes": full_bytes(model, length)}
+            else:
+                share = fetched_share(conversations[name])
+                yield line | {"bytes": bytes_of(model, conversations[name]), "fetched_share": share}
+
+
+def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
+    """Seconds per token of a turn; every round decodes other tokens."""
+
+    def turn(number: int) -> float:
+        start = 50 + number * num_tokens
+        ids_1C = torch.tensor([ids[start : start + num_tokens]])
+        began_s = time.perf_counter()
+        follow(ids_1C)
+        return (time.perf_counter() - began_s) / num_tokens
+
+    return turn
 
 
 def full_bytes(model: Model, length: int) -> int:
@@ -170,7 +144,9 @@ def gain(full: Line, line: Line) -> float:
     return median(a / b for a, b in zip(full["tpot_s"], line["tpot_s"], strict=True))
 
 
-def table(latest: dict[int, dict[str, Line]]) -> str:
+def table(found: list[Line]) -> str:
+    """A row per length and policy of the last runs."""
+    latest = latest_run(found)
     rows = [f"{'tokens':>7}  {'policy':<24} {'ms a token':>10}  {'gain':>5}  {'bound':>5}  {'reached':>7}  fetched"]
     for length, by_policy in latest.items():
         full = by_policy[FULL]
@@ -186,7 +162,9 @@ def table(latest: dict[int, dict[str, Line]]) -> str:
     return "\n".join(rows)
 
 
-def picture(latest: dict[int, dict[str, Line]]) -> bytes:
+def picture(found: list[Line]) -> bytes:
+    """Time per token, and the gain over the full cache with its bound."""
+    latest = latest_run(found)
     figure = new_figure(10.4, 4.4)
     left, right = panels(figure, 2, 1, 2)
     names = [name for name in LOOKS if any(name in by_policy for by_policy in latest.values())]
@@ -210,5 +188,21 @@ def picture(latest: dict[int, dict[str, Line]]) -> bytes:
     return png(figure)
 
 
+STUDY = Study(
+    name="retrieval_decode",
+    text=__doc__,
+    has="policy",
+    measure=measure,
+    table=table,
+    options={
+        "lengths": option([1024, 2048, 4096, 8000]),
+        "tokens": option(8, "of one turn"),
+        "rounds": option(7),
+        "policies": option(list(POLICIES), choices=list(POLICIES), metavar="POLICY"),
+        "text": option(EXAMPLE, "a text file, or one compressed by gzip"),
+    },
+    pictures={"retrieval_decode.png": picture},
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -15,33 +15,26 @@ there already, draws docs/retrieval_quality.png from these lines and prints them
 
 from __future__ import annotations
 
-import argparse
-import gzip
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.harness.text_samples import samples, text_ids
 from benchmarks.studies.retrieval_decode import fetched_share
 from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
-from partitioner.table.fingerprint import now
 from policies import POLICIES
 from policies.offload import Offload
 from runahead import Model, ModelOptions
-from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
 from runahead.retrieval.cache import RetrievedCache
 
-RESULTS = ROOT / "benchmarks" / "results" / "retrieval_quality.jsonl"
-PICTURE = ROOT / "docs" / "retrieval_quality.png"
 PASSAGE = 96
 BEHIND = 256
 SAMPLE_EVERY = 16
@@ -70,64 +63,32 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
 """A pool is named by its victim here; its bytes depend on the prompt."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", help="a text file, or one that gzip packed")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of the prompts")
-    parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--groups", nargs="+", default=["default", "alpha", "ratio", "others"], choices=list(GROUPS))
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    if not options.draw_only:
-        if options.text is None:
-            parser.error("--text=<file> is needed, unless --draw-only")
-        measure(options)
-    found = lines.read(RESULTS, option="results", kind="setting")
-    if not found:
-        raise SystemExit(f"{RESULTS.relative_to(ROOT)} has no lines yet; leave --draw-only out")
-    write_whole(PICTURE, picture(found))
-    print(table(found))
-
-
-def measure(options: argparse.Namespace) -> None:
+def measure(run: Run) -> Iterator[Line]:
+    """One line per sample and setting, the full cache first."""
+    options = run.options
+    if options.text is None:
+        raise SystemExit("--text=<file> is needed, unless --draw-only")
     torch.set_num_threads(1)
     model = Model.load(ModelOptions(), torch.device("cpu"))
-    packed = options.text.endswith(".gz")
-    with gzip.open(options.text, "rt", encoding="utf-8") if packed else open(options.text, encoding="utf-8") as file:
-        text: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
+    text = text_ids(model, options.text)
     settings = list({str(setting): setting for group in options.groups for setting in GROUPS[group]}.values())
-    about = {"text": Path(options.text).name, "model": model.name, "commit": machine.commit(), "code": machine.code()}
-    done = {
-        (line["text"], line["length"], line["start"], str(line["setting"]), line["code"])
-        for line in lines.read(RESULTS, kind="setting")
-    }
-    bar = tqdm(total=len(options.lengths) * options.samples * (1 + len(settings)), unit="setting", disable=None)
-    for length in options.lengths:
-        if len(text) < options.samples * (length + BEHIND):
-            raise SystemExit(
-                f"--text={options.text} has {len(text)} tokens, but {options.samples} samples of {length} need "
-                f"{options.samples * (length + BEHIND)}; use a longer text, or fewer or shorter samples"
-            )
-        apart = len(text) // options.samples
-        for number in range(options.samples):
-            start = number * apart
-            missing = [
-                setting
-                for setting in [FULL, *settings]
-                if (about["text"], length, start, str(setting), about["code"]) not in done
-            ]
-            bar.update(1 + len(settings) - len(missing))
-            if not missing:
-                continue
-            ids = text[start : start + length]
+    about: Line = {"text": Path(options.text).name, "model": model.name}
+    wanted = [
+        (length, number, start, piece)
+        for length in options.lengths
+        for number, (start, piece) in enumerate(
+            samples(text, options.samples, length + BEHIND, option=f"--text={options.text}")
+        )
+    ]
+    for length, number, start, piece in run.bar(wanted, "sample"):
+        steps = [about | {"length": length, "start": start, "setting": setting} for setting in [FULL, *settings]]
+        missing = [line for line in steps if not run.has(line)]
+        if missing:
+            ids, following = piece[:length], piece[length:]
             first = [length // 12, length // 2, 5 * length // 6][number % 3]  # of the passage: early, middle, late
-            tails = [ids[first : first + PASSAGE], text[start + length : start + length + BEHIND]]
             prompt = RetrievedPrompt(model, ids)
-            for setting in missing:
-                line = about | {"length": length, "start": start, "setting": setting, "date": now()}
-                lines.append(RESULTS, [line | scores(prompt, setting, tails)])
-                bar.update()
-    bar.close()
+            for line in missing:
+                yield line | scores(prompt, line["setting"], [ids[first : first + PASSAGE], following])
 
 
 def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[int]]) -> dict[str, Any]:
@@ -170,10 +131,10 @@ def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
 
 def combined(found: list[Line]) -> dict[tuple[int, str], Line]:
     """Means over samples that the full cache has too, by length and setting, and by how much they are above its own."""
-    newest = {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}
+    known = {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}
     groups: dict[tuple[int, str], list[Line]] = {}
-    for (*sample, setting), line in newest.items():
-        full = newest.get((*sample, str(FULL)))
+    for (*sample, setting), line in known.items():
+        full = known.get((*sample, str(FULL)))
         if full is not None:
             over = {f"{name}_over": line[name] - full[name] for name in ("copy_nll", "nll")}
             groups.setdefault((line["length"], setting), []).append(line | over)
@@ -245,5 +206,21 @@ def picture(found: list[Line]) -> bytes:
     return png(figure)
 
 
+STUDY = Study(
+    name="retrieval_quality",
+    text=__doc__,
+    has="setting",
+    measure=measure,
+    table=table,
+    options={
+        "text": option(None, "a text file, or one compressed by gzip"),
+        "lengths": option([4096], "tokens of the prompts"),
+        "samples": option(2),
+        "groups": option(["default", "alpha", "ratio", "others"], choices=list(GROUPS)),
+    },
+    pictures={"retrieval_quality.png": picture},
+    key=("text", "length", "start", "setting", "code"),
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -8,15 +8,16 @@ variants in turn (A B C A B C). Appends a JSON line per length to benchmarks/res
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
 
 import torch
-from tqdm import tqdm
 
+from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
+from benchmarks.harness.study import Run, Study, newest, option
 from partitioner.measure import LiveCost, probe_compute
 from partitioner.searches.planning import practical_bound
 from partitioner.simulation.chain import simulate
@@ -28,14 +29,9 @@ from runahead.context import ContextPartition
 PROBES = [256, 512, 1024, 2048, 4096]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", default=str(ROOT / "tables" / "smollm2-cpu-2.json"))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="lengths with entries")
-    parser.add_argument("--pairs", type=int, default=5, help="runs of each variant")
-    options = parser.parse_args()
-
-    table = LookupTable.load(options.table)
+def measure(run: Run) -> Iterator[Line]:
+    """One line per length."""
+    lookup_table = LookupTable.load(run.options.table)
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
         compute = ranks.broadcast(probe_compute(model, chunks=PROBES, prefixes=PROBES), 0, "the compute cost")
@@ -45,20 +41,30 @@ def main() -> None:
             links=None,
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
         )
-        for length in options.lengths:
+        for length in run.options.lengths:
             even_s = simulate(even(length, ranks.size), cluster).ttft_s
             allowed = even_s / practical_bound(length, ranks.size, cluster, min_stride=64).cost_s
             if ranks.rank == 0:
-                print(f"{length} tokens: compute allows any split to be {allowed:.3f} times as fast as even chunks")
-            splits = _splits(table, length, ranks.size)
+                print(_bound_text(length, allowed))
+            splits = _splits(lookup_table, length, ranks.size)
             live = LiveCost(model, ranks, PrefillOptions(), length)
             live.run(splits["KVR-E"])  # warm up
-            seconds: dict[str, list[float]] = {name: [] for name in splits}
-            for _ in tqdm(range(options.pairs), disable=ranks.rank != 0, unit="pair"):
-                for name, split in splits.items():
-                    seconds[name].append(live.run(split))
-            if ranks.rank == 0:
-                _report(length, splits, seconds, allowed)
+            turns = {name: _turn(live, split) for name, split in splits.items()}
+            yield {
+                "length": length,
+                "boundaries": {name: split.boundaries for name, split in splits.items()},
+                "seconds": run.in_turn(turns, run.options.pairs),
+                "allowed_over_even": allowed,
+                "torch": torch.__version__,
+            }
+
+
+def _turn(live: LiveCost, split: ContextPartition) -> Callable[[int], float]:
+    return lambda _: live.run(split)
+
+
+def _bound_text(length: int, allowed: float) -> str:
+    return f"{length} tokens: compute allows any split to be {allowed:.3f} times as fast as even chunks"
 
 
 def _splits(table: LookupTable, length: int, num_ranks: int) -> dict[str, ContextPartition]:
@@ -76,24 +82,34 @@ def _splits(table: LookupTable, length: int, num_ranks: int) -> dict[str, Contex
     return splits
 
 
-def _report(length: int, splits: dict[str, ContextPartition], seconds: dict[str, list[float]], allowed: float) -> None:
-    for name, runs in seconds.items():
-        line = f"  {name:8} {splits[name].chunk_lengths}: median {statistics.median(runs):.2f} s"
-        for other in ("one rank", "KVR-E", "KVR-S"):
-            if other != name:
-                ratios = [b / a for a, b in zip(runs, seconds[other], strict=True)]
-                line += f", {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) x {other}"
-        print(line)
-    record = {
-        "length": length,
-        "boundaries": {name: split.boundaries for name, split in splits.items()},
-        "seconds": seconds,
-        "allowed_over_even": allowed,
-        "torch": torch.__version__,
-    }
-    with (ROOT / "benchmarks" / "results" / "split_quality.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def table(found: list[Line]) -> str:
+    """The last measurement of each length: medians, and ratios pair by pair."""
+    told = []
+    for line in newest(found, "length").values():
+        told.append(_bound_text(line["length"], line["allowed_over_even"]))
+        for name, runs in line["seconds"].items():
+            chunks = tuple(b - a for a, b in pairwise(line["boundaries"][name]))
+            row = f"  {name:8} {chunks}: median {median(runs):.2f} s"
+            for other in ("one rank", "KVR-E", "KVR-S"):
+                if other != name:
+                    ratios = [b / a for a, b in zip(runs, line["seconds"][other], strict=True)]
+                    row += f", {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) x {other}"
+            told.append(row)
+    return "\n".join(told)
 
+
+STUDY = Study(
+    name="split_quality",
+    text=__doc__,
+    has="allowed_over_even",
+    measure=measure,
+    table=table,
+    options={
+        "table": option(str(ROOT / "tables" / "smollm2-cpu-2.json")),
+        "lengths": option([2048, 4096], "lengths with entries"),
+        "pairs": option(5, "runs of each variant"),
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

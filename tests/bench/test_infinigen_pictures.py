@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.harness.lines import Line
-from benchmarks.studies.infinigen_mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
-from benchmarks.studies.infinigen_pictures import SIMILARITY, draw, groups, mass, ratios, subject, tables
+from benchmarks.studies.infinigen_relations.mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
+from benchmarks.studies.infinigen_relations.pictures import (
+    SIMILARITY,
+    columns_png,
+    groups,
+    mass,
+    ratios,
+    similarity_png,
+    subject,
+    tables,
+)
 
 RATIOS = ("0.1", "0.2", "0.3")
 
@@ -44,11 +52,10 @@ def test_samples_of_a_text_and_a_length_are_put_together() -> None:
     assert ratios(found[0]) == [0.1, 0.2, 0.3]
 
 
-def test_pictures_and_tables_are_made_of_lines(tmp_path: Path) -> None:
+def test_pictures_and_tables_are_made_of_lines() -> None:
     lines = [made_line(0), made_line(1000), made_line(0, prompt=200), made_distance()]
-    draw(lines, tmp_path)
-    for name in ("infinigen_columns.png", "infinigen_similarity.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    for picture in (columns_png, similarity_png):
+        assert (picture(lines) or b"").startswith(b"\x89PNG") and picture([made_distance()]) is None
     rows = tables(lines).splitlines()
     assert f"| {VARIANTS[1].name} | 0.615 | 0.715 | 0.815 |" in rows
     assert "| 256 to 512 | 0.900 | 0.700 / 0.800 | 0.780 / 0.880 |" in rows

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import lines
+from benchmarks.ttft import comparison
 from tests.bench.made_lines import line
 
 
@@ -51,3 +52,15 @@ def test_the_rounds_of_a_key_are_added_up() -> None:
 def test_a_key_depends_on_every_value_and_on_no_order() -> None:
     assert lines.key({"a": 1, "b": [2]}) == lines.key({"b": [2], "a": 1})
     assert lines.key({"a": 1, "b": [2]}) != lines.key({"a": 1, "b": [3]})
+
+
+@pytest.mark.parametrize("variant", ["\u2028", "single\n", "\x00"])
+def test_text_that_breaks_a_line_is_refused(tmp_path: Path, variant: str) -> None:
+    path = tmp_path / "bench.jsonl"
+    lines.append(path, [line("single", 64, [1.0]), line(variant, 64, [1.0])])
+    with pytest.raises(ValueError, match="line 2 is a damaged measurement, see its variant; remove it"):
+        lines.read(path, fields=comparison.FIELDS)
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    assert lines.is_number(10**300) and not lines.is_number(10**400) and not lines.is_number(float("inf"))

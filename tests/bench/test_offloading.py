@@ -21,8 +21,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]
     folder = tmp_path_factory.mktemp("offloading")
     given = ["--shape", "tiny", "--dtype", "fp32", "--contexts", str(CONTEXT), "--batch", "2", "--device", "cpu"]
     given += ["--rounds", "2", "--tokens", "2", "--fetch", "0.125", "--trace", str(folder / "trace.json")]
-    given += ["--results", str(folder / "lines.jsonl"), "--picture", str(folder / "picture.png")]
-    offloading.main(given)
+    given += ["--lines", str(folder / "lines.jsonl"), "--out", str(folder)]
+    offloading.STUDY.main(given)
     return folder, lines.read(folder / "lines.jsonl"), (folder / "trace.json").read_text()
 
 
@@ -31,7 +31,7 @@ def test_there_is_a_line_for_every_variant_that_runs_here(measured: tuple[Path, 
     assert [line["variant"] for line in found] == [FULL, *POLICIES]
     for line in found:
         assert len(line["tpot_s"]) == 2 and min(line["tpot_s"]) > 0 and line["bound_s"] > 0
-    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "offloading.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bytes_are_those_of_what_is_read(measured: tuple[Path, list[Line], str]) -> None:
@@ -72,7 +72,8 @@ def test_the_bound_is_the_longer_of_memory_and_link() -> None:
 )
 def test_wrong_options_end_in_one_line(given: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message) as ended:
-        offloading.main(["--shape", "tiny", "--device", "cpu", "--results", str(tmp_path / "none.jsonl"), *given])
+        common = ["--shape", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+        offloading.STUDY.main([*common, "--lines", str(tmp_path / "none.jsonl"), *given])
     assert "\n" not in str(ended.value) and not list(tmp_path.iterdir())
 
 
@@ -81,7 +82,6 @@ def test_transformers_cache_is_left_out_with_a_sentence(
     measured: tuple[Path, list[Line], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--shape", "tiny", "--layers", "1", "--dtype", "fp32", "--contexts", "256", "--variants", TRANSFORMERS]
-    offloading.main(
-        [*given, "--device", "cpu", "--results", str(measured[0] / "lines.jsonl"), "--picture", str(tmp_path / "a.png")]
-    )
+    given += ["--device", "cpu", "--lines", str(measured[0] / "lines.jsonl"), "--out", str(tmp_path)]
+    offloading.STUDY.main(given)
     assert "transformers offloaded left out: it copies on CUDA streams" in capsys.readouterr().err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.studies.pyramid_pictures import Line, Samples, draw, tables
-from benchmarks.studies.pyramid_relations import FULL, UNSEEN, configurations
+from benchmarks.harness.lines import Line
+from benchmarks.studies.pyramid_relations.__main__ import FULL, UNSEEN, configurations
+from benchmarks.studies.pyramid_relations.pictures import Samples, recent_ratio_png, shape_png, tables
 
 STARTS = (0, 1000, 2000)
 
@@ -46,10 +46,9 @@ def test_lines_of_another_text_are_left_out() -> None:
     assert Samples([*others, *made_lines()]).copy_nll(FULL).mean == pytest.approx(2)
 
 
-def test_pictures_and_tables_are_made_of_lines(tmp_path: Path) -> None:
-    draw(made_lines(), tmp_path)
-    for name in ("pyramid_shape.png", "pyramid_recent_ratio.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+def test_pictures_and_tables_are_made_of_lines() -> None:
+    for picture in (shape_png, recent_ratio_png):
+        assert picture(made_lines()).startswith(b"\x89PNG")
     rows = tables(made_lines()).splitlines()
     assert len([row for row in rows if row.startswith("| ")]) == 1 + len(configurations())
     assert f"| {FULL} | 100.0% | 7.39 | 2.00 |" in rows

@@ -146,6 +146,16 @@ FINDINGS = (
         make=lambda: b"\xff",
     ),
     Finding(
+        target="lines of benchmarks",
+        what="a variant of U+2028 alone was taken",
+        make=lambda: tables.as_json(tables.BENCH_LINES[0] | {"variant": "\u2028"}),
+    ),
+    Finding(
+        target="lines of benchmarks",
+        what="bytes in 400 digits ended in an OverflowError",
+        make=lambda: tables.as_json(tables.BENCH_LINES[0] | {"sent_bytes": 10**400}),
+    ),
+    Finding(
         target="lines of evaluations",
         what="a line without a field that the table needs ended in a KeyError",
         make=lambda: tables.as_json({"task": "copy"}),

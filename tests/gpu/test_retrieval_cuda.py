@@ -155,8 +155,8 @@ def test_exactly_the_pool_is_page_locked() -> None:
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     given = ["--shape", "tiny", "--contexts", "512", "--batch", "1", "--rounds", "1", "--tokens", "2"]
-    given += ["--results", str(tmp_path / "lines.jsonl"), "--picture", str(tmp_path / "picture.png")]
-    offloading.main([*given, "--trace", str(tmp_path / "trace.json")])
+    given += ["--lines", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path)]
+    offloading.STUDY.main([*given, "--trace", str(tmp_path / "trace.json")])
     found = lines.read(tmp_path / "lines.jsonl")
     assert {line["variant"] for line in found} == set(offloading.VARIANTS)
     assert (tmp_path / "trace.json").stat().st_size > 0

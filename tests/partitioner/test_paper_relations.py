@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.studies.paper_relations import main
-from benchmarks.studies.paper_relations_tables import best_ranks
+from benchmarks.studies.paper_relations.__main__ import STUDY
+from benchmarks.studies.paper_relations.tables import best_ranks
 
 PICTURES = ["bounds", "published", "ranks", "transfer", "winners"]
 # Sums of the same seconds in another order.
@@ -16,7 +16,7 @@ ROUNDING = 1 + 1e-9
 def made(tmp_path_factory):
     """(lines, folder) of a quick run."""
     folder = tmp_path_factory.mktemp("relations")
-    main(["--quick", "--lines", str(folder / "lines.jsonl"), "--pictures", str(folder)])
+    STUDY.main(["--quick", "--lines", str(folder / "lines.jsonl"), "--out", str(folder)])
     return [json.loads(line) for line in (folder / "lines.jsonl").open()], folder
 
 
@@ -82,7 +82,7 @@ def test_pictures_and_tables_come_from_the_lines(made, tmp_path, capsys):
     for line in of(changed, study="published", ranks=4, tokens=12288, GBps=300):
         line["ttft_s"]["TSP"] = 7.77 * line["ttft_s"]["KVR-S"]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
-    main(["--draw-only", "--lines", str(tmp_path / "lines.jsonl"), "--pictures", str(tmp_path)])
+    STUDY.main(["--draw-only", "--lines", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path)])
     assert "| 1.42 | 7.77 |" in capsys.readouterr().out
     names = [f"paper_relations_{name}.png" for name in PICTURES]
     differ = [name for name in names if (tmp_path / name).read_bytes() != (folder / name).read_bytes()]
@@ -92,12 +92,12 @@ def test_pictures_and_tables_come_from_the_lines(made, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["--draw-only", "--lines", "absent.jsonl"], "absent.jsonl is not there; run without --draw-only first"),
-        (["--quick", "--pictures", "absent"], "--pictures absent is not a folder; create it first"),
+        (["--draw-only", "--lines", "absent.jsonl"], "absent.jsonl has no lines yet; leave out --draw-only"),
+        (["--quick", "--out", "absent"], "--out absent is not a folder; create it first"),
         (["--quick", "--lines", "absent/lines.jsonl"], "there is no folder"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(arguments, remedy, capsys):
     with pytest.raises(SystemExit, match=remedy):
-        main(arguments)
+        STUDY.main(arguments)
     assert capsys.readouterr() == ("", "")

@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 import torch
 
-from benchmarks.studies.infinigen_mass import (
+from benchmarks.studies.infinigen_relations.mass import (
     ALL_COLUMNS,
     HINDSIGHT,
     NONE,

@@ -1,7 +1,7 @@
 """Do SnapKV and StreamingLLM keep the tokens that kvpress keeps, and who is right about padding?
 
-    python -m benchmarks.studies.kvpress_agreement
-    python -m benchmarks.studies.kvpress_agreement --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
+    python -m benchmarks.studies.kvpress
+    python -m benchmarks.studies.kvpress --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
 
 kvpress 0.5 needs another transformers than Runahead, so it gets an environment of its own in the cache folder
 (RUNAHEAD_CACHE), made with pip on the first run. Both read the same folder of weights and the same prompts. Then:
@@ -17,8 +17,6 @@ Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl; docs/kvp
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -33,9 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import machine
-from benchmarks.harness.machine import ROOT
-from partitioner.table.fingerprint import now
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, last_run, option
+from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_table import Rows, markdown
 from policies.base import Policy
 from policies.snapkv import Pooling, SnapKV
 from policies.streaming_llm import StreamingLLM
@@ -45,8 +44,6 @@ from runahead.model import loading
 from runahead.model.loading.smollm2 import cache_folder
 from runahead.thinning.rank_policies import RankPolicies
 
-RESULTS = ROOT / "benchmarks" / "results" / "kvpress.jsonl"
-TEXT = ROOT / "examples" / "frankenstein_letters.txt"
 REQUIREMENTS = ["kvpress>=0.5,<0.6", "transformers<5.3"]
 
 WINDOW, KERNEL, SINKS = 64, 5, 4
@@ -88,21 +85,14 @@ class Case:
         return StreamingLLM(budget=self.budget, sinks=SINKS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default=str(TEXT), help="a text file; prompts are taken from it one after the other")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a prompt")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.2, 0.5], help="shares of the prompt")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts per length")
-    parser.add_argument("--padded", type=int, nargs="+", default=[1024, 700, 450], help="lengths of the padded batch")
-    options = parser.parse_args()
-
+def measure(run: Run) -> Iterator[Line]:
+    """One line per comparison."""
+    options, model_options = run.options, ModelOptions()
     python = environment(cache_folder() / f"kvpress-0.5-torch-{_torch_version()}")
-    options_of_model = ModelOptions()
-    loaded = loading.load(options_of_model, device=torch.device("cpu"), attn_implementation="sdpa")
-    tokenizer = loading.load_tokenizer(options_of_model)
-    assert loaded.path is not None and tokenizer is not None
-    ids = tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False).input_ids
+    loaded = loading.load(model_options, device=torch.device("cpu"), attn_implementation="sdpa")
+    assert loaded.path is not None
+    model = Model.load(model_options, torch.device("cpu"))
+    ids = text_ids(model, options.text)
     needed = max(max(options.lengths) + options.prompts, max(options.padded) + FOLLOWING)
     if len(ids) < needed:
         raise SystemExit(f"--text={options.text} has {len(ids)} tokens, but {needed} are needed; use a longer text")
@@ -111,25 +101,32 @@ def main() -> None:
     padded = list(padded_cases(ids, options.padded, min(options.padded) // 2))
     asked = [case for case, _ in agreeing] + [case for batch, alone in padded for case in (batch, *alone)]
     theirs, versions = ask(python, loaded.path, asked)
-    shared = {
-        "date": now(),
-        "commit": machine.commit(),
+    about = {
         "text": Path(options.text).name,
         "kvpress": versions,
         "ours": {name: version(name) for name in ("transformers", "torch")},
     }
-    model = Model.load(options_of_model, torch.device("cpu"))
-    with RESULTS.open("a", encoding="utf-8") as file:
-        for case, name in agreeing:
-            line = {"kind": "agreement", "definitions": name} | agreement(model, case, theirs[case.key])
-            print(json.dumps(line))
-            file.write(json.dumps(shared | line) + "\n")
-        for batch, alone in padded:
-            line = {"kind": "padding"} | padding(
-                model, batch, alone, theirs[batch.key], [theirs[case.key] for case in alone]
-            )
-            print(json.dumps(line))
-            file.write(json.dumps(shared | line) + "\n")
+    for case, name in agreeing:
+        yield about | {"kind": "agreement", "definitions": name} | agreement(model, case, theirs[case.key])
+    for batch, alone in padded:
+        apart = [theirs[case.key] for case in alone]
+        yield about | {"kind": "padding"} | padding(model, batch, alone, theirs[batch.key], apart)
+
+
+def table(found: list[Line]) -> str:
+    """Of the last run: the share of kept tokens that both keep, and rows of a padded batch against each alone."""
+    same: Rows = [("policy", "definitions", "prompt", "budget", "both keep", "lowest head")]
+    padded: Rows = [("policy", "prompt", "kept as alone", "kvpress", "padding kept by kvpress", "logits off by")]
+    for line in last_run(found):
+        if line["kind"] == "agreement":
+            of = line["policy"], line["definitions"], f"{line['tokens']:,}", f"{line['budget']:,}"
+            same.append((*of, f"{line['share']:.1%}", f"{line['lowest_share']:.0%}"))
+        for row in line.get("rows", ()):
+            kept = [f"{row['same_tokens'][who]:.1%}" for who in ("ours", "theirs")]
+            off = ", ".join(f"{name} {value:.2g}" for name, value in row["logits_off_by"].items())
+            of_padding = f"{row['padding_kept']['theirs']:.1%}"
+            padded.append((line["policy"], f"{row['tokens']:,}", *kept, of_padding, off))
+    return f"{markdown(same)}\n{markdown(padded)}"
 
 
 def _torch_version() -> str:
@@ -189,7 +186,7 @@ def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], di
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.pt", Path(scratch) / "answer.pt"
         torch.save({"model": model, "cases": list(requests.values())}, request)
-        script = ROOT / "benchmarks" / "studies" / "kvpress_kept.py"
+        script = Path(__file__).with_name("kept.py")
         quiet = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         subprocess.run([python, script, request, answer], check=True, env=quiet, cwd=scratch)
         answered = torch.load(answer, weights_only=True)
@@ -271,5 +268,20 @@ def _nll(logits_TV: Tensor, target_T: Tensor) -> float:
     return torch.nn.functional.cross_entropy(logits_TV[: len(target_T)].float(), target_T).item()
 
 
+STUDY = Study(
+    name="kvpress",
+    text=__doc__,
+    has="kind",
+    measure=measure,
+    table=table,
+    options={
+        "text": option(EXAMPLE, "a text file, or one compressed by gzip; prompts are taken from it in order"),
+        "lengths": option([1024, 2048], "tokens of a prompt"),
+        "budgets": option([0.2, 0.5], "shares of the prompt"),
+        "prompts": option(2, "prompts per length"),
+        "padded": option([1024, 700, 450], "lengths of the padded batch"),
+    },
+)
+
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -1,6 +1,6 @@
-"""What kvpress keeps of given prompts, in an environment of its own that kvpress_agreement.py makes.
+"""What kvpress keeps of given prompts, in an environment of its own that __main__.py makes.
 
-    python -m benchmarks.studies.kvpress_kept REQUEST ANSWER
+    python -m benchmarks.studies.kvpress.kept REQUEST ANSWER
 
 Both are files of torch.save. REQUEST: {"model": folder, "cases": [{"press", "options", "budget", "rows", "following"},
 ...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come behind.

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.harness.lines import Line
 from partitioner.simulation.bounds import chain_dot_products, chain_tokens, kv_entries, tsp_dot_products, tsp_tokens
 from partitioner.table.lookup_table import worthwhile
 from runahead.context import ContextPartition
 from runahead.picture_style import seconds, tokens
-
-Line = dict[str, Any]
 
 TSP = ("TSP dense", "TSP causal")
 ZIGZAG = ("zigzag all-gather", "zigzag ring")

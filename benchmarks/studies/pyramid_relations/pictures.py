@@ -1,18 +1,15 @@
-"""Pictures and tables of benchmarks/studies/pyramid_relations.py, from its lines."""
+"""Pictures and tables of PyramidInfer's relations, from their lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from runahead.files import write_whole
+from benchmarks.harness.lines import Line
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
-
-Line = dict[str, Any]
 
 BLUE, GREEN = "#0072b2", "#009e73"
 KEEP_COLOURS = (GREEN, ACCENT, BLUE)
@@ -87,13 +84,6 @@ class Samples:
         )
 
 
-def draw(lines: Sequence[Line], folder: Path) -> None:
-    """Both pictures."""
-    samples = Samples(lines)
-    write_whole(folder / "pyramid_shape.png", shape_png(samples))
-    write_whole(folder / "pyramid_recent_ratio.png", recent_ratio_png(samples))
-
-
 def by_shape(samples: Samples) -> dict[float, dict[str, str]]:
     """Names of policies by mean keep and shape."""
     found: dict[float, dict[str, str]] = {}
@@ -108,8 +98,9 @@ def by_recent_ratio(samples: Samples, **options: Any) -> list[tuple[float, str]]
     return sorted((has["recent_ratio"], name) for name, has in samples.policies(**options))
 
 
-def shape_png(samples: Samples) -> bytes:
+def shape_png(lines: Sequence[Line]) -> bytes:
     """Tokens kept by layer, perplexity and copy-NLL, by shape at equal means."""
+    samples = Samples(lines)
     figure = new_figure(11.4, 4.3)
     pyramid, perplexity, copy = panels(figure, 3, 1, 3)
     at = {shape: x for x, shape in enumerate(SHAPE_NAMES)}
@@ -136,8 +127,9 @@ def shape_png(samples: Samples) -> bytes:
     return png(figure)
 
 
-def recent_ratio_png(samples: Samples) -> bytes:
-    """K,V bytes, perplexity and copy-NLL over the recent ratio."""
+def recent_ratio_png(lines: Sequence[Line]) -> bytes:
+    """KV cache bytes, perplexity and copy-NLL over the recent ratio."""
+    samples = Samples(lines)
     figure = new_figure(11.4, 4.3)
     kept, perplexity, copy = panels(figure, 3, 1, 3)
     series: list[tuple[str, dict[str, Any], str, str]] = [

@@ -9,20 +9,16 @@ draws docs/paper_relations_*.png and prints the tables of docs/paper_relations.m
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.machine import ROOT
-from benchmarks.studies.paper_relations_pictures import draw
-from benchmarks.studies.paper_relations_tables import tables
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.studies.paper_relations.pictures import PICTURES
+from benchmarks.studies.paper_relations.tables import tables
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
@@ -36,7 +32,6 @@ from partitioner.simulation.cluster import Cluster
 from partitioner.simulation.peers import simulate_tsp, simulate_zigzag
 from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition, even
-from runahead.files import ensure_writable, write_whole
 
 MATMUL_FLOPS = 200e12
 """Of 312e12 that an A100 is rated for in fp16."""
@@ -129,7 +124,7 @@ class WeightBound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Grid:
     """Models x lengths x bandwidths x RANKS."""
 
     name: str
@@ -143,19 +138,19 @@ class Study:
 
 
 K = 1024
-PUBLISHED = Study(
+PUBLISHED = Grid(
     name="published",
     models=["Llama 7B", "Llama 7B, GQA8", "Llama 7B, MQA", "Falcon 7B"],
     tokens=[1 * K, 2 * K, 4 * K, 8 * K, 12 * K, 16 * K],
     GBps=[300, 10, 1],
 )
-TODAY = Study(
+TODAY = Grid(
     name="today",
     models=["Llama 7B", "Llama 3 8B", "Falcon 7B"],
     tokens=[K << power for power in range(8)],
     GBps=[300, 25, 10, 1],
 )
-SLOWER = Study(
+SLOWER = Grid(
     name="more bandwidths",
     models=["Llama 7B", "Llama 3 8B"],
     tokens=TODAY.tokens,
@@ -167,8 +162,6 @@ QUICK = [
     replace(TODAY, models=["Llama 7B", "Llama 3 8B"], tokens=[1 * K, 8 * K], GBps=[300, 1]),
     replace(SLOWER, models=["Llama 7B"], tokens=[1 * K, 8 * K], GBps=[0.1]),
 ]
-
-Line = dict[str, Any]
 
 
 def cluster_of(
@@ -194,7 +187,7 @@ def min_stride(num_tokens: int) -> int:
     return max(16, num_tokens // 256)
 
 
-def lines_of(study: Study, model: str, num_tokens: int, ranks: list[int]) -> Iterator[Line]:
+def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iterator[Line]:
     """All bandwidths and numbers of ranks for one prompt."""
     most, stride = max(ranks), min_stride(num_tokens)
     wide = cluster_of(model, most, study.GBps[0], published=study.published)
@@ -321,7 +314,7 @@ def far_line() -> Line:
     }
 
 
-def simulate_all(studies: list[Study], ranks: list[int], *, far: bool) -> list[Line]:
+def simulate_all(studies: list[Grid], ranks: list[int], *, far: bool) -> list[Line]:
     """The lines, with a progress bar on standard error."""
     lines: list[Line] = []
     prompts = [(study, model, tokens) for study in studies for model in study.models for tokens in study.tokens]
@@ -337,32 +330,24 @@ def simulate_all(studies: list[Study], ranks: list[int], *, far: bool) -> list[L
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few configurations, to see that everything runs")
-    parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines that are there")
-    parser.add_argument("--lines", default=str(ROOT / "benchmarks" / "results" / "paper_relations.jsonl"))
-    parser.add_argument("--pictures", default=str(ROOT / "docs"), help="folder for paper_relations_*.png")
-    options = parser.parse_args(arguments)
-    try:
-        if not Path(options.pictures).is_dir():
-            raise ValueError(f"--pictures {options.pictures} is not a folder; create it first")
-        if options.draw_only and not Path(options.lines).is_file():
-            raise ValueError(f"--lines {options.lines} is not there; run without --draw-only first")
-        if not options.draw_only:
-            ensure_writable(options.lines, option="--lines")
-    except ValueError as error:
-        sys.exit(str(error))
+def measure(run: Run) -> Iterator[Line]:
+    """All lines; a few of them with --quick."""
+    if run.options.quick:
+        yield from simulate_all(QUICK, [2, 4], far=False)
+    else:
+        yield from simulate_all([PUBLISHED, TODAY, SLOWER], RANKS, far=True)
 
-    if not options.draw_only:
-        studies, ranks = (QUICK, [2, 4]) if options.quick else ([PUBLISHED, TODAY, SLOWER], RANKS)
-        lines = simulate_all(studies, ranks, far=not options.quick)
-        write_whole(options.lines, "".join(json.dumps(line) + "\n" for line in lines))
-    with open(options.lines, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    draw(lines, Path(options.pictures))
-    print(tables(lines))
 
+STUDY = Study(
+    name="paper_relations",
+    text=__doc__,
+    has="study",
+    measure=measure,
+    table=tables,
+    options={"quick": option(False, "a few configurations, to see that everything runs")},
+    pictures=PICTURES,
+    replaces=True,
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -22,94 +22,59 @@ docs/infinigen_columns.png and docs/infinigen_similarity.png from these lines al
 from __future__ import annotations
 
 import argparse
-import gzip
-from importlib.metadata import version
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.harness import lines, machine
-from benchmarks.harness.machine import ROOT
-from benchmarks.studies.infinigen_mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read
-from benchmarks.studies.infinigen_pictures import draw, tables
-from partitioner.table.fingerprint import now
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.harness.text_samples import EXAMPLE, samples, text_ids
+from benchmarks.studies.infinigen_relations.mass import HINDSIGHT, NONE, OURS, REFERENCES, VARIANTS, read
+from benchmarks.studies.infinigen_relations.pictures import columns_png, similarity_png, tables
 from policies.skew import skew_of
 from policies.skewing import Skew
 from runahead import Model, ModelOptions
 
-RESULTS = ROOT / "benchmarks" / "results" / "infinigen_relations.jsonl"
-EXAMPLE = ROOT / "examples" / "frankenstein_letters.txt"
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 DISTANCES = (0, 256, 768, 1792)
-"""Tokens behind the prompt from which on as many ask as the shortest window has."""
+"""Distances after the prompt; from each on, as many tokens ask as the shortest window has."""
 WINDOWS = (256, 1024, 2048)
 CHUNK = 512
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", default=str(EXAMPLE), help="a text file, or one that gzip packed")
-    parser.add_argument("--sample-text", default=str(EXAMPLE), help="what queries are collected from offline")
-    parser.add_argument("--sample-tokens", type=int, default=2048)
-    parser.add_argument("--samples", type=int, default=1, help="pieces of the text, apart from each other")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens")
-    parser.add_argument("--behind", type=int, default=256, help="tokens behind it, of which every 16th asks")
-    parser.add_argument("--share", type=float, default=0.05, help="of the prompt's tokens that are fetched")
-    parser.add_argument("--distances", action="store_true", help="ask far behind the prompt too")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing")
-    options = parser.parse_args()
-    if not options.draw_only:
-        measure(options)
-    found = lines.read(RESULTS, option="results", kind="mass")
-    if not found:
-        raise SystemExit(f"{RESULTS.relative_to(ROOT)} has no lines yet; leave --draw-only out")
-    draw(found, ROOT / "docs")
-    print(tables(found))
-
-
-def measure(options: argparse.Namespace) -> None:
+def measure(run: Run) -> Iterator[Line]:
+    """One line per sample of the text."""
+    options = run.options
     model = Model.load(ModelOptions(), torch.device("cpu"))
-    kind = "distance" if options.distances else "columns"
-    behind = DISTANCES[-1] + WINDOWS[0] if options.distances else options.behind
     about = {
-        "kind": kind,
+        "kind": "distance" if options.distances else "columns",
         "text": Path(options.text).name,
         "sample_text": Path(options.sample_text).name,
         "sample_tokens": options.sample_tokens,
         "prompt": options.prompt,
-        "behind": behind,
+        "behind": DISTANCES[-1] + WINDOWS[0] if options.distances else options.behind,
         "share": options.share,
         "model": model.name,
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "commit": machine.commit(),
-        "code": machine.code(),
     }
-    told_apart = (*list(about)[: list(about).index("versions")], "start")
-    done = {tuple(line[name] for name in told_apart) for line in lines.read(RESULTS, option="results", kind="mass")}
-    sample_ids, ids = token_ids(model, options.sample_text), token_ids(model, options.text)
-    skip = options.sample_tokens if options.text == options.sample_text else 0
-    length = options.prompt + behind
+    sample_ids, ids = text_ids(model, options.sample_text), text_ids(model, options.text)
     if len(sample_ids) < options.sample_tokens:
         raise SystemExit(f"--sample-text={options.sample_text} has {len(sample_ids)} tokens; use a longer one")
-    if len(ids) < skip + options.samples * length:
-        raise SystemExit(
-            f"--text={options.text} has {len(ids) - skip} tokens, but {options.samples} samples need "
-            f"{options.samples * length}; use a longer text, or fewer samples"
-        )
-    samples: dict[str, Skew] = {}
+    skip = options.sample_tokens if options.text == options.sample_text else 0
+    length, name = options.prompt + about["behind"], f"--text={options.text}"
+    pieces = list(samples(ids[skip:], options.samples, length, option=name))
+    skews: dict[str, Skew] = {}
     for name, rotaries in {"sample": None, "sample turned": model.rotaries}.items():
         if not options.distances:
-            samples[name] = skew_of(model, sample_ids[: options.sample_tokens], rotaries=rotaries, chunk=CHUNK)
-    apart = (len(ids) - skip) // options.samples
-    for start in tqdm(range(skip, skip + options.samples * apart, apart), unit="sample", disable=None):
-        line = about | {"start": start, "date": now()}
-        if tuple(line[name] for name in told_apart) in done:
-            continue
-        piece = torch.tensor(ids[start : start + length])
-        found = by_distance(model, piece, options) if options.distances else by_ratio(model, piece, options, samples)
-        lines.append(RESULTS, [line | found])
+            skews[name] = skew_of(model, sample_ids[: options.sample_tokens], rotaries=rotaries, chunk=CHUNK)
+    for first, piece in run.bar(pieces, "sample"):
+        line = about | {"start": skip + first}
+        if not run.has(line):
+            ids_S = torch.tensor(piece)
+            yield line | (
+                by_distance(model, ids_S, options) if options.distances else by_ratio(model, ids_S, options, skews)
+            )
 
 
 def by_ratio(
@@ -153,12 +118,25 @@ def by_distance(model: Model, ids_S: torch.Tensor, options: argparse.Namespace) 
     return {"mass": mass}
 
 
-def token_ids(model: Model, path: str) -> list[int]:
-    assert model.tokenizer is not None
-    with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
-        ids: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
-    return ids
-
+STUDY = Study(
+    name="infinigen_relations",
+    text=__doc__,
+    has="mass",
+    measure=measure,
+    table=tables,
+    options={
+        "text": option(EXAMPLE, "a text file, or one compressed by gzip"),
+        "sample-text": option(EXAMPLE, "text from which queries are collected offline"),
+        "sample-tokens": option(2048),
+        "samples": option(1, "pieces of the text, spread over it"),
+        "prompt": option(2048, "tokens"),
+        "behind": option(256, "tokens after the prompt, of which every 16th asks"),
+        "share": option(0.05, "share of the prompt's tokens that is fetched"),
+        "distances": option(False, "ask far after the prompt too"),
+    },
+    pictures={"infinigen_columns.png": columns_png, "infinigen_similarity.png": similarity_png},
+    key=("kind", "text", "sample_text", "sample_tokens", "prompt", "behind", "share", "model", "start"),
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -12,9 +11,9 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.studies.paper_relations_tables import SHORT, WIRED, ZIGZAG, Line, best_ranks, fastest, lead, of
+from benchmarks.harness.lines import Line
+from benchmarks.studies.paper_relations.tables import SHORT, WIRED, ZIGZAG, best_ranks, fastest, lead, of
 from partitioner.table.lookup_table import WORTHWHILE
-from runahead.files import write_whole
 from runahead.picture_style import (
     ACCENT,
     INK,
@@ -40,23 +39,11 @@ WIDEST = 0.4
 """Lead at which a map's colour is full."""
 
 
-def draw(lines: list[Line], folder: Path) -> None:
-    """All pictures, as paper_relations_<name>.png."""
-    for name, picture in (
-        ("published", _published),
-        ("bounds", _bounds),
-        ("winners", _winners),
-        ("transfer", _transfer),
-        ("ranks", _ranks),
-    ):
-        write_whole(folder / f"paper_relations_{name}.png", picture(lines))
-
-
 def _values(lines: list[Line], name: str) -> list[Any]:
     return sorted({line[name] for line in lines})
 
 
-def _published(lines: list[Line]) -> bytes:
+def published_png(lines: list[Line]) -> bytes:
     found = of(lines, study="published", model="Llama 7B")
     links = _values(found, "GBps")[::-1]
     figure = new_figure(3.7 * len(links), 3.9)
@@ -94,7 +81,7 @@ def _published(lines: list[Line]) -> bytes:
     return png(figure)
 
 
-def _bounds(lines: list[Line]) -> bytes:
+def bounds_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
     most = max(_values(found, "ranks"))
     found = of(found, ranks=most)
@@ -141,7 +128,7 @@ def _bounds(lines: list[Line]) -> bytes:
     return png(figure)
 
 
-def _winners(lines: list[Line]) -> bytes:
+def winners_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
     models, counts = list(dict.fromkeys(line["model"] for line in found)), _values(found, "ranks")
     figure = new_figure(4.6 * len(counts), 1.95 * len(models) + 1.1)
@@ -170,7 +157,7 @@ def _winners(lines: list[Line]) -> bytes:
     return png(figure)
 
 
-def _transfer(lines: list[Line]) -> bytes:
+def transfer_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
     models = [model for model in ("Llama 7B", "Llama 3 8B") if of(found, model=model)]
     links = _values(found, "GBps")[::-1]
@@ -205,7 +192,7 @@ def _transfer(lines: list[Line]) -> bytes:
     return png(figure)
 
 
-def _ranks(lines: list[Line]) -> bytes:
+def ranks_png(lines: list[Line]) -> bytes:
     today = of(lines, study="today")
     most = max(_values(today, "ranks"))
     found = [line for line in lines if line["study"] in ("today", "more bandwidths") and line["ranks"] == most]
@@ -250,3 +237,12 @@ def _legend(figure: Any, handles: list[Any]) -> None:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5, labelcolor=INK
     )
+
+
+PICTURES = {
+    "paper_relations_published.png": published_png,
+    "paper_relations_bounds.png": bounds_png,
+    "paper_relations_winners.png": winners_png,
+    "paper_relations_transfer.png": transfer_png,
+    "paper_relations_ranks.png": ranks_png,
+}

@@ -1,13 +1,13 @@
-"""Pictures and tables of benchmarks/studies/infinigen_relations.py, from its lines."""
+"""Pictures and tables of InfiniGen's relations, from their lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.studies.infinigen_mass import (
+from benchmarks.harness.lines import Line
+from benchmarks.studies.infinigen_relations.mass import (
     ALL_COLUMNS,
     HINDSIGHT,
     NONE,
@@ -20,10 +20,7 @@ from benchmarks.studies.infinigen_mass import (
     SAMPLE_TURNED,
     VARIANTS,
 )
-from runahead.files import write_whole
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
-
-Line = dict[str, Any]
 
 TOLD_APART = ("kind", "text", "prompt", "share", "model")
 DRAWN = {
@@ -63,16 +60,11 @@ def subject(group: Sequence[Line]) -> str:
     return f"{line['text']}, {count}, prompt {line['prompt']:,} tokens"
 
 
-def draw(lines: Sequence[Line], folder: Path) -> None:
-    """The pictures that there are lines for."""
-    found = groups(lines, "columns")
-    if found:
-        write_whole(folder / "infinigen_columns.png", columns_png(found))
-        write_whole(folder / "infinigen_similarity.png", similarity_png(found[-1]))
-
-
-def columns_png(found: Sequence[Sequence[Line]]) -> bytes:
+def columns_png(lines: Sequence[Line]) -> bytes | None:
     """Mass over the share of columns, a panel per text and length."""
+    found = groups(lines, "columns")
+    if not found:
+        return None
     figure = new_figure(4.6 * len(found) + 0.6, 4.6)
     several_texts = len({group[0]["text"] for group in found}) > 1
     for axes, group in zip(panels(figure, len(found), 1, len(found)), found, strict=True):
@@ -94,8 +86,12 @@ def columns_png(found: Sequence[Sequence[Line]]) -> bytes:
     return png(figure)
 
 
-def similarity_png(group: Sequence[Line]) -> bytes:
-    """Cosines over layers."""
+def similarity_png(lines: Sequence[Line]) -> bytes | None:
+    """Cosines over layers, of the longest prompt."""
+    found = groups(lines, "columns")
+    if not found:
+        return None
+    group = found[-1]
     figure = new_figure(6.4, 3.6)
     [axes] = panels(figure, 1, 1, 1)
     for what, colour in SIMILARITY.items():

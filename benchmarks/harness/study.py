@@ -1,0 +1,185 @@
+"""The harness of a study: options, resuming, JSON lines, tables and pictures.
+
+A module of benchmarks/studies/ is a question in its docstring, a generator that measures, and a table and pictures that
+are made of the measured lines alone. `Study.main` does the rest, the same for all:
+
+    python -m benchmarks.studies.<name> [its options] [--lines FILE] [--out FOLDER] [--draw-only]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import ROOT
+from runahead.files import ensure_writable, write_whole
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study, as its generator sees it.
+
+    Attributes:
+        options: the parsed command line.
+        shared: date, commit, code, hardware and versions, which the harness adds to every line.
+        key: fields that identify a measurement.
+        done: keys of the lines that the file has already.
+    """
+
+    options: argparse.Namespace
+    shared: Line
+    key: tuple[str, ...]
+    done: set[tuple[str, ...]]
+
+    def has(self, about: Mapping[str, Any]) -> bool:
+        """Whether the file has a line with these values of the key's fields."""
+        return bool(self.key) and key_of({**self.shared, **about}, self.key) in self.done
+
+    def bar(self, items: Collection[T], unit: str) -> Iterator[T]:
+        """The items, with a progress bar on a terminal."""
+        yield from tqdm(items, unit=unit, disable=None if is_first_rank() else True)
+
+    def in_turn(self, turns: Mapping[str, Callable[[int], T]], rounds: int, *, warmup: int = 0) -> dict[str, list[T]]:
+        """Call each of `turns` with the number of the round, round after round (A B C A B C ...).
+
+        A machine whose speed drifts so affects all of them alike. Results of the first `warmup` rounds are dropped.
+        """
+        results: dict[str, list[T]] = {name: [] for name in turns}
+        for number, name in self.bar([(number, name) for number in range(warmup + rounds) for name in turns], "turn"):
+            result = turns[name](number)
+            if number >= warmup:
+                results[name].append(result)
+        return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A question, the loop that measures it, and what is made of its lines.
+
+    Attributes:
+        name: of the module in benchmarks/studies/; its lines are benchmarks/results/<name>.jsonl.
+        text: the module's docstring, which --help shows.
+        has: a field that every line has.
+        options: keyword arguments of `add_argument`, as `option` makes them, by the option's name.
+        measure: yields the lines, each of which is appended at once; on all ranks where torchrun starts several.
+        table: what is printed.
+        pictures: by file name; a picture may be None where there are no lines for it.
+        key: fields that identify a measurement. One that the file has is not repeated where `measure` asks `Run.has`.
+        replaces: lines replace those of the file, all at the end and without the machine's description: simulations.
+    """
+
+    name: str
+    text: str | None
+    has: str
+    measure: Callable[[Run], Iterator[Line]]
+    table: Callable[[list[Line]], str]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pictures: Mapping[str, Callable[[list[Line]], bytes | None]] = field(default_factory=dict)
+    key: tuple[str, ...] = ()
+    replaces: bool = False
+
+    def main(self, args: Sequence[str] | None = None) -> None:
+        """Measure, unless --draw-only is given, then draw the pictures and print the table.
+
+        Raises:
+            SystemExit: with one line for a wrong command line, an unreadable file of lines or a full disk.
+        """
+        options = self.parser().parse_args(args)
+        with _errors_in_one_line():
+            if not Path(options.out).is_dir():
+                raise ValueError(f"--out {options.out} is not a folder; create it first")
+            if not options.draw_only:
+                ensure_writable(options.lines, option="--lines")
+            found = self._read(options.lines)
+        if not options.draw_only:
+            self._measure(options, found)
+        if not is_first_rank():
+            return
+        with _errors_in_one_line():
+            found = self._read(options.lines)
+            if not found:
+                raise ValueError(f"{options.lines} has no lines yet; leave out --draw-only")
+            for name, picture in self.pictures.items():
+                image = picture(found)
+                if image is not None:
+                    write_whole(Path(options.out) / name, image)
+        print(self.table(found))
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The study's options, and those of all studies."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.studies.{self.name}",
+            description=self.text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for name, about in self.options.items():
+            parser.add_argument(f"--{name}", **about)
+        default = ROOT / "benchmarks" / "results" / f"{self.name}.jsonl"
+        parser.add_argument("--lines", default=str(default), metavar="FILE", help="JSON lines, read and appended to")
+        parser.add_argument("--out", default=str(ROOT / "docs"), metavar="FOLDER", help="folder for the pictures")
+        parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines; measure nothing")
+        return parser
+
+    def _read(self, path: str) -> list[Line]:
+        return lines.read(path, option="--lines", kind=self.has)
+
+    def _measure(self, options: argparse.Namespace, found: list[Line]) -> None:
+        run = Run(options, {} if self.replaces else machine.about(), self.key, {key_of(x, self.key) for x in found})
+        made = []
+        for line in self.measure(run):
+            made.append({**line, **run.shared})
+            if is_first_rank() and not self.replaces:
+                with _errors_in_one_line():
+                    lines.append(options.lines, made[-1:])
+        if self.replaces:
+            with _errors_in_one_line():
+                write_whole(options.lines, lines.dumps(made))
+
+
+def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
+    """Keyword arguments of `add_argument`: typed as the default, several values for a list, a switch for False."""
+    if default is False:
+        return {"action": "store_true", "help": help, **more}
+    several = isinstance(default, list)
+    example = default[0] if several else default
+    given: dict[str, Any] = {"default": default, "help": help, "type": str if example is None else type(example)}
+    return given | ({"nargs": "+"} if several else {}) | more
+
+
+def newest(found: Sequence[Line], *names: str) -> dict[tuple[Any, ...], Line]:
+    """The last line for each combination of these fields, in the order in which combinations first appear."""
+    return {tuple(line[name] for name in names): line for line in found}
+
+
+def last_run(found: Sequence[Line]) -> list[Line]:
+    """The lines of the run that wrote the last one."""
+    return [line for line in found if line.get("date") == found[-1].get("date")]
+
+
+def key_of(line: Line, names: Sequence[str]) -> tuple[str, ...]:
+    """The values of these fields as text; a line of an earlier version may lack some."""
+    return tuple(str(line.get(name)) for name in names)
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes and prints: it is rank 0 of torchrun, or was started alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,37 @@
+"""Samples of a text as token ids: what studies of quality feed a model."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+
+from benchmarks.harness.machine import ROOT
+from runahead.model.model import Model
+
+EXAMPLE = str(ROOT / "examples" / "frankenstein_letters.txt")
+
+
+def text_ids(model: Model, path: str) -> list[int]:
+    """Token ids of a text file in UTF-8, or of one compressed by gzip."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
+        ids: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
+    return ids
+
+
+def samples(ids: list[int], number: int, length: int, *, option: str) -> Iterator[tuple[int, list[int]]]:
+    """Pieces of `length` tokens, spread evenly over the text, each with the position of its first token.
+
+    Args:
+        option: the command line's name and value of the text, for the message.
+
+    Raises:
+        SystemExit: the text is too short.
+    """
+    if len(ids) < number * length:
+        raise SystemExit(
+            f"{option} has {len(ids)} tokens, but {number} samples of {length} need {number * length}; use a longer "
+            "text, or fewer or shorter samples"
+        )
+    apart = len(ids) // number
+    for start in range(0, number * apart, apart):
+        yield start, ids[start : start + length]

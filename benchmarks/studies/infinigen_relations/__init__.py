@@ -1,0 +1,1 @@
+"""InfiniGen's premises, measured as relations: similar inputs of consecutive layers, and partial keys."""

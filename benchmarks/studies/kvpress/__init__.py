@@ -1,0 +1,1 @@
+"""Agreement with kvpress on the tokens that policies keep."""

@@ -1,0 +1,1 @@
+"""The relations of the KV-Runahead paper, by simulation."""

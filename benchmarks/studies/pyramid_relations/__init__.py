@@ -1,0 +1,1 @@
+"""The relations of the PyramidInfer paper: the shape of the pyramid, and the recent ratio."""

@@ -1,0 +1,159 @@
+"""The harness of a study: resuming, appending, drawing; and every study answers --help and draws its lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import ROOT
+from benchmarks.harness.study import Run, Study, last_run, option
+
+STUDIES = (
+    "infinigen_relations.__main__",
+    "interpolation",
+    "kvpress.__main__",
+    "offloading",
+    "paper_relations.__main__",
+    "prediction",
+    "prompt_cache",
+    "prompt_cache_quality",
+    "pyramid_relations.__main__",
+    "retrieval_decode",
+    "retrieval_quality",
+    "split_quality",
+)
+
+
+def measure(run: Run) -> Iterator[Line]:
+    for number in run.options.numbers:
+        if not run.has({"number": number}):
+            yield {"number": number, "square": number**2}
+
+
+def table(found: list[Line]) -> str:
+    return " ".join(str(line["square"]) for line in found)
+
+
+SQUARES = Study(
+    name="squares",
+    text="Squares.",
+    has="square",
+    measure=measure,
+    table=table,
+    options={"numbers": option([1, 2], "to square")},
+    pictures={"squares.png": lambda found: str(len(found)).encode(), "none.png": lambda found: None},
+    key=("number",),
+)
+
+
+def run_squares(folder: Path, *args: str) -> None:
+    SQUARES.main(["--lines", str(folder / "squares.jsonl"), "--out", str(folder), *args])
+
+
+def test_what_the_file_has_is_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_squares(tmp_path)
+    run_squares(tmp_path, "--numbers", "2", "3")
+    assert capsys.readouterr().out.splitlines() == ["1 4", "1 4 9"]
+    assert (tmp_path / "squares.png").read_text() == "3" and not (tmp_path / "none.png").exists()
+    [first, *_] = [json.loads(text) for text in (tmp_path / "squares.jsonl").read_text().splitlines()]
+    assert first.keys() >= {"number", "square", "date", "commit", "code", "hardware", "versions"}
+
+
+def test_draw_only_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="has no lines yet; leave out --draw-only"):
+        run_squares(tmp_path, "--draw-only")
+    run_squares(tmp_path, "--numbers", "5")
+    run_squares(tmp_path, "--draw-only")
+    assert capsys.readouterr().out.splitlines() == ["25", "25"]
+
+
+def test_lines_are_kept_up_to_an_interruption(tmp_path: Path) -> None:
+    def interrupted(run: Run) -> Iterator[Line]:
+        yield {"number": 1, "square": 1}
+        raise KeyboardInterrupt
+
+    study = Study(name="squares", text=None, has="square", measure=interrupted, table=table)
+    with pytest.raises(KeyboardInterrupt):
+        study.main(["--lines", str(tmp_path / "squares.jsonl"), "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "squares.jsonl").read_text())["square"] == 1
+
+
+def test_a_broken_last_line_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "squares.jsonl").write_text('{"square": 1}\n{"squ')
+    with pytest.raises(SystemExit, match="line 2 is no measurement; remove it"):
+        run_squares(tmp_path)
+    assert (tmp_path / "squares.jsonl").read_text().endswith('{"squ')
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="No space left on device") as ended:
+        SQUARES.main(["--lines", "/dev/full", "--out", str(tmp_path)])
+    assert "\n" not in str(ended.value)
+
+
+def test_a_simulation_replaces_its_lines(tmp_path: Path) -> None:
+    study = replace(SQUARES, pictures={}, key=(), replaces=True)
+    for _ in range(2):
+        study.main(["--lines", str(tmp_path / "s.jsonl"), "--out", str(tmp_path)])
+    assert (tmp_path / "s.jsonl").read_text() == '{"number": 1, "square": 1}\n{"number": 2, "square": 4}\n'
+
+
+def test_other_ranks_measure_and_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    run_squares(tmp_path)
+    assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""
+
+
+def test_variants_run_in_turn_and_warm_up_rounds_are_dropped(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def turn(name: str, number: int) -> int:
+        order.append(name)
+        return number
+
+    run = Run(SQUARES.parser().parse_args([]), {}, (), set())
+    found = run.in_turn({"a": lambda n: turn("a", n), "b": lambda n: turn("b", n)}, 2, warmup=1)
+    assert order == ["a", "b"] * 3 and found == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_the_last_run_is_that_of_the_last_line() -> None:
+    found = [{"date": "1", "at": 0}, {"date": "2", "at": 1}, {"date": "2", "at": 2}]
+    assert [line["at"] for line in last_run(found)] == [1, 2]
+
+
+@pytest.mark.parametrize("module", STUDIES)
+def test_a_study_draws_and_tells_its_committed_lines(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study: Study = import_module(f"benchmarks.studies.{module}").STUDY
+    assert study.name == module.removesuffix(".__main__")
+    with pytest.raises(SystemExit, match="0"):
+        study.main(["--help"])
+    assert "--draw-only" in capsys.readouterr().out
+    if not Path(study.parser().get_default("lines")).exists():
+        pytest.skip("no lines yet")
+    study.main(["--draw-only", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.count("\n") > 1
+    assert {path.name for path in tmp_path.iterdir()} == set(study.pictures)
+
+
+def test_all_studies_are_tested_and_run_as_modules() -> None:
+    folder = ROOT / "benchmarks" / "studies"
+    found = [path for path in folder.rglob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8")]
+    names = {".".join(path.relative_to(folder).with_suffix("").parts) for path in found}
+    assert names == set(STUDIES)
+    command = [sys.executable, "-m", "benchmarks.studies.split_quality", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m benchmarks.studies.split_quality")
