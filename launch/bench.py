@@ -279,8 +279,9 @@ def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
 
 
 def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
+    from benchmarks.harness.text_table import text
     from benchmarks.ttft.record import Record
-    from benchmarks.ttft.tables import bounds_rows, text
+    from benchmarks.ttft.tables import bounds_rows
     from partitioner.table.fingerprint import link_text
 
     stated = [{"length": length, **Record.of_bounds(each)} for length, each in bounds.items()]
@@ -291,8 +292,9 @@ def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
 
 
 def _table_of(written: list[Line], length: int) -> str:
+    from benchmarks.harness.text_table import text
     from benchmarks.ttft.comparison import comparisons
-    from benchmarks.ttft.tables import COLUMNS, rows, text
+    from benchmarks.ttft.tables import COLUMNS, rows
 
     [comparison] = comparisons(written)
     [(network, _)] = comparison.points

@@ -110,7 +110,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
     from itertools import groupby
 
     from benchmarks.evaluation import summary
-    from benchmarks.ttft.tables import text
+    from benchmarks.harness.text_table import text
 
     plan = ranks.on_rank_0("the evaluation's options", lambda: _prepare(run, ranks))
     missing = plan.missing()

@@ -11,7 +11,7 @@ import matplotlib
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL, Row
 from benchmarks.evaluation.tasks import TASKS
-from benchmarks.ttft.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
+from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
 from policies.base import Budget
 from runahead.picture_style import (
     INK,

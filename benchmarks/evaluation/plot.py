@@ -16,7 +16,7 @@ from benchmarks.evaluation.pictures import pictures
 from benchmarks.evaluation.summary import Row
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
-from benchmarks.ttft.tables import markdown
+from benchmarks.harness.text_table import markdown
 from runahead.files import write_whole
 
 

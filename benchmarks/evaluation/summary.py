@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.tasks import TASKS
 from benchmarks.harness.lines import Line
-from benchmarks.ttft.tables import Rows, mebibytes
+from benchmarks.harness.text_table import Rows, mebibytes
 from policies.base import Budget
 from runahead.picture_style import seconds
 

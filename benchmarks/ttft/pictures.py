@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
+from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
 from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.ttft.tables import noise_pairs
 from benchmarks.ttft.variants import BASELINE, VARIANTS, Traffic
@@ -25,20 +25,6 @@ from runahead.picture_style import (
     set_title,
     tokens,
 )
-
-# Okabe and Ito's colours, told apart by colour-blind readers; markers and dashes tell variants of one kind apart.
-BLACK, ORANGE, SKY, GREEN = INK, "#e69f00", "#56b4e9", "#009e73"
-BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a variant is drawn everywhere."""
-
-    colour: str
-    marker: str
-    dashes: str = "-"
-
 
 LOOKS = {
     "single": Look(BLACK, "o"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.text_table import Rows, markdown, mebibytes
 from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
 from benchmarks.ttft.variants import BASELINE, BOUND, OURS
 from runahead.picture_style import seconds, tokens
@@ -33,7 +34,6 @@ NOTES = (
     "together, per prompt. Peaks: of the rank with the most; memory is that of the process, with the weights of every "
     "variant that loads its own."
 )
-Rows = list[tuple[str, ...]]
 
 
 def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
@@ -86,10 +86,6 @@ def spread_text(spread: Spread) -> str:
     return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
 
 
-def mebibytes(count: float | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.2f} MiB"
-
-
 def bounds_rows(lines: Sequence[Line]) -> Rows:
     """A row per length: what compute allows."""
     found: Rows = [
@@ -107,22 +103,6 @@ def bounds_rows(lines: Sequence[Line]) -> Rows:
         times = (bounds["single_s"], bounds["free_s"], bounds["star_causal_s"], bounds["star_dense_s"])
         found.append((tokens(int(line["length"])), *map(seconds, times), *operations))
     return found
-
-
-def text(table: Rows) -> str:
-    """Columns in line; the first is on the left."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    return "".join(f"{line}\n" for line in lines)
-
-
-def markdown(table: Rows) -> str:
-    head, *body = table
-    lines = [head, tuple(["---", *["---:"] * (len(head) - 1)]), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def document(compared: Sequence[Comparison]) -> str:

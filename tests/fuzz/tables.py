@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.evaluation import plot as evaluation_plot
 from benchmarks.evaluation import record, summary
 from benchmarks.harness import lines
+from benchmarks.harness.text_table import markdown
 from benchmarks.ttft import comparison, plot
 from benchmarks.ttft.bounds import Compute, read_compute
-from benchmarks.ttft.tables import markdown
 from partitioner.calibration import read_measured
 from partitioner.cost.measured import MeasuredCost
 from partitioner.pictures.search_record import SearchRecord, record_path
