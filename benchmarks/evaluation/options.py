@@ -12,7 +12,7 @@ TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "throughput")
 
 
 class Question(Enum):
-    """When a policy sees the question: in a turn of its own, behind the thinned context, or with the context."""
+    """When a policy sees the question: in a turn of its own, after the thinned context, or with the context."""
 
     separate = "separate"
     with_context = "with_context"
@@ -85,7 +85,7 @@ class RetrievalOptions:
 
 @dataclass(kw_only=True)
 class ThroughputOptions:
-    """The largest batch whose K,V fit into a budget.
+    """The largest batch whose KV fit into a budget.
 
     Attributes:
         prompt_tokens, new_tokens: of each row, random tokens.

@@ -52,7 +52,7 @@ MOST_LEGEND_COLUMNS = 4
 
 
 def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
-    """Every task's score over the bytes of K,V that a policy keeps: one panel per task, all policies in each."""
+    """Every task's score over the bytes of KV that a policy keeps: one panel per task, all policies in each."""
     if not rows:
         return None
     tasks = _distinct([row.task for row in rows])

@@ -25,7 +25,7 @@ class Row:
     """One policy and budget in one task.
 
     Attributes:
-        kv_share: bytes of K,V over those of the full cache.
+        kv_share: bytes of KV over those of the full cache.
         kept_shares: per layer, tokens kept over those of the context.
         cells: scores by length and depth, means over samples; empty in tasks without them.
     """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.interpolation --ranks 2 4 8 --gbps 800 100 25 10
 
-Plans a 7B model (Llama 7B, and the same with 8 K,V heads) with tables of several spacings, as
+Plans a 7B model (Llama 7B, and the same with 8 KV heads) with tables of several spacings, as
 `python -m partitioner.search search.objective=modelled` does, with lengths added (its default) and with none. Then
 looks up a length in the geometric middle between any two of a table's and one at three quarters of the way, and
 compares TTFT with that of a search at that length, seeded by the lookup among others. Prints the largest and the median

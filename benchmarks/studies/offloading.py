@@ -1,16 +1,16 @@
-"""Decoding with K,V in host memory, on a GPU: time per token against what memory and the host's link allow.
+"""Decoding with KV in host memory, on a GPU: time per token against what memory and the host's link allow.
 
     python -m benchmarks.studies.offloading --shape llama2-7b --contexts 2048 8192 32768 --batch 1 4 20
     python -m benchmarks.studies.offloading --shape llama2-13b --layers 10 --trace trace.json
     python -m benchmarks.studies.offloading --draw-only
 
-Weights and K,V are random, of a real model's shapes: a decoding step takes as long whatever they say, and no prompt has
-to be computed first. What they say decides how many tokens are within alpha: with random K,V more than max_fetch
+Weights and KV are random, of a real model's shapes: a decoding step takes as long whatever they say, and no prompt has
+to be computed first. What they say decides how many tokens are within alpha: with random KV more than max_fetch
 allows, so what is measured as "infinigen" fetches as much as it may.
 
 First of all the rates of the device's memory and of the host's link are measured. A step reads every byte that it needs
 at least once: weights, indices and what attention sees in the device's memory, what is fetched over the link. The bound
-is the longer of the two times. Variants take turns, a few tokens each, round after round, on the same K,V in host
+is the longer of the two times. Variants take turns, a few tokens each, round after round, on the same KV in host
 memory (transformers' cache has its own). Appends a JSON line per variant to benchmarks/results/offloading.jsonl and
 draws docs/offloading.png from these lines.
 """
@@ -36,6 +36,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.studies.retrieval_decode import weight_bytes
+from benchmarks.studies.retrieved_prompt import FullCache
 from partitioner.table.fingerprint import device_name
 from policies.base import Phase
 from policies.exact_topk import ExactTopK
@@ -50,7 +51,6 @@ from runahead.cache.copy_stream import CopyStream, copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
-from runahead.cache.kv_cache import KVCache
 from runahead.model.model import set_attention
 from runahead.model.seam import ATTENTION_NAME
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
@@ -104,10 +104,10 @@ class Bytes:
 
 
 class Variant(Protocol):
-    """A way to keep K,V and to decode one token per row from them."""
+    """A way to keep KV and to decode one token per row from them."""
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
-        """A layer's K,V: on the device, and on the host where that is another memory."""
+        """A layer's KV: on the device, and on the host where that is another memory."""
         ...
 
     def step(self, ids_B1: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Variant(Protocol):
     def moved(self) -> Bytes: ...
 
     def kept(self) -> tuple[int, int]:
-        """Bytes for K,V on the device and on the host."""
+        """Bytes for KV on the device and on the host."""
         ...
 
     def fetched_share(self) -> float | None:
@@ -125,28 +125,11 @@ class Variant(Protocol):
         ...
 
 
-class FullCache:
-    """All K,V in the device's memory, as the engine decodes without a policy."""
-
-    def __init__(self, model: Model, *, context: int, batch: int, room: int) -> None:
-        self.model, self.num_tokens, self.pads = model, context, [0] * batch
-        self.cache = KVCache(
-            model.kv_shapes,
-            batch=batch,
-            spans=[(0, context + room)] * model.num_layers,
-            num_slabs=model.num_layers,
-            device=model.device,
-        )
+class FullOnDevice(FullCache):
+    """All keys and values in the device's memory, as the engine decodes without a policy."""
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
-        self.cache.layer(layer).tokens(0, self.num_tokens).copy_(base.slab().slab_TBKX)
-
-    def step(self, ids_B1: Tensor) -> Tensor:
-        start = self.num_tokens
-        self.num_tokens += 1
-        return self.model.forward(
-            ids_B1, CausalAttention(self.cache, start=start, pads=self.pads), start=start, pads=self.pads
-        )
+        self.store(layer, base)
 
     def moved(self) -> Bytes:
         return Bytes(device=weight_bytes(self.model) + self.num_tokens * kv_bytes(self.model, len(self.pads)))
@@ -219,7 +202,7 @@ class Retrieved:
 
 
 class TransformersOffloaded:
-    """transformers' own cache on the host, as a user gets it: all K,V come in every step, and go back.
+    """transformers' own cache on the host, as a user gets it: all KV come in every step, and go back.
 
     Raises:
         ValueError: it cannot run on this device.
@@ -306,7 +289,7 @@ def random_model(options: argparse.Namespace, device: torch.device) -> Model:
 
 
 class Turns:
-    """Variants that decode in turn, behind the same random K,V."""
+    """Variants that decode in turn, after the same random KV."""
 
     @torch.inference_mode()
     def __init__(self, model: Model, options: argparse.Namespace, *, context: int, batch: int) -> None:
@@ -322,7 +305,7 @@ class Turns:
         self._make([*options.variants])
 
     def _make(self, names: list[str]) -> None:
-        """Those that have room; all K,V on the device may leave none for the others."""
+        """Those that have room; all KV on the device may leave none for the others."""
         for name in names:
             try:
                 self.variants[name] = self._made(name)
@@ -342,7 +325,7 @@ class Turns:
         if name == TRANSFORMERS:
             return TransformersOffloaded(self.model, batch=self.batch)
         if name == FULL:
-            return FullCache(self.model, context=self.context, batch=self.batch, room=self.room)
+            return FullOnDevice(self.model, num_tokens=self.context, batch=self.batch, room=self.room)
         policy = POLICIES[name](self.options)
         return Retrieved(self.model, policy, context=self.context, batch=self.batch, room=self.room)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.studies.prompt_cache_quality
 
 Three questions to a real model, each with a context that is cut into modules. Perplexity: of the text that follows.
-Copy-NLL: a passage is in the first module, and how well does the model expect it behind the last one? Keys: every
+Copy-NLL: a passage is in the first module, and how well does the model expect it after the last one? Keys: every
 document tells a number of its own, and one of them is asked for. Prints a table and appends JSON lines.
 """
 
@@ -58,7 +58,7 @@ VARIANTS = (
 
 
 def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant) -> ReusingPrompt:
-    """A context with modules between these edges, and new tokens behind it. The last of the context is new, too."""
+    """A context with modules between these edges, and new tokens after it. The last of the context is new, too."""
     again: dict[int, int] = {len(ids) - 1: ids[-1]}
     uses = []
     spans = [(0, len(ids))] if variant.joint else list(pairwise(edges))

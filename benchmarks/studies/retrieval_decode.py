@@ -3,8 +3,8 @@
     python -m benchmarks.studies.retrieval_decode --lengths 1024 2048 4096 8192
     python -m benchmarks.studies.retrieval_decode --draw-only
 
-The bound is in bytes, since a step of one token reads each of them once: weights and all K,V for the full cache;
-weights, the query projections once more for predictions, partial keys, and the K,V that were fetched. Its gain is the
+The bound is in bytes, since a step of one token reads each of them once: weights and all KV for the full cache;
+weights, the query projections once more for predictions, partial keys, and the KV that were fetched. Its gain is the
 ratio of the two, and what is printed beside a measured gain is the share of it that was reached.
 
 Policies take turns, a few tokens each, round after round. Appends a JSON line per length and policy to
@@ -65,7 +65,7 @@ def measure(run: Run) -> Iterator[Line]:
         ids = (text * (length // len(text) + 1))[:length]  # time does not depend on what it says
         prompt = RetrievedPrompt(model, ids)
         conversations = {name: prompt.under(POLICIES[name]()) for name in options.policies}
-        full = FullCache(prompt.under(Offload()), options.tokens * (options.rounds + 1))
+        full = FullCache.of(prompt.under(Offload()), options.tokens * (options.rounds + 1))
         follow = {FULL: full.follow, **{name: each.follow for name, each in conversations.items()}}
         turns = {name: _turn(each, ids, options.tokens) for name, each in follow.items()}
         seconds = run.in_turn(turns, options.rounds, warmup=1)

@@ -4,7 +4,7 @@
     python -m benchmarks.studies.retrieval_quality --text wikitext2.txt --groups pool --lengths 2048
     python -m benchmarks.studies.retrieval_quality --draw-only
 
-A sample is a piece of the text as the prompt. Behind it come, token by token as in decoding, a passage of that prompt
+A sample is a piece of the text as the prompt. After it come, token by token as in decoding, a passage of that prompt
 again (copy-NLL) and the tokens that really follow (perplexity). Groups of settings: `default`; `alpha` and `ratio`, the
 paper's Fig. 17, the latter with and without skewing (Fig. 13); `pool`, a pool of 80% of the prompt under each victim,
 with and without pinned sinks (Table 2); `others`, policies to compare with.
@@ -97,7 +97,7 @@ def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[in
     if setting == FULL:
         conversation = prompt.under(Offload())
         for tail in tails:
-            full = FullCache(conversation, len(tail))
+            full = FullCache.of(conversation, len(tail))
             assert conversation.logits_BV is not None
             nlls.append(nll(conversation.logits_BV, full.follow(torch.tensor([tail[:-1]])), tail))
         return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": 1.0, "hit_mass": 1.0}
@@ -124,7 +124,7 @@ def _pool(prompt: RetrievedPrompt, victim: str) -> dict[str, Any]:
 
 
 def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
-    """The mean over a tail: its first token is expected behind the prompt."""
+    """The mean over a tail: its first token is expected after the prompt."""
     logits_CV = torch.cat([first_1V, rest_1CV[0]])
     return float(torch.nn.functional.cross_entropy(logits_CV, torch.tensor(ids)))
 

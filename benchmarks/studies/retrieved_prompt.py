@@ -1,4 +1,4 @@
-"""One prompt's K,V, computed once and then decoded from under many retrieving policies."""
+"""One prompt's KV, computed once and then decoded from under many retrieving policies."""
 
 # Legend: B batch, V vocabulary.
 
@@ -13,6 +13,7 @@ from policies.base import Policy
 from policies.offload import Offload
 from runahead import Model
 from runahead.cache.attention import CausalAttention
+from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import KVCache
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies
@@ -32,7 +33,7 @@ class RetrievedPrompt:
             self._start.feed(torch.tensor([self.ids[:-LAST_TOKENS]]), cut_back=False)
 
     def under(self, policy: Policy) -> Conversation:
-        """A conversation behind the prompt, as if it had been under this policy from the start."""
+        """A conversation after the prompt, as if it had been under this policy from the start."""
         conversation = Conversation(self.model, RankPolicies.everywhere([policy]))
         if len(self.ids) > LAST_TOKENS:
             shared = self._start.fork()
@@ -46,33 +47,39 @@ class RetrievedPrompt:
 
 
 class FullCache:
-    """The same prompt with the full cache as the engine decodes from it, with room for so many tokens.
+    """The full KV cache, as the engine decodes from it.
 
     Args:
-        conversation: behind the prompt, from which K,V are copied.
+        num_tokens: tokens per row, whose keys and values the caller stores.
+        room: further tokens that can be decoded.
     """
 
-    def __init__(self, conversation: Conversation, room: int) -> None:
+    def __init__(self, model: Model, *, num_tokens: int, batch: int, room: int) -> None:
+        self.model, self.num_tokens, self.pads = model, num_tokens, [0] * batch
+        spans = [(0, num_tokens + room)] * model.num_layers
+        self.cache = KVCache(model.kv_shapes, batch=batch, spans=spans, num_slabs=model.num_layers, device=model.device)
+
+    @classmethod
+    def of(cls, conversation: Conversation, room: int) -> FullCache:
+        """A copy of a conversation's keys and values."""
         assert conversation.cache is not None
-        model, self.num_tokens = conversation.model, conversation.num_tokens
-        self.model = model
-        end = self.num_tokens + room
-        self._cache = KVCache(
-            model.kv_shapes,
-            batch=1,
-            spans=[(0, end)] * model.num_layers,
-            num_slabs=model.num_layers,
-            device=model.device,
-        )
+        full = cls(conversation.model, num_tokens=conversation.num_tokens, batch=1, room=room)
         for layer, kept in enumerate(conversation.cache.layers):
-            self._cache.layer(layer).tokens(0, self.num_tokens).copy_(kept.slab().slab_TBKX)
+            full.store(layer, kept)
+        return full
+
+    def store(self, layer: int, kept: KeptLayer) -> None:
+        """Copy a layer's keys and values."""
+        self.cache.layer(layer).tokens(0, self.num_tokens).copy_(kept.slab().slab_TBKX)
 
     @torch.inference_mode()
-    def follow(self, ids_1C: Tensor) -> Tensor:
-        """Logits (1, C, V) behind each token."""
-        parts = []
-        for ids_11 in ids_1C.split(1, dim=1):
-            attention = CausalAttention(self._cache, start=self.num_tokens, pads=[0])
-            parts.append(self.model.forward(ids_11, attention, start=self.num_tokens, pads=[0]))
-            self.num_tokens += 1
-        return torch.stack(parts, dim=1)
+    def step(self, ids_B1: Tensor) -> Tensor:
+        """Logits (B, V) after one token per row."""
+        start = self.num_tokens
+        self.num_tokens += 1
+        attention = CausalAttention(self.cache, start=start, pads=self.pads)
+        return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
+
+    def follow(self, ids_BC: Tensor) -> Tensor:
+        """Logits (B, C, V) after each token."""
+        return torch.stack([self.step(ids_B1) for ids_B1 in ids_BC.split(1, dim=1)], dim=1)

@@ -35,7 +35,7 @@ class Bounds:
 
     Attributes:
         single_s: one rank alone, as its compute was measured.
-        free_s: TTFT(p): the best split when K,V arrive at once.
+        free_s: TTFT(p): the best split when KV arrive at once.
         free: that split.
         star_dense_s, star_causal_s: TTFT*(p), see `partitioner.simulation.bounds.ttft_star`.
         flops: of the prompt; None where no formula holds.
@@ -53,7 +53,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """A rank's compute as it was measured, and the bytes of K,V: enough to plan without the model."""
+    """A rank's compute as it was measured, and the bytes of KV: enough to plan without the model."""
 
     cost: MeasuredCost
     kv_bytes_per_token: int

@@ -1,4 +1,4 @@
-"""TTFT(p) on live ranks: KV-Runahead's chunks, computed as in a run, with all K,V there from the start.
+"""TTFT(p) on live ranks: KV-Runahead's chunks, computed as in a run, with all KV there from the start.
 
 A bound from measured compute is as old as its measurement, and a machine's speed drifts. This one runs in turn with
 what it bounds.

@@ -36,10 +36,10 @@ class Run:
     Attributes:
         first_token: its id; None where a variant does not tell.
         boundaries: of the context partition; None without one.
-        sent_bytes: of K,V that all ranks together sent; None where other things travel, which nobody counts.
+        sent_bytes: of KV that all ranks together sent; None where other things travel, which nobody counts.
         wire_bytes: that their network cards sent, all of it; None where those serve others too.
-        kv_peak_bytes, peak_bytes: by rank, of K,V and of everything.
-        kv_kept_bytes: K,V behind the first token, all ranks together.
+        kv_peak_bytes, peak_bytes: by rank, of KV and of everything.
+        kv_kept_bytes: KV after the first token, all ranks together.
     """
 
     ttft_s: float

@@ -30,7 +30,7 @@ class LinkOptions:
 
     Attributes:
         gbps: 1e9 bits per second, or a list of rates to run one after the other.
-        compute_share: in place of `gbps`: moving the K,V of the whole prompt once takes this share of TTFT(p), the time
+        compute_share: in place of `gbps`: moving the KV of the whole prompt once takes this share of TTFT(p), the time
             to first token that compute allows. A list runs one after the other.
         noise: the rate goes up and down at random while variants run.
     """

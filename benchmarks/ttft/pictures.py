@@ -132,7 +132,7 @@ def links_png(comparison: Comparison) -> bytes | None:
 
 
 def bytes_png(comparison: Comparison) -> bytes | None:
-    """What all ranks sent of the longest prompt, against the formulas, in K,V of the whole prompt."""
+    """What all ranks sent of the longest prompt, against the formulas, in KV of the whole prompt."""
     shown: dict[str, Point] = {}
     points = [point for at in comparison.points.values() for point in at.values()]
     for point in sorted(points, key=lambda each: (each.line["wire_bytes"] is not None, each.length)):

@@ -24,7 +24,7 @@ REPLACED = ("bench.network", "bench.compute", "link.gbps", "link.compute_share",
 
 @dataclass(frozen=True, kw_only=True)
 class _Rate:
-    """One run: all lengths at a rate, or one length at the rate that gives its K,V a share of TTFT(p)."""
+    """One run: all lengths at a rate, or one length at the rate that gives its KV a share of TTFT(p)."""
 
     gbps: float
     share: float | None = None
@@ -60,7 +60,7 @@ def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> 
 
 
 def _rates(run: BenchRun, compute: Compute) -> list[_Rate]:
-    """The rates at which moving the K,V of a whole prompt once takes these shares of TTFT(p)."""
+    """The rates at which moving the KV of a whole prompt once takes these shares of TTFT(p)."""
     rates = []
     for length in run.bench.lengths:
         _, free_s = practical(compute, length, HOSTS)

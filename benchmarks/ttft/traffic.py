@@ -23,7 +23,7 @@ def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
 
 
 def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, policies: Sequence[Policy] = ()) -> int:
-    """Bytes of one prompt that all ranks together send: K,V, or hidden states in tensor parallelism.
+    """Bytes of one prompt that all ranks together send: KV, or hidden states in tensor parallelism.
 
     Layers with a sliding window send less than a chain's formula says.
     """
@@ -38,7 +38,7 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
 
 
 def _tokens(traffic: Traffic, partition: ContextPartition, *, in_last_layer: bool) -> int:
-    """Tokens whose K,V travel in one layer, all ranks together."""
+    """Tokens whose KV travel in one layer, all ranks together."""
     if traffic is Traffic.chain:
         return chain_tokens(partition)
     if traffic is Traffic.gathered:

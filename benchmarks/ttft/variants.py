@@ -10,7 +10,7 @@ from policies.base import Policy
 from policies.pyramidinfer import PyramidInfer
 
 MEAN_KEEP = 0.6
-"""Of PyramidInfer: share of the prompt's K,V that it keeps."""
+"""Of PyramidInfer: share of the prompt's KV that it keeps."""
 
 
 class Split(Enum):

@@ -26,14 +26,14 @@ Case = dict[str, Any]
 """What tells a measurement from the others of its task, as JSON."""
 
 PROBE_TOKENS = 16
-"""Tokens that are generated behind a text only to see how long each takes."""
+"""Tokens that are generated after a text only to see how long each takes."""
 COST_OF_NEW = 16
 """Tokens of a prompt that take about as long as one new token, for the time left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVUse:
-    """K,V behind the context.
+    """KV after the context.
 
     Attributes:
         kv_bytes: allocated.
@@ -64,7 +64,7 @@ class Outcome:
     Attributes:
         score: in the task's metric.
         weight: of the score when cases are combined.
-        ttft_s: until the first token behind the context could be chosen.
+        ttft_s: until the first token after the context could be chosen.
         tpot_s: per token after the first.
         details: whatever else a reader may want to know.
     """

@@ -1,7 +1,7 @@
 """Copy-NLL: a passage, other text, and how well the model expects the passage again.
 
 Perplexity hardly notices what a policy has dropped: most of a text is guessed from the few words before. Here a model
-with all K,V needs only to look the next word up.
+with all KV needs only to look the next word up.
 """
 
 from __future__ import annotations

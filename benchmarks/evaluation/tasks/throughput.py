@@ -1,4 +1,4 @@
-"""Tokens per second with the largest batch whose K,V fit into a fixed budget of bytes."""
+"""Tokens per second with the largest batch whose KV fit into a fixed budget of bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAYERS_IN_FLIGHT = 2
 class Throughput(Task):
     """Generated tokens per second, the prompt's time included. Every row's prompt is random tokens.
 
-    K,V bytes are proportional to the rows, so a run of one row, which is the warm-up too, tells how many fit. What has
-    to fit is the most that is allocated at a time: while the prompt is computed, behind it, or behind the last token.
+    KV bytes are proportional to the rows, so a run of one row, which is the warm-up too, tells how many fit. What has
+    to fit is the most that is allocated at a time: while the prompt is computed, after it, or after the last token.
     """
 
     metric = "tokens/s"

@@ -4,13 +4,13 @@
     python -m benchmarks.studies.infinigen_relations --distances --text book.txt
     python -m benchmarks.studies.infinigen_relations --draw-only
 
-A sample is a piece of the text: a prompt, and tokens behind it that ask what of it they attend to. "Sample text" is
+A sample is a piece of the text: a prompt, and tokens after it that ask what of it they attend to. "Sample text" is
 another text, whose first tokens queries are collected from offline. Measured are
 
 - the cosine between inputs of consecutive layers, and between what their attention and FFN add (the paper's Table 1);
 - the attention probability on the 5% of the prompt that partial keys choose, over the share of columns (as Fig. 13),
   for several ways to choose a basis and columns;
-- with --distances: the same for tokens further and further behind the prompt.
+- with --distances: the same for tokens further and further after the prompt.
 
 Bounds come with them: the best choice ("oracle"), and choices by all columns. Appends a JSON line per sample to
 benchmarks/results/infinigen_relations.jsonl, leaving out those that are there already, draws

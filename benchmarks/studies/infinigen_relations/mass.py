@@ -1,6 +1,6 @@
 """How much attention goes to the tokens that partial keys would fetch, and how alike consecutive layers' inputs are.
 
-A text is read in one piece. At some tokens behind its first part, the prompt, every layer is asked: of the attention
+A text is read in one piece. At some tokens after its first part, the prompt, every layer is asked: of the attention
 probability that this token's queries give to all tokens before it, how much is on those that would have been fetched,
 if queries come from the layer before, keys from some columns of the prompt's, and a fixed share is fetched?
 """
@@ -31,7 +31,7 @@ SINKS = 4
 OBSERVED = 256
 """Of the prompt, the last tokens' queries."""
 WINDOW = 256
-"""Positions behind the prompt that queries are turned to."""
+"""Positions after the prompt that queries are turned to."""
 SAMPLE_POSITIONS = 16
 """Of these, those that each of a sample's queries is turned to."""
 FIRST_LAYER = 3
@@ -49,10 +49,10 @@ class Variant:
 
     Attributes:
         queries: of which A is made: "none" (no skewing); "sample": another text's, where they are; "sample turned": to
-            behind the prompt; "prompt": the prompt's last ones; "prompt turned"; "hindsight": those that will ask.
+            after the prompt; "prompt": the prompt's last ones; "prompt turned"; "hindsight": those that will ask.
         with_keys: A from Q^T Q and K^T K, each divided by its trace, rather than from Q^T Q alone.
         by_size: columns by mean |q| + mean |k| of the whole prompt, as in the paper; else by `column_weights`, of the
-            prompt's last queries turned to behind it.
+            prompt's last queries turned to after it.
         per_query_head: an A, and columns, for each query head rather than for each KV head.
     """
 
@@ -133,12 +133,12 @@ def read(
     """Read a text and ask.
 
     Args:
-        ids_S: the prompt's tokens and those behind it, of which every so many ask.
+        ids_S: the prompt's tokens and those after it, of which every so many ask.
         samples: "sample": of another text with queries where they are; "sample turned": at position 0.
         ratios: of columns.
         share: of the prompt's tokens that are fetched, beside the sinks.
-        window: positions behind the prompt, its first one being 0, that queries are turned to.
-        first_asking: of the tokens behind the prompt.
+        window: positions after the prompt, its first one being 0, that queries are turned to.
+        first_asking: of the tokens after the prompt.
         layers: that are asked; by default all from `FIRST_LAYER` on.
     """
     reading, num_tokens = Reading(), len(ids_S)
@@ -289,7 +289,7 @@ class _Asking(CausalAttention):
         return a_KgHH, column_weights(q_KgXH, k_KgnH)
 
     def _turned(self, layer: int, q_NXH: Tensor) -> Tensor:
-        """The prompt's last queries, spread over the positions behind it."""
+        """The prompt's last queries, spread over the positions after it."""
         count = q_NXH.shape[1]
         places_X = torch.arange(count, device=q_NXH.device)
         by_1X = (self.window.start + places_X * len(self.window) // count + count - places_X)[None]

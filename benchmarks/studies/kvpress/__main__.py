@@ -13,7 +13,7 @@ kvpress 0.5 needs another transformers than Runahead, so it gets an environment 
 Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl; docs/kvpress.md says what they mean.
 """
 
-# Legend: B batch, K kv heads, m kept slots, T tokens behind the prompt, V vocabulary.
+# Legend: B batch, K kv heads, m kept slots, T tokens after the prompt, V vocabulary.
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DIFFERENT = {
     "our defaults": {},
 }
 FOLLOWING = 32
-"""Tokens decoded behind a padded batch."""
+"""Tokens decoded after a padded batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], di
 
 
 def kept_by_us(model: Model, case: Case) -> tuple[list[Tensor], Tensor]:
-    """Per row the positions (layers, K, m) that are kept behind the prompt, and logits (B, T, V) of what follows it."""
+    """Per row the positions (layers, K, m) that are kept after the prompt, and logits (B, T, V) of what follows it."""
     longest = max(map(len, case.rows))
     pads = [longest - len(row) for row in case.rows]
     conversation = Conversation(model, RankPolicies(last=[case.our_policy()]))

@@ -8,7 +8,7 @@ ANSWER: per case {"positions": per row (layers, KV heads, budget), ascending, be
 that decoding is given, (rows, following, vocabulary)}, and the versions of what ran.
 """
 
-# Legend: B batch, S prompt tokens, K kv heads, m kept slots, H head dim, T tokens behind the prompt, V vocabulary.
+# Legend: B batch, S prompt tokens, K kv heads, m kept slots, H head dim, T tokens after the prompt, V vocabulary.
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> dict[str, Any]:
-    """One batch of prompts through one press. `wholes` are all K,V of prompts that were seen."""
+    """One batch of prompts through one press. `wholes` are all KV of prompts that were seen."""
     rows = case["rows"]
     longest = max(map(len, rows))
     pads_B = torch.tensor([longest - len(row) for row in rows])
@@ -83,7 +83,7 @@ def positions(whole: DynamicCache, cache: DynamicCache, pads: list[int]) -> list
 
 
 def decode(model: Any, cache: DynamicCache, following_BT: Tensor, lengths_B: Tensor, mask_BS: Tensor | None) -> Tensor:
-    """Logits (B, T, V) behind each of the tokens that follow the prompt."""
+    """Logits (B, T, V) after each of the tokens that follow the prompt."""
     logits = []
     for step, ids_B1 in enumerate(following_BT.split(1, dim=1)):
         if mask_BS is not None:

@@ -3,12 +3,12 @@
     python -m benchmarks.studies.pyramid_relations --text book.txt --samples 16
     python -m benchmarks.studies.pyramid_relations --draw-only
 
-A sample is a piece of the text: a passage, then other text. Behind the prompt, of which the policy chose what stays,
+A sample is a piece of the text: a passage, then other text. After the prompt, of which the policy chose what stays,
 three things are measured without cutting back any more:
 
 - perplexity of the text that follows, as in the paper;
 - copy-NLL: the loss of the passage's second time, in nats per token, for which it has to be looked up;
-- K,V bytes allocated, against all K,V.
+- KV bytes allocated, against all KV.
 
 Bounds come with them: the full cache, and a prompt without the passage ("unseen"). Appends a JSON line per sample and
 policy to benchmarks/results/pyramid_relations.jsonl, leaving out those that are there already, draws

@@ -53,7 +53,7 @@ class Samples:
         return [float(self._by_policy[policy][start][what]) for start in self.starts]
 
     def kept(self, policy: str) -> float:
-        """K,V bytes allocated, as a share of all K,V."""
+        """KV bytes allocated, as a share of all KV."""
         return mean(self.column(policy, "kv_bytes")) / mean(self.column(policy, "full_kv_bytes"))
 
     def layers(self, policy: str) -> list[float]:
