@@ -1,8 +1,8 @@
-"""Turns that follow each other on one KV cache: feed tokens, let the model answer, feed more.
+"""`Conversation`: several turns over one KV cache in one process; feed tokens, let the model answer, feed more.
 
-Tokens that a policy dropped after one turn are missing in the next. So this serves for a chat with a thinned cache, for
-a long text in chunks that each see what was kept of the text before, and for a question to a context of which tokens
-were chosen without it.
+Tokens that a policy dropped after one turn are missing in the next. Use it for a chat under a cache policy, for a long
+text in chunks that each see what was kept of the text before, and for a question about a context whose tokens were
+chosen without it.
 """
 
 # Legend: B batch, C new tokens, V vocabulary.
@@ -27,66 +27,67 @@ from runahead.thinning.steps import PolicySteps
 
 
 class Conversation:
-    """The KV cache of what was said so far, as far as policies keep it, in one process.
+    """A text so far and its KV cache, as far as policies keep it.
 
     Args:
         model: the model.
-        policies: at work after each layer in every turn, as on the rank that decodes; by default all is kept.
-        length: tokens that the conversation will have, for models whose RoPE depends on that.
+        policies: run after each layer in every turn, as on the rank that decodes; by default all tokens are kept.
+        length: number of tokens that the conversation will have, for models whose RoPE depends on it.
+
+    Attributes:
+        pads: left padding of each row.
+        rows: token ids of each row, without padding, including generated ones.
+        cache: the KV cache; None before the first turn.
+        num_tokens: number of tokens per row that went through the cache, including padding.
+        logits_BV: logits of the last token that was fed; None after an answer, whose last token is fed with the next
+            turn.
 
     Raises:
-        ValueError: the policies cannot work on this model.
+        ValueError: the policies cannot run on this model.
     """
 
     def __init__(self, model: Model, policies: RankPolicies | None = None, *, length: int | None = None) -> None:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
-        self._while_decoding = policies.while_decoding
-        self._empty_cache = policies.cache
-        self._retrieves = policies.retriever is not None
-        self._rotaries = policies.rotaries(model)
+        self._while_decoding, self._rank_policies = policies.while_decoding, policies
         self.pads: list[int] = []
-        """Left padding of each row."""
         self.rows: list[list[int]] = []
-        """Token ids of each row, without padding, those that were generated among them."""
         self.cache: KeptCache | None = None
         self.num_tokens = 0
-        """Tokens per row that went through the cache, padding included."""
         self.logits_BV: Tensor | None = None
-        """Of the last token that was fed; None after an answer, whose last token is fed with the next turn."""
         self._length = length or 0
         self._unfed_B1: Tensor | None = None
         self._is_long: bool | None = None
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for what is kept."""
+        """Bytes allocated for kept tokens."""
         return 0 if self.cache is None else self.cache.num_bytes
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes of keys and values of all tokens so far."""
+        """Bytes that the keys and values of all tokens so far would take."""
         return self.num_tokens * sum(shape.bytes_per_token(len(self.pads)) for shape in self.model.kv_shapes)
 
     @property
     def kept_tokens(self) -> list[int]:
-        """Tokens per layer that are kept, of the longest row."""
+        """Number of kept tokens of the longest row, by layer."""
         return [] if self.cache is None else [layer.num_slots - min(layer.pads) for layer in self.cache.layers]
 
     @torch.inference_mode()
     def feed(
         self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
     ) -> Tensor:
-        """Go on with these tokens.
+        """Append tokens to the conversation.
 
         Args:
-            ids_BC: token ids; one row is the same for all.
-            pads: with the first tokens: left padding of each row.
-            all_logits: of each of these tokens rather than of the last one. With policies that narrow the others are
-                those of `peek`, a second forward, since what is dropped on the way has no logits.
-            cut_back: False to keep all of them for now: for the chunks of a prompt before the last one, where policies
-                are to see it whole.
+            ids_BC: token ids; a single row is used for all rows of the conversation.
+            pads: left padding of each row; only with the first tokens.
+            all_logits: return the logits of all these tokens instead of the last one's. Under policies that narrow,
+                those of the other tokens are computed as by `peek` in a second forward, since dropped tokens have none.
+            cut_back: False to drop no tokens yet: in all chunks of a prompt but the last one, if policies need to see
+                the whole prompt.
 
         Returns:
             logits (B, V), or (B, C, V), in at least float32.
@@ -98,13 +99,8 @@ class Conversation:
         pads = self._checked_pads(ids_BC, pads)
         if self.cache is None:
             self.pads, self.rows = pads, [[] for _ in pads]
-            self.cache = self._empty_cache(self.model, batch=len(pads))
-        ids_BC = ids_BC.to(self.model.device).expand(len(self.pads), -1)
-        given = ids_BC.shape[1]
-        for row, ids, pad in zip(self.rows, ids_BC.tolist(), pads, strict=True):
-            row += ids[pad:]
-        if self._unfed_B1 is not None:
-            ids_BC, self._unfed_B1 = torch.cat([self._unfed_B1, ids_BC], dim=1), None
+            self.cache = self._rank_policies.cache(self.model, batch=len(pads))
+        given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
         every = None
         if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
             every = self._unthinned()._forward(ids_BC, all_logits=True, cut_back=False)
@@ -118,37 +114,31 @@ class Conversation:
         return logits[:, -given:]
 
     def peek(self, ids_BC: Tensor) -> Tensor:
-        """Logits (B, C, V) after each of these tokens if they came next. The conversation stays as it is.
+        """Logits (B, C, V) after each of these tokens if they came next, without changing the conversation.
 
-        Every token sees what is kept of earlier turns and all of this one before it. Under a policy that retrieves it
-        sees what is retrieved for it, as tokens do that are generated.
+        Every token sees the kept tokens of earlier turns and all earlier tokens of this one. Under a retrieving policy
+        it sees what is retrieved for it, as generated tokens do.
 
         Raises:
             ValueError: as `feed`.
         """
-        if self.cache is not None and self._retrieves:
+        if self.cache is not None and self._rank_policies.retriever is not None:
             return self.fork().follow(ids_BC)
         return self._unthinned().feed(ids_BC, all_logits=True)
 
     @torch.inference_mode()
     def follow(self, ids_BC: Tensor) -> Tensor:
-        """Go on with these tokens one at a time, as if the model had generated them.
+        """Append these tokens one at a time, as if the model had generated them.
 
         Returns:
             logits (B, C, V) after each of them, in at least float32.
 
         Raises:
-            ValueError: as `feed`, or there is nothing that they could follow.
+            ValueError: as `feed`, or nothing was fed before.
         """
         if self.cache is None:
             raise ValueError("there is nothing that tokens could follow; feed some first")
-        self._checked_pads(ids_BC, None)
-        ids_BC = ids_BC.to(self.model.device).expand(len(self.pads), -1)
-        given = ids_BC.shape[1]
-        for row, ids in zip(self.rows, ids_BC.tolist(), strict=True):
-            row += ids
-        if self._unfed_B1 is not None:
-            ids_BC, self._unfed_B1 = torch.cat([self._unfed_B1, ids_BC], dim=1), None
+        given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, self._checked_pads(ids_BC, None))
         attention_at = self._attention_at()
         parts = []
         for ids_B1 in ids_BC.split(1, dim=1):
@@ -159,10 +149,10 @@ class Conversation:
         return torch.stack(parts[-given:], dim=1)
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
-        """Let the model go on, greedily by default. A row that ended waits for the others.
+        """Generate an answer, greedily by default. Rows that have ended wait for the others.
 
         Raises:
-            ValueError: nothing to answer, or more tokens than the model has positions.
+            ValueError: there is nothing to answer, or more tokens than the model has positions.
         """
         options = options or GenerationOptions()
         if self.cache is None or self.logits_BV is None:
@@ -186,14 +176,14 @@ class Conversation:
         return decoded
 
     def fork(self) -> Conversation:
-        """A conversation that goes on from here on its own. Until it does, both share memory."""
+        """An independent copy of the conversation. Both share memory until new tokens are appended."""
         other = copy(self)
         other.rows = [list(row) for row in self.rows]
         other.cache = None if self.cache is None else self.cache.fork()
         return other
 
     def _attention_at(self) -> Callable[[int], LayerAttention]:
-        """Attention of single tokens, by their index."""
+        """Function from a token's index to the attention of that single new token."""
         assert self.cache is not None
         return attention_over(
             self.cache,
@@ -204,13 +194,13 @@ class Conversation:
         )
 
     def _unthinned(self) -> Conversation:
-        """A fork where nothing more is dropped."""
+        """A fork without policies, so that no more tokens are dropped."""
         other = self.fork()
         other.policies, other._while_decoding = [], []
         return other
 
     def _forward(self, ids_BC: Tensor, *, all_logits: bool, cut_back: bool) -> Tensor:
-        """Logits of a turn, whose tokens are stored as the policies say."""
+        """Logits of new tokens, which are stored and cut back as the policies decide."""
         assert self.cache is not None
         end = self.num_tokens + ids_BC.shape[1]
         tokens = NewTokens(self.num_tokens, self.pads)
@@ -232,12 +222,21 @@ class Conversation:
             all_logits=all_logits,
         )
         self.num_tokens = end
-        if ids_BC.shape[1] > 1:  # single tokens use the room that is left
+        if ids_BC.shape[1] > 1:  # single tokens use the remaining room
             self.cache.free(room=0)
         return logits
 
+    def _taken_in(self, ids_BC: Tensor, pads: list[int]) -> Tensor:
+        """Add new ids to `rows`. Returns the ids to compute: that of an unfed last answer token, then the new ones."""
+        ids_BC = ids_BC.to(self.model.device).expand(len(self.pads), -1)
+        for row, ids, pad in zip(self.rows, ids_BC.tolist(), pads, strict=True):
+            row += ids[pad:]
+        if self._unfed_B1 is not None:
+            ids_BC, self._unfed_B1 = torch.cat([self._unfed_B1, ids_BC], dim=1), None
+        return ids_BC
+
     def _checked_pads(self, ids_BC: Tensor, pads: list[int] | None) -> list[int]:
-        """How many of the new tokens are padding, by row. Raises: ValueError."""
+        """Check new tokens and return their number of padding tokens by row. Raises: ValueError."""
         batch, num_new = ids_BC.shape
         if num_new == 0:
             raise ValueError("no tokens were given; a turn has at least one")
@@ -263,14 +262,15 @@ class Conversation:
         return pads
 
     def _check_length(self, length: int, end: int, pads: list[int]) -> None:
-        """What the model allows of `end` tokens, padding included, of a text that RoPE takes for `length` tokens.
+        """Check that the model supports `end` tokens, including padding, of a text of `length` tokens.
 
         Raises:
-            ValueError: more than it has positions, rows of different lengths, or another RoPE than before.
+            ValueError: they exceed the model's positions, rows have different lengths that the model does not support,
+                or RoPE would change within the conversation.
         """
         model = self.model
         num_positions = end - min(pads)
-        if self._rotaries is not None and self.cache is not None:  # of what is kept and what is new
+        if self.cache is not None and self.cache.rotates:  # positions of kept and new tokens alone
             num_positions = max(self.cache.slots_by_layer) + end - self.num_tokens
         if model.max_positions is not None and num_positions > model.max_positions:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The way of a prompt: chunks, prefill on all ranks, first token and decoding on the last, the result everywhere."""
+"""`Engine`: generates from prompts: split into chunks, prefill on all ranks, decode on the last, share the result."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
 
 OnTokens = Callable[[list[int | None]], None]
+"""Receives the new token id of every row after each step, None for rows that have ended."""
 
 
 class Engine:
-    """Generates from long prompts on several ranks. Load once, generate many times; every rank makes the same calls.
+    """Generates from long prompts on one or several ranks. Every rank creates one and makes the same calls.
 
     Args:
-        model: this rank's copy of the model.
+        model: this rank's copy of the model, or its share.
         ranks: the ranks of the job; `Ranks.start(RanksOptions())` without a launcher is one rank.
-        prefill: how the KV cache is filled.
-        partition: (number of tokens, number of ranks) -> chunks; `even`, `from_ratios([...])`, a lookup table. Prefills
-            with a split of their own do not ask it.
-        policies: what of the K,V is computed and kept; by default everything.
-        store: of segments that prompts reuse; by default host memory, and the device's.
+        prefill: the prefill strategy and its options.
+        partition: function (number of tokens, number of ranks) -> chunks: `even`, `from_ratios([...])`, a lookup table.
+            Strategies with a split of their own ignore it.
+        policies: cache policies; by default all keys and values are computed and kept.
+        store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
 
     Raises:
-        ValueError: the model cannot be prefilled like this on these ranks.
+        ValueError: the prefill strategy or a policy does not support this model on these ranks.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Engine:
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
         if model.num_shards != (ranks.size if self._strategy.shares_model else 1):
-            whose = "that is shared out over these ranks" if self._strategy.shares_model else "that each rank has whole"
+            whose = "that is sharded over these ranks" if self._strategy.shares_model else "that each rank has whole"
             raise ValueError(
                 f"prefill={self.prefill.name.name} needs a model {whose}, and this one has {model.num_shards} shares; "
                 "see runahead.prefill.tensor.shard_model"
@@ -67,7 +68,7 @@ class Engine:
         if self.policies:
             if not self._strategy.takes_policies:
                 raise ValueError(
-                    f"prefill={self.prefill.name.name} computes and keeps all K,V; cache policies need "
+                    f"prefill={self.prefill.name.name} computes and keeps all keys and values; cache policies need "
                     "prefill=kv_runahead or prefill=single"
                 )
             self.policies.check(model)
@@ -84,21 +85,21 @@ class Engine:
         record_timeline: bool = False,
         first_index: int = 0,
     ) -> GenerationBatch:
-        """Generate from token ids, all prompts at once.
+        """Generate from all prompts at once, as one batch.
 
         Args:
-            prompts: token ids, or what is reused and what is new, the same on every rank.
-            options: how to generate; greedy by default.
+            prompts: token ids, or prompts that reuse segments; the same on every rank.
+            options: generation options; greedy by default.
             on_tokens: called on rank 0 with every step's new ids, None for rows that have ended.
             record_timeline: fill the result's spans.
-            first_index: place of the first prompt among all, which seeds its sampling.
+            first_index: index of the first prompt among all of a run, which seeds its sampling.
 
         Returns:
             the same result on every rank.
 
         Raises:
             ValueError: a prompt is empty, holds an unknown id, or is too long for the model; the partition does not
-                fit; or the K,V do not fit in memory.
+                fit; or the KV cache does not fit in memory.
             PeerFailure: another rank is gone or silent.
         """
         options = options or GenerationOptions()
@@ -133,6 +134,7 @@ class Engine:
         record_timeline: bool,
         first_index: int,
     ) -> GenerationBatch:
+        """Prefill and decode a batch that was checked, together with all ranks."""
         source = self._strategy.first_token_rank(partition, self.ranks.size)
         stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
         with self.ranks.busy():
@@ -155,7 +157,7 @@ class Engine:
             record=record_timeline,
         )
         prefilled = self._strategy.run(job)
-        del job  # and with it reused segments that decoding has put together
+        del job  # frees reused segments, of which decoding may have its own copies
         decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
         stream.relay()
         prefilled.cache = None
@@ -167,11 +169,11 @@ class Engine:
     def _agree(
         self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions, boundaries: tuple[int, ...]
     ) -> None:
-        """Ranks with different work would wait for each other for ever."""
+        """Check that all ranks make the same call, since ranks with different work would wait forever."""
         if self.ranks.size == 1:
             return
         if self._weights is None:
-            # Of a share of the weights no two ranks have the same; whether they fit was found out when they were made.
+            # Shards of the weights differ between ranks; whether they fit was checked when they were made.
             self._weights = "" if self.model.num_shards > 1 else model_fingerprint(self.model.module)
         facts = {
             "the prompts": secret(prompts),
@@ -185,20 +187,20 @@ class Engine:
         self.ranks.require_same(facts, "every rank must make the same call with the same model")
 
     def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt]) -> Reuse | None:
-        """What the prompts reuse, if one of them does.
+        """The segments that the prompts reuse; None if no prompt reuses any.
 
         Raises:
-            ValueError: this engine or its model cannot.
+            ValueError: this engine or its model does not support reuse.
         """
         if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
             return None
         if not self._strategy.takes_policies or self.policies or self.prefill.chunk_tokens is not None:
             raise ValueError(
-                "prompts that reuse K,V need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, and "
-                "no cache policy that thins them out"
+                "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
+                "and no cache policy that drops tokens"
             )
         self.store = self.store or SegmentStore(self.model)
-        return Reuse.of(prompts, self.store, self.model, self.ranks)
+        return Reuse(prompts, self.store, self.model, self.ranks)
 
     def _decode(
         self,
@@ -209,7 +211,7 @@ class Engine:
         stream: TokenStream,
         first_index: int,
     ) -> Decoded | None:
-        """On the ranks with a cache and logits: the first token and the following ones."""
+        """Generate all tokens, on the ranks that have a KV cache and logits; None on the others."""
         if prefilled.logits_BV is None or prefilled.cache is None:
             return None
         prefilled.cache = prefilled.cache.for_decoding()
@@ -245,7 +247,7 @@ class Engine:
         offset_s: float,
         source: int,
     ) -> GenerationBatch:
-        """What every rank found out, put together on all of them."""
+        """Gather the reports of all ranks and the generations of rank `source` into one result, on every rank."""
         outcome = None
         if decoded is not None:
             assert prefilled.logits_BV is not None
@@ -281,5 +283,6 @@ class Engine:
 
 
 def _top5(logits_V: torch.Tensor) -> list[tuple[int, float]]:
+    """The five largest logits, as (token id, logit)."""
     values, ids = logits_V.topk(min(5, len(logits_V)))
     return list(zip(ids.tolist(), values.tolist(), strict=True))

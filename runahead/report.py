@@ -1,4 +1,4 @@
-"""What a run found out: tokens, times and bytes, and the JSON that is made of them."""
+"""Reports of a run: tokens, times and bytes as dataclasses, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import PrefillOptions
-from runahead.files import ensure_writable, write_whole
 from runahead.timeline.span import Span
-
-__all__ = ["Generation", "GenerationBatch", "RankReport", "ensure_writable", "report_json", "write_whole"]
 
 
 @dataclass(kw_only=True)
 class RetrievalReport:
-    """What was retrieved while decoding, layer by layer; None in layers that attend to everything.
+    """Statistics of retrieval while decoding.
 
-    `fetched_share` is the mean share of the stored slots, `hit_mass` the mean attention probability of what attention
-    saw, in the steps that were sampled. `evicted` slots of each row and KV head were given up to stay within the pool's
-    limit. `host_bytes` are those of the pool.
+    Attributes:
+        fetched_share: mean share of the stored slots that was fetched, by layer; None in layers that attend to
+            everything.
+        hit_mass: mean attention probability of the slots that attention saw in the sampled steps, by layer, or None.
+        evicted: slots of each row and KV head that were dropped or replaced to stay within the pool's limit, by layer.
+        host_bytes: bytes of the pool.
     """
 
     fetched_share: list[float | None]
@@ -34,22 +34,23 @@ class RetrievalReport:
 
     @property
     def mean_fetched_share(self) -> float | None:
-        """Over the layers that retrieve."""
+        """Mean of `fetched_share` over the layers that retrieve; None if none does."""
         shares = [share for share in self.fetched_share if share is not None]
         return sum(shares) / len(shares) if shares else None
 
 
 @dataclass(kw_only=True)
 class ReuseReport:
-    """What one rank reused in one call: tokens of all prompts of the batch, bytes by the tier that they were found in.
+    """Statistics of segment reuse on one rank in one call.
 
     Attributes:
-        cached_tokens, computed_tokens: of the prompts; with several ranks, those that this rank computed.
-        found_bytes: by tier, once for all prompts of the batch.
-        stored_bytes: by tier, of everything in the store.
-        encoded_tokens, encode_s: of segments that were in no tier, before the first token's time starts.
-        lookup_s: of finding segments, with the copies into faster tiers.
-        copy_s: of bringing them to the device, for this call; none where they are read where they lie. Compute is
+        cached_tokens: reused tokens of all prompts of the batch.
+        computed_tokens: tokens that this rank computed.
+        found_bytes: bytes of the segments in use by the tier they were found in, once for all prompts of the batch.
+        stored_bytes: bytes of all segments in the store, by tier.
+        encoded_tokens, encode_s: tokens and time of encoding segments that were in no tier; TTFT does not include it.
+        lookup_s: time of finding segments, including copies into faster tiers.
+        copy_s: time of copying them to the device for this call; 0 if they are read in place. The time of compute is
             `RankReport.prefill_s`.
     """
 
@@ -65,16 +66,20 @@ class ReuseReport:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """One rank's part of one call.
+    """Report of one rank in one call.
 
     Attributes:
         chunk_tokens: tokens that the rank computed.
-        prefill_s: until its last layer ended; for `wait_s` of that it waited for keys and values.
-        kv_peak_bytes: the most that were allocated at a time.
-        kv_kept_bytes: stored for decoding, after the prompt; under a policy that retrieves, only what is kept to find
-            tokens in the host's pool, which has `kv_host_bytes`.
-        kept_tokens: tokens that are kept in each layer, where a cache policy decides.
-        reuse: where prompts reuse segments.
+        prefill_s: time until the rank's last layer ended.
+        wait_s: part of `prefill_s` in which it waited for keys and values.
+        kv_sent_bytes, kv_received_bytes: bytes of keys and values sent and received.
+        kv_peak_bytes: most bytes of KV cache allocated at a time.
+        kv_kept_bytes: bytes of KV cache after the prompt, on a rank that decodes; without the pool in host memory of a
+            retrieving policy, but with its indices.
+        kept_tokens: number of kept tokens by layer, under a cache policy.
+        kv_host_bytes: bytes of a retrieving policy's pool.
+        retrieval: statistics of a retrieving policy.
+        reuse: statistics of segment reuse.
     """
 
     rank: int
@@ -93,9 +98,11 @@ class RankReport:
 
 @dataclass(kw_only=True)
 class Generation:
-    """What one prompt led to.
+    """Result of one prompt.
 
-    `finish_reason` is eos, stop or length; the logits are the raw ones behind the first new token.
+    Attributes:
+        finish_reason: eos, stop or length.
+        first_token_logits_top5: the largest raw logits of the first new token, as (token id, logit).
     """
 
     prompt_tokens: int
@@ -107,11 +114,14 @@ class Generation:
 
 @dataclass(kw_only=True)
 class GenerationBatch:
-    """One call of the engine. Its prompts ran together: times, boundaries and bytes are the call's.
+    """Result of one call of the engine. Its prompts ran as one batch and share times, boundaries and bytes.
 
-    `boundaries` are the context partition, `tpot_s` is None if only one token was generated, and `warm` is
-    False for an engine's first call. `spans` holds one list per rank, or nothing if no timeline was asked
-    for.
+    Attributes:
+        boundaries: of the context partition.
+        ttft_s: time to first token.
+        tpot_s: time per output token after the first; None if only one token was generated.
+        warm: False for an engine's first call.
+        spans: timeline of each rank; empty if none was recorded.
     """
 
     generations: list[Generation]
@@ -124,7 +134,7 @@ class GenerationBatch:
 
     @property
     def chunks(self) -> str:
-        """Tokens by rank, for readers."""
+        """Number of tokens by rank, as text."""
         lengths = [rank.chunk_tokens for rank in self.ranks]
         if len(lengths) > 1 and min(lengths) == self.boundaries[-1]:
             return f"all {lengths[0]:,} tokens on every rank"
@@ -147,16 +157,16 @@ def report_json(
 ) -> str:
     """The report of a run as JSON text.
 
-    One prompt: its fields are on the top level. Several prompts: the list `prompts` has the same fields for
-    each, in order, and `batch` tells which of them ran together and share their times and bytes.
+    The fields of a single prompt are on the top level. With several prompts, the list `prompts` has the same fields for
+    each, in order; prompts with the same `batch` ran together and share times and bytes.
 
     Args:
-        partition: name of the way in which prompts were split.
-        policy: name and given options of the cache policy, as JSON can hold them.
-        warmup: runs before the measured ones.
-        kvr_names: what the paper calls each batch's partition (KVR-E, KVR-S, KVR-P), None if it has no name for it.
-        skipped: prompts that were left out: place among all, and what is wrong with them. If there are any, each
-            prompt has its place, too.
+        partition: name of the context partition.
+        policy: name and given options of the cache policy, as values that JSON supports.
+        warmup: number of runs before the measured ones.
+        kvr_names: the paper's name of each batch's partition (KVR-E, KVR-S, KVR-P), or None.
+        skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
+            index, too.
     """
     kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {
@@ -191,6 +201,7 @@ def report_json(
 def _prompt_fields(
     generation: Generation, batch: GenerationBatch, partition_name: str, kvr_name: str | None
 ) -> dict[str, Any]:
+    """Fields of one prompt."""
     # JSON has no NaN and no infinity, and a broken model should still get its report.
     top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in generation.first_token_logits_top5]
     partition: dict[str, Any] = {"name": partition_name}
@@ -211,6 +222,7 @@ def _prompt_fields(
 
 
 def _rank_fields(rank: RankReport) -> dict[str, Any]:
+    """Fields of one rank, without those of features that were not used."""
     rank_fields = asdict(rank)
     if rank.reuse is None:
         del rank_fields["reuse"]
@@ -220,7 +232,7 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Of Python and of the libraries that decide what a run computes, and how fast."""
+    """Versions of Python and of the libraries that determine a run's results and speed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "transformers", "runahead"):
         try:

@@ -45,7 +45,6 @@ from policies.offload import Offload
 from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
-from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.copy_stream import CopyStream, copies_for
 from runahead.cache.host_layer import HostLayer
@@ -155,10 +154,9 @@ class Retrieved:
         last = torch.arange(self.num_tokens - q_BNwH.shape[2], self.num_tokens, device=self.model.device)
         self.retrieval.store_prompt(
             layer,
-            self.cache.layers[layer],
             q_BNwH,
             last.expand(len(self.pads), -1),
-            AttentionTerms(scaling=base.shape.key_dim**-0.5),
+            base.shape.key_dim**-0.5,
             room=self._room,
             was_cut=False,
         )

@@ -87,7 +87,7 @@ def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: V
 @torch.inference_mode()
 def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt, num_last: int) -> float:
     """Nats per token of the prompt's last tokens."""
-    reuse = Reuse.of([prompt], store, model, ranks)
+    reuse = Reuse([prompt], store, model, ranks)
     reuse.encode_missing()
     count = len(prompt.new_ids)
     cache = KVCache(

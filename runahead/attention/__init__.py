@@ -1,1 +1,1 @@
-"""Attention to some of the keys, as (output, log-sum-exp), and its merge."""
+"""Partial attention: attention to a subset of the keys as (output, log-sum-exp), and its merge."""

@@ -1,4 +1,4 @@
-"""Attention of one forward pass, as a model's attention layers call it."""
+"""Interface between a model's attention layers and the runtime: the attention of one forward pass."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, D model dim.
 
@@ -20,7 +20,7 @@ class LayerInput:
 
     Attributes:
         x_BCD: hidden states.
-        rest, keywords: the other arguments.
+        rest, keywords: the other positional arguments and the keyword arguments.
         start: index of the first token in the padded batch.
         pads: left padding of each row.
     """
@@ -33,7 +33,7 @@ class LayerInput:
 
 
 class LayerAttention(ABC):
-    """Attention of the new tokens of one forward pass. Attention layers call `attend` once each, in order.
+    """Base class of the attention of one forward pass. Each of the model's attention layers calls `attend` once.
 
     Args:
         start: index of the first new token in the left-padded batch.
@@ -49,7 +49,7 @@ class LayerAttention(ABC):
         return False
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        """Positions of the tokens with these indices in the padded batch; None if they are index - pad."""
+        """Positions (B, C) of the tokens with these indices in the padded batch; None if they are index - pad."""
         return None
 
     def see_input(self, layer: int, given: LayerInput) -> None:  # noqa: B027 (most attention needs no inputs)

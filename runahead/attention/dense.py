@@ -1,29 +1,29 @@
-"""Dense attention under a mask: scores of keys that a query may not see are computed too, then masked."""
+"""Dense masked attention: all scores are computed, also those of keys that a query does not see, then masked."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, S tokens of the prompt, H head dim, V value dim.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import KVReader, nothing, padded_together, row_groups
+from runahead.attention.causal import KVReader, padded_together, row_groups
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, blockwise_attention, fused_kernel
+from runahead.attention.partial import AttentionTerms, blockwise_attention, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
-"""Rows of a mask must begin at multiples of this many elements for the CUDA kernel."""
+"""Alignment of a mask's rows, in elements, that the CUDA kernel needs."""
 
 
 class DenseAttention:
-    """Attention to keys and values of the whole prompt, none of whose scores are skipped.
+    """Attention to the keys and values of the whole prompt that skips no score.
 
     The fused kernels read the mask from memory: C x S elements of the queries' dtype, made once per forward for each
     kind of layer and padding. That is 134 MB for half of 8,192 tokens in float32, and four times as much for twice the
-    length. Families with terms that no fused kernel knows go block by block and need no mask.
+    length. Families with terms that no fused kernel supports are computed block by block and need no mask.
 
     Args:
         num_tokens: length of the padded prompt.
@@ -34,17 +34,9 @@ class DenseAttention:
         self._masks: dict[tuple[MaskRule | None, int], Tensor] = {}
 
     def attend(
-        self,
-        q_BNCH: Tensor,
-        kv: KVReader,
-        terms: AttentionTerms,
-        *,
-        start: int,
-        pads: Sequence[int],
-        await_prefix: Callable[[], None] = nothing,
+        self, q_BNCH: Tensor, kv: KVReader, terms: AttentionTerms, *, start: int, pads: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As `attend_causally`. `kv` holds the whole prompt once `await_prefix` returned."""
-        await_prefix()
+        """`attend_causally` without skipped scores. `kv` holds the whole prompt."""
         groups = row_groups(q_BNCH, terms, start=start, pads=pads)
         parts = []
         for group in groups:
@@ -54,10 +46,10 @@ class DenseAttention:
                 parts.append(blockwise_attention(q, k, v, terms, q_start=group.q_start, k_start=0, dense=True))
             else:
                 parts.append(_masked(q, k, v, self._mask(terms.rule, group.pad, group.q_start, q), terms.scaling))
-        return padded_together(q_BNCH, kv, groups, parts, start=start)
+        return padded_together(q_BNCH, kv.value_dim, [group.rows for group in groups], parts)
 
     def _mask(self, rule: MaskRule | None, pad: int, q_start: int, q_BNCH: Tensor) -> Tensor:
-        """0 where a query sees a key, -inf where it does not: (C, S) without the padding."""
+        """Additive mask (C, S) without padding: 0 where a query sees a key, -inf where it does not."""
         if (rule, pad) not in self._masks:
             num_queries, num_keys = q_BNCH.shape[2], self.num_tokens - pad
             queries = torch.arange(num_queries, device=q_BNCH.device) + q_start
@@ -70,16 +62,7 @@ class DenseAttention:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp) of all queries and keys under an additive mask."""
+    """Output and log-sum-exp of all queries and keys under an additive mask (C, S)."""
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=mask[None, None], scale=scaling
-        )
-        return out, lse
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-    bias = mask.expand(*q.shape[:2], *mask.shape)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, False, scale=scaling
-    )
-    return out, lse[:, :, : q.shape[2]]
+        return cpu_flash(q, k, v, False, scaling, mask[None, None])
+    return cuda_efficient(q, k, v, False, scaling, mask.expand(*q.shape[:2], *mask.shape))

@@ -1,4 +1,4 @@
-"""Which keys a query may see, as the model family itself defines it, without ever building an S x S mask."""
+"""Attention masks as rules: the keys that a query sees, as the model family defines it, without an S x S mask."""
 
 # Legend: C queries, S keys.
 
@@ -15,9 +15,9 @@ from transformers.masking_utils import causal_mask_function
 class MaskRule:
     """A family's mask as a rule over (query position, key position).
 
-    transformers builds every mask from an index function (causal, sliding window, chunked, ...) and hands it to the
-    mask function of the attention implementation. Ours keeps the index function, so that attention can evaluate it
-    for one block at a time, and can tell cheaply when it is plain causal attention.
+    transformers builds every mask from an index function (causal, sliding window, chunked, ...) and passes it to the
+    mask function of the attention implementation. This class keeps the index function, so that attention can evaluate
+    it one block at a time and can tell cheaply when it is plain causal attention.
     """
 
     ndim = 0  # Falcon and MPT look at these two before they pass a mask on
@@ -25,7 +25,7 @@ class MaskRule:
     def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
         self._mask_function = mask_function
         self._device = device  # some index functions hold tensors
-        self._is_causal = mask_function is causal_mask_function  # no need to look, nor to wait for a GPU's answer
+        self._is_causal = mask_function is causal_mask_function  # needs no evaluation, nor a wait for a GPU
         self._plain: dict[tuple[int, int, int], bool] = {}
         self._first_key: dict[int, int] = {}
 
@@ -33,7 +33,7 @@ class MaskRule:
         return self
 
     def allowed(self, q_C: Tensor, kv_S: Tensor) -> Tensor:
-        """Boolean (C, S): may the query at this position see the key at that position?"""
+        """Boolean (C, S): whether the query at each position sees the key at each position."""
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=q_C.device)
         mask = self._mask_function(zero, zero, q_C[None, None, :, None], kv_S[None, None, None, :])
         mask = torch.as_tensor(mask, device=q_C.device)
@@ -41,11 +41,11 @@ class MaskRule:
 
     @property
     def sees_everything(self) -> bool:
-        """Does every query see all keys before it, however many there are?"""
+        """Whether every query sees all keys before it, however many there are."""
         return self._is_causal
 
     def first_key(self, query: int) -> int:
-        """Position of the earliest key that a query sees (rules only ever move forward with the query)."""
+        """Position of the earliest key that a query sees; it never decreases from query to query."""
         if self._is_causal:
             return 0
         if query not in self._first_key:
@@ -55,9 +55,9 @@ class MaskRule:
         return self._first_key[query]
 
     def is_causal(self, start: int, end: int, first: int = 0) -> bool:
-        """Do queries [start, end) see exactly the keys [first, own position]?
+        """Whether queries [start, end) see exactly the keys [first, own position].
 
-        Answered from a few rows: index functions are uniform or move forward monotonically.
+        Decided from a few rows, since index functions are uniform or move forward monotonically.
         """
         if self._is_causal:
             return True
@@ -71,7 +71,7 @@ class MaskRule:
 
 
 def keep_mask_rule(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskRule:
-    """The mask function we register with transformers: hands the rule through in place of a tensor."""
+    """Mask function that is registered with transformers: returns the rule in place of a mask tensor."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     device = kwargs.get("device") or next((tensor.device for tensor in tensors), "cpu")
     return MaskRule(mask_function, device)

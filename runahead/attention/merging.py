@@ -1,4 +1,4 @@
-"""Outputs of all queries of a forward, merged from parts that concern some of the queries each."""
+"""Attention of all queries of a forward, merged from parts that each cover some of the queries."""
 
 # Legend: B batch, N query heads, C new tokens, Q some queries, P parts, F = B * C all queries, H head dim, V value dim.
 
@@ -7,15 +7,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runahead.attention.partial import merge_
+
 Index = slice | Tensor
-"""Which of the F queries."""
+"""Indices into the F queries."""
 
 FEW_QUERIES = 64
-"""Parts of up to this many queries are merged all at once, at the end; those of more would take too much memory."""
+"""Most queries of a part that is merged with all others at the end; larger ones are merged at once to save memory."""
 
 
 class MergedParts:
-    """Attention of all queries to the keys of all parts that were added."""
+    """Running merge of attention parts: the result is attention of all queries to the keys of all added parts.
+
+    Args:
+        q_BNCH: all queries.
+        value_dim: V.
+    """
 
     def __init__(self, q_BNCH: Tensor, value_dim: int) -> None:
         self._q = q_BNCH
@@ -27,19 +34,22 @@ class MergedParts:
         self._waiting: dict[object, tuple[Index, list[Tensor], list[Tensor]]] = {}
 
     def queries(self, index: Index) -> Tensor:
-        """(1, N, Q, H)."""
+        """Some of the queries, (1, N, Q, H)."""
         return self._q_FNH[index].transpose(0, 1)[None]
 
     def add(self, index: Index, out_BNQV: Tensor, lse_BNQ: Tensor) -> None:
-        """One more part of some of the queries."""
-        same = (index.start, index.stop) if isinstance(index, slice) else id(index)
+        """Add output (B, N, Q, V) and log-sum-exp (B, N, Q) of some of the queries over one more set of keys."""
         out_QNV, lse_QN = out_BNQV.transpose(1, 2).flatten(0, 1), lse_BNQ.transpose(1, 2).flatten(0, 1)
-        if len(out_QNV) > FEW_QUERIES:  # all parts of a long text would take too much memory
-            self._merge_one(index, out_QNV, lse_QN)
+        if len(out_QNV) <= FEW_QUERIES:
+            same = (index.start, index.stop) if isinstance(index, slice) else id(index)
+            _, outs, lses = self._waiting.setdefault(same, (index, [], []))
+            outs.append(out_QNV)
+            lses.append(lse_QN)
             return
-        _, outs, lses = self._waiting.setdefault(same, (index, [], []))
-        outs.append(out_QNV)
-        lses.append(lse_QN)
+        merged_QNV, merged_QN = self._out_FNV[index], self._lse_FN[index]
+        merge_(merged_QNV, merged_QN, out_QNV, lse_QN)
+        if isinstance(index, Tensor):  # a copy, where a slice is a view
+            self._out_FNV[index], self._lse_FN[index] = merged_QNV, merged_QN
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output (B, N, C, V) and log-sum-exp (B, N, C)."""
@@ -48,15 +58,6 @@ class MergedParts:
         batch, _, num_new, _ = self._q.shape
         out_BNCV = self._out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
         return out_BNCV, self._lse_FN.unflatten(0, (batch, num_new)).transpose(1, 2)
-
-    def _merge_one(self, index: Index, out_QNV: Tensor, lse_QN: Tensor) -> None:
-        """As `runahead.attention.partial.merge`."""
-        before_QN, before_QNV = self._lse_FN[index], self._out_FNV[index]
-        weight_QN = torch.sigmoid(lse_QN - before_QN).nan_to_num_(0.0)  # nan: neither part saw a key
-        out_QNV = before_QNV.lerp_(out_QNV.to(before_QNV.dtype), weight_QN[..., None])
-        self._lse_FN[index] = torch.logaddexp(before_QN, lse_QN)
-        if isinstance(index, Tensor):  # else it was merged in place
-            self._out_FNV[index] = out_QNV
 
     def _merge(self, index: Index, outs_QNV: list[Tensor], lses_QN: list[Tensor]) -> None:
         out_PQNV = torch.stack([self._out_FNV[index], *(out.to(self._out_FNV.dtype) for out in outs_QNV)])

@@ -1,6 +1,6 @@
-"""Partial attention: attend to some of the keys, get (output, log-sum-exp), merge.
+"""Partial attention: attention to a subset of the keys as (output, log-sum-exp), and the exact merge of two such parts.
 
-Everything distributed, sparse or offloaded reduces to these two steps. Merging is exact: with o_i the attention over
+Distributed, sparse and offloaded attention consist of these two steps. Merging is exact: with o_i the attention over
 key set i and z_i the log-sum-exp of its scores, attention over the union is sum_i exp(z_i - z) o_i, z = logsumexp z_i.
 """
 
@@ -24,11 +24,11 @@ KEY_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerms:
-    """What a family adds to softmax(q k^T * scaling) v."""
+    """Terms that a model family adds to softmax(q k^T * scaling) v."""
 
     scaling: float
     rule: MaskRule | None = None
-    """Which keys a query sees; None is causal."""
+    """The keys that each query sees; None is causal attention."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
     key_bias: Callable[[Tensor], Tensor] | None = None
@@ -38,17 +38,17 @@ class AttentionTerms:
 
     @property
     def needs_scores(self) -> bool:
-        """Fused kernels compute plain softmax only."""
+        """Whether scores are modified before the softmax, which fused kernels do not support."""
         return self.softcap is not None or self.key_bias is not None
 
 
 def attend(
     q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, *, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries [q_start, q_start + C) to keys [k_start, k_start + S), in the positions of their row.
+    """Attention of queries [q_start, q_start + C) to keys [k_start, k_start + S), counted in positions of their row.
 
-    The keys are either the queries' own chunk (k_start == q_start and S == C) or lie wholly before them or end with
-    the last query (decoding).
+    The keys are the queries' own chunk (k_start == q_start and S == C), or all lie before the queries, or end with the
+    only query (decoding).
 
     Returns:
         output (B, N, C, V) in the query's dtype, log-sum-exp (B, N, C) in float32 (float64 for float64 input);
@@ -56,7 +56,7 @@ def attend(
     """
     num_queries, num_keys = q_BNCH.shape[2], k_BKSH.shape[2]
     if num_queries == 0 or num_keys == 0:  # the CPU flash kernel divides by these
-        return _nothing(q_BNCH, v_BKSV)
+        return _no_keys(q_BNCH, v_BKSV)
     own = k_start == q_start and num_keys == num_queries
     q_end, k_end = q_start + num_queries, k_start + num_keys
     assert own or k_end <= q_start or (num_queries == 1 and k_end == q_end), (q_start, q_end, k_start, k_end)
@@ -78,13 +78,20 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
+def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """In-place `merge` of a second part into `out`, which is at least float32, and `lse`."""
+    weight_b = torch.sigmoid(lse_b - lse).nan_to_num_(0.0)  # nan: neither side saw a key
+    out.lerp_(out_b.to(out.dtype), weight_b.unsqueeze(-1))
+    torch.logaddexp(lse, lse_b, out=lse)
+
+
 def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
     """Output (B, N, C, V) with the family's attention sinks, if it has any."""
     return out if terms.sinks_N is None else add_sinks(out, lse, terms.sinks_N)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks_N: Tensor) -> Tensor:
-    """Output (B, N, C, V) once every query also gave weight exp(sink) to nothing."""
+    """Output (B, N, C, V) with exp(sink) added to each query's softmax denominator."""
     share = torch.sigmoid(lse - sinks_N.to(lse.dtype)[None, :, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
@@ -99,48 +106,48 @@ def blockwise_attention(
     k_start: int,
     dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, in plain PyTorch, for every term and every dtype, in O(block) memory.
+    """`attend` in plain PyTorch, for every term and every dtype, in O(block) memory.
 
-    `dense` skips no block, and keys may lie anywhere.
+    Args:
+        dense: compute the scores of blocks that no query sees, too; keys may then lie after the queries.
     """
-    wide = torch.promote_types(q_BNCH.dtype, torch.float32)
-    num_queries, k_end = q_BNCH.shape[2], k_start + k_BKSH.shape[2]
-    outs, lses = [], []
-    for row in range(0, num_queries, QUERY_BLOCK):
-        q_block = q_BNCH[:, :, row : row + QUERY_BLOCK]
-        queries = torch.arange(q_start + row, q_start + row + q_block.shape[2], device=q_BNCH.device)
-        first = k_start if terms.rule is None else max(k_start, terms.rule.first_key(q_start + row))
-        last = min(k_end, int(q_start + row + q_block.shape[2]))
-        if dense:
-            first, last = k_start, k_end
-        out, lse = _nothing(q_block, v_BKSV, wide)
-        for col in range(first, last, KEY_BLOCK):
-            keys = torch.arange(col, min(col + KEY_BLOCK, last), device=q_BNCH.device)
-            span = slice(col - k_start, col - k_start + len(keys))
-            part = _scored_block(q_block, k_BKSH[:, :, span], v_BKSV[:, :, span], terms, queries, keys)
-            out, lse = merge(out, lse, *part)
-        outs.append(out.to(q_BNCH.dtype))
-        lses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    num_queries, num_keys = q_BNCH.shape[2], k_BKSH.shape[2]
+
+    def seen(row: int, end: int) -> range:
+        first = 0 if terms.rule is None else max(0, terms.rule.first_key(q_start + row) - k_start)
+        return range(first, min(num_keys, q_start + end - k_start))
+
+    queries_C = torch.arange(q_start, q_start + num_queries, device=q_BNCH.device)
+    keys_S = torch.arange(k_start, k_start + num_keys, device=q_BNCH.device)
+    return attend_at(q_BNCH, k_BKSH, v_BKSV, terms, queries_C, keys_S, None if dense else seen)
 
 
 def attend_at(
-    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
+    q_BNCH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    terms: AttentionTerms,
+    queries_C: Tensor,
+    keys_S: Tensor,
+    seen: Callable[[int, int], range] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to keys that are at any positions, in any order, in O(block) memory.
+    """Attention of queries to keys at arbitrary positions, in any order, in O(block) memory.
 
     Args:
-        queries_C, keys_S: positions; a query sees keys up to its own.
+        queries_C, keys_S: positions; a query sees keys up to its own position.
+        seen: the keys, as a range of indices, that at least one of the queries [first, end) sees; None is all keys.
 
     Returns:
         as `attend`.
     """
     outs, lses = [], []
-    for row in range(0, q_BNCH.shape[2], QUERY_BLOCK):
-        q_block, queries = q_BNCH[:, :, row : row + QUERY_BLOCK], queries_C[row : row + QUERY_BLOCK]
-        out, lse = _nothing(q_block, v_BKSV, torch.promote_types(q_BNCH.dtype, torch.float32))
-        for col in range(0, len(keys_S), KEY_BLOCK):
-            span = slice(col, col + KEY_BLOCK)
+    num_queries, every_key = q_BNCH.shape[2], range(len(keys_S))
+    for row in range(0, num_queries, QUERY_BLOCK):
+        end = min(row + QUERY_BLOCK, num_queries)
+        q_block, queries, keys = q_BNCH[:, :, row:end], queries_C[row:end], seen(row, end) if seen else every_key
+        out, lse = _no_keys(q_block, v_BKSV, torch.promote_types(q_BNCH.dtype, torch.float32))
+        for col in keys[::KEY_BLOCK]:
+            span = slice(col, min(col + KEY_BLOCK, keys.stop))
             k_block, v_block = k_BKSH[:, :, span], v_BKSV[:, :, span]
             out, lse = merge(out, lse, *_scored_block(q_block, k_block, v_block, terms, queries, keys_S[span]))
         outs.append(out.to(q_BNCH.dtype))
@@ -151,7 +158,7 @@ def attend_at(
 def _scored_block(
     q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp) of one block from its scores; both in at least float32."""
+    """Output and log-sum-exp of one block, from its scores; both in at least float32."""
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
     num_kv_heads = k_BKSH.shape[1]
     q_BKGCH = q_BNCH.unflatten(1, (num_kv_heads, -1))
@@ -171,8 +178,8 @@ def _scored_block(
     return out.flatten(1, 2).to(wide), lse.flatten(1, 2)
 
 
-def _nothing(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Attention to no keys at all."""
+def _no_keys(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Attention to an empty set of keys: output 0, log-sum-exp -inf."""
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
     out = q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKSV.shape[-1], dtype=dtype or q_BNCH.dtype)
     return out, q_BNCH.new_full(q_BNCH.shape[:3], -math.inf, dtype=wide)
@@ -182,45 +189,55 @@ Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 
 def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
-    """The fused kernel for these tensors, by device, dtype and shape only: never by what happens to be ready."""
+    """The fused kernel for these tensors, chosen by device, dtype and shape alone, so that runs repeat bit by bit."""
     head_dim = q_BNCH.shape[-1]
     if v_BKSV.shape[-1] != head_dim:  # latent attention: keys and values of different width
         return None
     if q_BNCH.device.type == "cpu":
-        return _cpu_flash
+        return cpu_flash
     if q_BNCH.device.type == "cuda":
         half = q_BNCH.dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(q_BNCH.device) >= (8, 0)
         if half and ampere and head_dim % 8 == 0 and head_dim <= 256:
             return _cuda_flash
         if head_dim % (8 if half else 4) == 0 and q_BNCH.dtype in (torch.float32, torch.float16):
-            return _cuda_efficient
+            return cuda_efficient
     return None
 
 
-def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    """Takes strided keys and fewer kv heads than query heads as they are; causal is aligned top left."""
-    if q.shape[2] == 1 and q.shape[1] > k.shape[1]:
+def cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Flash attention on a CPU, optionally with an additive mask.
+
+    It takes strided keys and fewer KV heads than query heads as they are. `causal` aligns queries and keys top left.
+    """
+    if q.shape[2] == 1 and q.shape[1] > k.shape[1] and mask is None:
         # A group's heads as queries of one head, so that keys are read once for all of them (8k tokens: 1.4x faster).
-        out, lse = _cpu_flash(q.view(len(q), k.shape[1], -1, q.shape[-1]), k, v, False, scaling)
+        out, lse = cpu_flash(q.view(len(q), k.shape[1], -1, q.shape[-1]), k, v, False, scaling)
         return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scaling
+    )
     return out, lse
 
 
 def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """Flash attention on a GPU: half precision, from Ampere on."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)
     return out, lse
 
 
-def _cuda_efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel: float32, and float16 before Ampere.
+def cuda_efficient(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention on a GPU, optionally with an additive mask: float32, and float16 before Ampere.
 
-    It wants one kv head per query head, and pads the log-sum-exp to 32 queries.
+    The kernel needs one KV head per query head, and pads the log-sum-exp to 32 queries.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, causal, scale=scaling
+        q, k, v, mask, True, 0.0, causal, scale=scaling
     )
     return out, lse[:, :, : q.shape[2]]

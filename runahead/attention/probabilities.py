@@ -1,6 +1,6 @@
-"""What new queries tell about stored keys, for cache policies: attention probabilities, summed over queries.
+"""Attention probabilities of new queries over stored keys, summed over queries, as cache policies need them.
 
-Computed again from queries and keys, since fused kernels do not give probabilities away, a few queries at a time.
+They are recomputed from queries and keys, a few queries at a time, since fused kernels do not return them.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, q of them, n stored keys, H head dim.
@@ -13,12 +13,12 @@ from torch import Tensor
 from runahead.attention.partial import AttentionTerms
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Scores at a time, all rows and heads together: what stays in a core's cache, or keeps a GPU busy. At least those of
-one query, which are as many as the sums."""
+"""Scores per block by device, over all rows and heads: few enough for a core's cache, enough to keep a GPU busy. One
+query's scores, as many as the sums, are the least."""
 
 
 class QuerySignals:
-    """Of new tokens' queries to all stored keys.
+    """Attention probabilities of the new tokens' queries over all stored keys; see `policies.base.Signals`.
 
     Args:
         q_BNCH: queries, rotated.
@@ -36,7 +36,7 @@ class QuerySignals:
         self._votes: dict[tuple[int, float], Tensor] = {}
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
-        """As `policies.base.Signals.votes`."""
+        """Implements `policies.base.Signals.votes`."""
         asked = num_queries, newest
         if asked not in self._votes:
             self._votes[asked] = self._mean_over(min(num_queries, self._q_BNCH.shape[2]), newest)
@@ -50,7 +50,7 @@ class QuerySignals:
         return self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
 
     def received(self) -> Tensor:
-        """As `policies.base.Signals.received`."""
+        """Implements `policies.base.Signals.received`."""
         return self._sum_over(torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device))
 
     def _sum_over(self, weights_w: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class QuerySignals:
         return total_BNn
 
     def _probabilities(self, first: int, last: int) -> Tensor:
-        """Attention (B, N, q, n) of the new tokens [first, last); anything for those that are padding."""
+        """Attention probabilities (B, N, q, n) of the new tokens [first, last); arbitrary for padding."""
         num_kv_heads, terms = self._k_BKnH.shape[1], self._terms
         q_BKGqH = self._q_BNCH[:, :, first:last].unflatten(1, (num_kv_heads, -1)) * terms.scaling
         scores_BKXn = q_BKGqH.flatten(2, 3) @ self._k_BKnH.transpose(-1, -2)  # X: a group's heads x queries

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a store of keys and values: append them, then attend to all that is stored."""
+"""Causal attention over a KV store: append the new tokens' keys and values, then attend to all that are stored."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
 
@@ -20,10 +20,10 @@ class CausalAttention(LayerAttention):
     """Causal attention of the tokens [start, start + C) of a left-padded batch to themselves and all tokens before.
 
     Args:
-        cache: holds the earlier tokens; receives the new ones.
+        cache: holds the earlier tokens and receives the new ones.
         start: index of the first new token in the padded batch.
         pads: left padding of every row.
-        phase: whether the tokens are given or generated.
+        phase: `prefill` for given tokens, `decode` for generated ones.
         on_layer: called after each layer.
     """
 
@@ -61,4 +61,4 @@ class CausalAttention(LayerAttention):
         return out_BNCV
 
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Called after a layer's attention, while `seen` is still what its queries saw."""
+        """Hook that is called after a layer's attention, before anything that its queries saw is dropped."""

@@ -1,7 +1,8 @@
-"""The interface of all stores of keys and values: append new tokens, attend to what is stored, keep some, free others.
+"""Interface of all KV caches: append new tokens, attend to the stored ones, keep some of them, free the others.
 
-A store holds one object per layer. Whatever it is made of (slabs, layers that a policy cuts back, host memory, reused
-segments), prefill and decoding take the same way through it: `append`, then `seen` and its `attend`, then `keep`.
+A `KVStore` has one `LayerStore` per layer. Prefill and decoding use all of them alike, whether they consist of slabs,
+of layers that a policy cuts back, of host memory or of reused segments: `append`, then `seen` and its `attend`, then
+`keep`.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept ones, H head dim, V value dim.
@@ -23,10 +24,10 @@ from runahead.report import RankReport
 
 @dataclass(kw_only=True)
 class SeenKV(ABC):
-    """Keys and values of one layer as the queries of the newest tokens see them.
+    """One layer's keys and values together with the queries of the newest tokens, which attend to them.
 
     Attributes:
-        q_BNCH: the queries, rotated to the slots of their tokens where positions are re-encoded.
+        q_BNCH: the queries; if positions are re-encoded, rotated to the slots of their tokens.
     """
 
     q_BNCH: Tensor
@@ -39,9 +40,9 @@ class SeenKV(ABC):
             await_prefix: returns once the tokens of earlier ranks are stored; they are not read before.
         """
 
-    @abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
-        """All keys (B, K, n, H) and values (B, K, n, V), those of the newest tokens last."""
+        """All keys (B, K, n, H) and values (B, K, n, V), those of the newest tokens last, as cache policies need."""
+        raise NotImplementedError(f"{type(self).__name__} does not hold all keys in one tensor")
 
     def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
         """Output (B, N, C, V) of `attend`, with the family's attention sinks."""
@@ -49,15 +50,15 @@ class SeenKV(ABC):
 
 
 class LayerStore(ABC):
-    """Keys and values of one layer, for the tokens of a batch."""
+    """Keys and values of one layer, for all rows of a batch."""
 
     @abstractmethod
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        """Store new tokens after all others."""
+        """Store keys and values of new tokens after all others."""
 
     @abstractmethod
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        """What the queries of the tokens see that were appended last."""
+        """The stored keys and values as seen by `q_BNCH`, the queries of the tokens that were appended last."""
 
     @property
     @abstractmethod
@@ -68,16 +69,16 @@ class LayerStore(ABC):
         """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more."""
         raise NotImplementedError(f"{type(self).__name__} keeps all tokens")
 
-    def free(self, *, room: int) -> None:  # noqa: B027 (nothing to give back where memory is allocated once)
-        """Give back memory but for the stored tokens and `room` more."""
+    def free(self, *, room: int) -> None:  # noqa: B027 (slabs are allocated once)
+        """Free all memory but that of the stored tokens and of `room` more."""
 
 
-class KVStore(ABC):
-    """Keys and values of all layers of a batch.
+class KVStore:
+    """KV cache of a batch: keys and values of all layers.
 
     Attributes:
         layers: one per layer of the model.
-        peak_bytes: the most bytes that were allocated at a time, as far as it was noted.
+        peak_bytes: most bytes allocated at any call of `note_peak`.
     """
 
     layers: Sequence[LayerStore]
@@ -97,32 +98,32 @@ class KVStore(ABC):
         return None
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes allocated on the device, with what is needed to find tokens."""
+        """Bytes allocated on the device, including those of indices into the cache."""
+        return sum(layer.num_bytes for layer in self.layers)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
-        """The store to which new tokens of a layer are appended, and which their queries `q_BNCH` see."""
+        """The store of one layer for new tokens with these queries: they are appended to it and attend to it."""
         return self.layers[layer]
 
-    def look_ahead(self, layer: int, given: LayerInput) -> None:  # noqa: B027 (most stores need no preparation)
-        """Called before the layer in front of `layer` computes, with its input."""
+    def look_ahead(self, layer: int, given: LayerInput) -> None:
+        """Prepare `layer`; called with the input of the layer before it, which has not run yet."""
 
-    def close(self, layer: int, *, room: int) -> None:  # noqa: B027 (most layers stay where they are)
-        """Called after the attention of several new tokens; `room` is for the tokens that will follow."""
+    def close(self, layer: int, *, room: int) -> None:
+        """Called after the attention of several new tokens to a layer; `room` tokens are expected to follow."""
 
     def for_decoding(self) -> KVStore:
-        """The same tokens, in the form in which single tokens attend to them fastest."""
+        """The same tokens in the form that single new tokens attend to fastest."""
         return self
 
     def note_peak(self) -> None:
-        """Remember the bytes that are allocated now, if they are the most so far."""
+        """Update `peak_bytes` with the bytes that are allocated now."""
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def describe_prompt(self, report: RankReport) -> None:
-        """Fill in what is stored of the prompt, for decoding."""
+        """Fill in the bytes and tokens that are stored after the prompt."""
         report.kv_kept_bytes = self.num_bytes
 
     def describe_decoding(self, report: RankReport) -> None:
-        """Fill in what was stored at most, and how decoding used it."""
+        """Fill in the peak of stored bytes and the statistics of decoding."""
         report.kv_peak_bytes = max(report.kv_peak_bytes, self.num_bytes)

@@ -1,4 +1,4 @@
-"""A stream of its own for copies between the host's memory and a GPU: beside what the GPU computes, in order."""
+"""CUDA stream for copies between host memory and a GPU, which run in order and overlap with compute."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 MOVED_AT_ONCE = 2
-"""Layers on their way to the host before the host waits for one: it queues work far faster than the device does it."""
+"""Most layers in flight to the host before the host waits for one, since it queues copies faster than they run."""
 
 
 class CopyStream:
-    """Copies of one cache.
+    """Stream of one cache's copies.
 
-    Every copy is queued behind all that was computed before, so memory that this stream's tensors leave behind is
-    written again only after whatever read them. What computes with the result of a copy waits for the copy's mark.
+    Every copy is queued after all compute so far, so memory that this stream's tensors free is reused only after
+    everything that read it. Compute that uses the result of a copy waits for the copy's mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,10 +27,10 @@ class CopyStream:
 
     @contextmanager
     def copying(self, *read: Tensor) -> Iterator[None]:
-        """What is queued inside is a copy, and tensors that are made inside belong to this stream.
+        """Context in which operations are queued on this stream and new tensors belong to it.
 
         Args:
-            read: tensors of the compute stream whose memory is not to be used again before the copy is over.
+            read: tensors of the compute stream whose memory must not be reused before the copy is done.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -39,27 +39,27 @@ class CopyStream:
             tensor.record_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
-        """Of all copies so far."""
+        """An event after all copies so far."""
         mark = torch.cuda.Event()
         mark.record(self._stream)
         return mark
 
     def hold_compute(self, mark: torch.cuda.Event | None = None) -> None:
-        """Let what is computed from now on wait for a mark, or for all copies so far. The host does not wait."""
+        """Let all later compute wait for a mark, by default for all copies so far. The host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(self.mark() if mark is None else mark)
 
     def pace(self) -> None:
-        """A layer has been sent to the host: wait for an earlier one, so that few of them take up the device."""
+        """Called after a layer's copy to the host; waits for an earlier one, so that few of them occupy the device."""
         self._moving.append(self.mark())
         if len(self._moving) > MOVED_AT_ONCE:
             self._moving.popleft().synchronize()
 
     def finish(self) -> None:
-        """Let the host wait for all copies, and for all that was computed before."""
+        """Block the host until all copies and all compute before them are done."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._stream.synchronize()
 
 
 def copies_for(device: torch.device) -> CopyStream | None:
-    """None where the host's memory is what is computed from."""
+    """A stream of copies to and from this device; None for a CPU, which computes from host memory."""
     return CopyStream(device) if device.type == "cuda" else None

@@ -1,10 +1,11 @@
-"""A layer's keys and values in memory of the host, for a GPU that fetches some of them in every step.
+"""A layer's keys and values in host memory, from which a GPU fetches some slots in every step.
 
-Copies to the host run in order with fetches, so a fetch sees all that was stored before. The host waits for the device
-where memory has to grow or is given back, and nowhere else.
+Copies to the host run in order with fetches, so a fetch sees everything that was stored before. The host waits for the
+device only when memory grows or is freed.
 """
 
-# Legend: T slots with room, n stored slots, m fetched ones, B batch, K kv heads, X = H + V key and value dims.
+# Legend: T slots with room, n stored slots, m fetched ones, B batch, K kv heads, C new tokens,
+# X = H + V key and value dims.
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from runahead.cache.slabs import KVSlab
 
 @dataclass(kw_only=True)
 class HostLayer(KeptLayer):
-    """Slots whose keys and values are on the host; positions and what is carried stay on the device.
+    """A layer whose keys and values are in host memory; positions and carried values stay on the device.
 
     Attributes:
-        copies: of all copies between the device and this memory.
+        copies: stream of all copies between the device and this memory.
     """
 
     on_host = True
@@ -35,11 +36,12 @@ class HostLayer(KeptLayer):
 
     @classmethod
     def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> HostLayer:
-        """The same slots, copied to the host in the background.
+        """Copy a layer to the host in the background.
 
         Args:
-            room: for more slots that there has to be: what a layer has on the host already stays there if there is.
-            spare: room of new memory.
+            room: slots that must fit after the stored ones. If they fit into the host memory that the layer was brought
+                from, that memory is reused and only new slots are copied.
+            spare: room after the stored slots in newly allocated memory.
         """
         known, n = layer.host if isinstance(layer, BroughtLayer) else None, layer.num_slots
         if known is not None and known.slab_TBKX.shape[0] >= n + room:
@@ -53,24 +55,26 @@ class HostLayer(KeptLayer):
 
     @property
     def device(self) -> torch.device:
-        """That fetches."""
+        """The GPU that fetches slots."""
         return self.copies.device
 
     def brought(self) -> BroughtLayer:
-        """The same slots on the device."""
+        """Copy the layer to the device."""
         self.copies.hold_compute()
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
         return BroughtLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
 
+    def gather(self, rows_X: Tensor | None) -> Callable[[], Tensor]:
+        slab_TBKX, mark = self.fetch(rows_X)
+
+        def fetched() -> Tensor:
+            self.copies.hold_compute(mark)
+            return slab_TBKX
+
+        return fetched
+
     def fetch(self, rows_X: Tensor | None) -> tuple[Tensor, torch.cuda.Event]:
-        """Copy slots to the device, with room for one more behind them.
-
-        Args:
-            rows_X: rows of the memory as a (T * B * K, X) matrix, all of a slot's side by side; None is all slots.
-
-        Returns:
-            slots (m + 1, B, K, X), and the mark to wait for before they are read.
-        """
+        """Start the copy of `gather`. Returns the slots (m + 1, B, K, X), and the mark to wait for before reading."""
         _, batch, heads, width = self.slab_TBKX.shape
         num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * heads)
         with self.copies.copying(*([] if rows_X is None else [rows_X])):
@@ -84,19 +88,6 @@ class HostLayer(KeptLayer):
                 torch.index_select(self.mapped_TBKX().view(-1, width), 0, rows_X, out=out)
         return slab_TBKX, self.copies.mark()
 
-    def gather(self, rows_X: Tensor) -> Callable[[], Tensor]:
-        return self._once_there(*self.fetch(rows_X))
-
-    def gather_all(self) -> Callable[[], Tensor]:
-        return self._once_there(*self.fetch(None))
-
-    def _once_there(self, slab_TBKX: Tensor, mark: torch.cuda.Event) -> Callable[[], Tensor]:
-        def fetched() -> Tensor:
-            self.copies.hold_compute(mark)
-            return slab_TBKX
-
-        return fetched
-
     def slab(self) -> KVSlab:
         return self.brought().slab()
 
@@ -106,32 +97,25 @@ class HostLayer(KeptLayer):
         return slab.read(0, self.num_slots)[0]
 
     def free(self, *, room: int) -> None:
-        """Keep the memory: it is the host's, and page-locked memory is slow to get."""
+        """Keep all memory, since it is the host's and page-locked memory is slow to allocate."""
 
-    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+    def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
-        if end > self.slab_TBKX.shape[0]:
-            self._grow(end)
         if end > self.positions_TBK.shape[0]:
-            self._room_on_device(end + end // 8)
+            self._resize_positions(num_new + end // 8)
         new_CBKX = torch.cat([k_BKCH, v_BKCV], dim=-1).permute(2, 0, 1, 3).contiguous()
         with self.copies.copying(new_CBKX):
             self.slab_TBKX[end - num_new : end].copy_(new_CBKX, non_blocking=True)
-        self.num_slots = end
-        self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
-        self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
-        if self.carried_TBK is not None:
-            self.carried_TBK[end - num_new : end] = 0
 
     def copy_out(self, *, room: int) -> None:
         self.copies.finish()
         host_TBKX = _empty(self, self.num_slots + room, self.copies)
         host_TBKX[: self.num_slots] = self.slab_TBKX[: self.num_slots]
         self.slab_TBKX, self._mapped_TBKX = host_TBKX, None
-        self._room_on_device(self.num_slots + room)
+        self._resize_positions(room)
 
     def mapped_TBKX(self) -> Tensor:  # noqa: N802
-        """The memory as the device sees it."""
+        """The host memory as a tensor of the device."""
         if self._mapped_TBKX is None:
             self._mapped_TBKX = on_device(self.slab_TBKX, self.device)
         return self._mapped_TBKX
@@ -140,18 +124,14 @@ class HostLayer(KeptLayer):
         with self.copies.copying(slots_BK, rows_B1, heads_K, new_BKX):
             self.mapped_TBKX()[slots_BK, rows_B1, heads_K] = new_BKX
 
-    def _room_on_device(self, room: int) -> None:
-        for name in ("positions_TBK", "carried_TBK"):
-            old = getattr(self, name)
-            if old is not None:
-                new = old.new_empty(room, *old.shape[1:])
-                new[: self.num_slots] = old[: self.num_slots]
-                setattr(self, name, new)
-
 
 @dataclass(kw_only=True)
 class BroughtLayer(KeptLayer):
-    """A layer on the device for a while. `host` is where its first slots are, as long as they stay what they are."""
+    """A layer that was copied from the host to the device for some time.
+
+    Attributes:
+        host: the host's copy of the first slots; None once slots were dropped, since it is outdated then.
+    """
 
     host: HostLayer | None
 
@@ -166,5 +146,5 @@ def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
 
 
 def _on_device(layer: KeptLayer) -> dict[str, Any]:
-    """Fields of a layer but its keys and values."""
+    """All fields of a layer except its keys and values."""
     return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name != "slab_TBKX"}

@@ -1,7 +1,7 @@
-"""Memory of the host that a GPU reads on its own.
+"""Page-locked host memory that GPU kernels read directly.
 
 A tensor in page-locked memory has an address that is valid on the GPU too, so a kernel there can gather rows of it over
-the link: nothing is copied that was not asked for, and the host does not wait for the indices.
+the link: only the chosen rows are copied, and the host does not wait for the indices.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def host_empty(
     """An uninitialised tensor in host memory, page-locked where `device` is a GPU.
 
     Args:
-        before_free: called once nobody on the host has the memory any more; returns when no copy uses it either.
+        before_free: called when the host has dropped the memory; returns once no copy uses it either.
 
     Raises:
-        ValueError: there is no room for it.
+        ValueError: the memory cannot be allocated.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     try:
@@ -43,7 +43,7 @@ def host_empty(
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """The same contiguous memory as `device` sees it; on a CPU that is the tensor itself.
+    """A contiguous page-locked tensor as a tensor of `device` over the same memory; on a CPU the tensor itself.
 
     With unified addresses, which CUDA has on 64-bit Linux, page-locked memory has the same address on both sides.
     """
@@ -58,12 +58,12 @@ def on_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 class _PageLocked(mmap.mmap):
-    """As many bytes as are asked for: torch's own page-locked memory takes the next power of two, up to twice that."""
+    """Page-locked memory of exactly the requested size; torch's own rounds up to a power of two, up to twice that."""
 
     _address = 0
 
     def lock(self, address: int, before_free: Callable[[], None]) -> None:
-        """Raises: RuntimeError."""
+        """Page-lock the memory at this address. Raises: RuntimeError."""
         self._before_free = before_free
         if hasattr(mmap, "MADV_DONTFORK"):  # a child's copy on write would move pages that a GPU is writing to
             self.madvise(mmap.MADV_DONTFORK)
@@ -79,7 +79,7 @@ class _PageLocked(mmap.mmap):
 
 
 class _Bytes:
-    """A tensor's memory by the CUDA array interface, as plain bytes since that knows no bfloat16."""
+    """A tensor's memory as bytes, by the CUDA array interface, which has no bfloat16."""
 
     def __init__(self, host: Tensor) -> None:
         self._host = host  # keeps the memory alive

@@ -1,8 +1,8 @@
-"""Keys and values that a cache policy cuts back: one layer at a time, with room for what comes next.
+"""The KV cache under cache policies: each layer keeps the tokens that the policies choose, and has room for new ones.
 
-As in the full KV cache memory is token-major, (T, B, K, H + V). A slot holds a token; which one may differ from row to
-row and from KV head to KV head, but slots are in the order of the tokens' positions and padding is on the left, so
-causal attention needs no mask. Keeping some slots copies them and frees the rest.
+As in the full KV cache, memory is token-major, (T, B, K, H + V). A slot holds one token, which may differ between rows
+and between KV heads. Slots are in the order of their tokens' positions and padding is on the left, so causal attention
+needs no mask. Keeping some slots copies them and frees the rest.
 """
 
 # Legend: T slots with room, n stored slots, m kept ones, B batch, N query heads, K kv heads, C new tokens,
@@ -25,21 +25,23 @@ from runahead.report import RankReport
 from runahead.rotary import Rotary
 
 NEW_ROOM = 32
-"""New tokens for which a layer has room after a prompt and after it was cut back; where more of them stay it grows."""
+"""New tokens for which a layer has room after a prompt and after each cut; it grows if more tokens stay."""
 
 
 @dataclass(kw_only=True)
 class KeptLayer(LayerStore):
-    """One layer.
+    """One layer, of which a policy may keep some slots and drop the others.
 
     Attributes:
         slab_TBKX: slots, of which the first `num_slots` are in use.
-        positions_TBK: of each slot's token in its row, below 0 on padding; (T, B, 1) while all KV heads have the same.
+        positions_TBK: position of each slot's token in its row, below 0 on padding; (T, B, 1) while all KV heads hold
+            the same tokens.
         pads: slots on the left of each row that are padding.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
-        carried_TBK: what a policy accumulates per slot.
-        rotary: where positions are re-encoded: keys are stored unrotated, and rotated like this to their slots when
-            they are attended to. Else they are rotated to where their tokens stood.
+        carried_TBK: values that a policy accumulates per slot.
+        rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
+            attended to. Otherwise keys are stored rotated to their tokens' positions.
+        on_host: whether keys and values are in host memory while another device computes.
     """
 
     shape: KVShape
@@ -52,22 +54,19 @@ class KeptLayer(LayerStore):
     rotary: Rotary | None = None
 
     @classmethod
-    def empty(
-        cls, shape: KVShape, *, batch: int, room: int, device: torch.device, rotary: Rotary | None = None
-    ) -> KeptLayer:
-        """A layer with room for so many tokens."""
+    def empty(cls, shape: KVShape, *, batch: int, room: int, device: torch.device) -> KeptLayer:
+        """An empty layer with room for `room` tokens."""
         slab = torch.empty(
             room, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
         )
         positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
-        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch, rotary=rotary)
+        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch)
 
     on_host = False
-    """Whether keys and values are in the memory of the host, and the device is another one."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated: keys and values, positions, and what is carried."""
+        """Bytes allocated: keys and values, positions, and carried values."""
         carried = 0 if self.carried_TBK is None else self.carried_TBK.nbytes
         return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried
 
@@ -88,28 +87,33 @@ class KeptLayer(LayerStore):
         self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
-        # In the numbering of slots, which are in causal order, whichever tokens they hold.
+        # Counted in slots, which are in causal order whichever tokens they hold.
         return SeenSlab.of(self.slab(), q_BNCH, start=self.end - q_BNCH.shape[2], pads=self.pads, rotary=self.rotary)
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
-        """Store new tokens after the others, making room if there is none.
+        """Store new tokens after the others; allocates more memory if there is no room.
 
         Args:
-            positions_BC: of the new tokens in their rows.
-            new_pads: how many of them are padding, in each row.
+            positions_BC: positions of the new tokens in their rows.
+            new_pads: number of padding tokens among them, by row.
         """
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
-        if end > self.slab_TBKX.shape[0]:
-            self._grow(end)
+        if end > self.slab_TBKX.shape[0]:  # an eighth more, so that growing token by token stays cheap
+            self.copy_out(room=num_new + self.num_slots // 8)
+        self._write(k_BKCH, v_BKCV)
         self.num_slots = end
         self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
-        self.slab().write(self.end - num_new, k_BKCH, v_BKCV)
         self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
         if self.carried_TBK is not None:
             self.carried_TBK[end - num_new : end] = 0
 
+    def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        """Write keys and values to the slots after those in use."""
+        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=0)
+        slab.write(self.num_slots, k_BKCH, v_BKCV)
+
     def carry(self, values_BKn: Tensor) -> None:
-        """Carry values along with the slots from now on."""
+        """Store one value per slot; it stays with the slot's token when slots are dropped."""
         if self.carried_TBK is None:
             self.carried_TBK = torch.zeros(
                 self.slab_TBKX.shape[:3], dtype=values_BKn.dtype, device=self.slab_TBKX.device
@@ -132,7 +136,7 @@ class KeptLayer(LayerStore):
         if self.carried_TBK is not None:
             self.carried_TBK = _taken(self.carried_TBK, slots_mBK, room)
         self.num_slots = num_kept
-        # Which padding is dropped is the same for all KV heads: it is never kept before a token is.
+        # All KV heads drop the same padding, since padding is never kept in place of a token.
         self.pads = kept_pads_BK[:, 0].tolist()
         assert (kept_pads_BK == kept_pads_BK[:, :1]).all(), "KV heads keep different amounts of padding"
 
@@ -141,24 +145,26 @@ class KeptLayer(LayerStore):
             self.copy_out(room=room)
 
     def brought(self) -> KeptLayer:
-        """The same slots in the memory of the device."""
+        """The same slots in device memory."""
         return self
 
     def keys(self) -> Tensor:
-        """Keys (B, K, n, H) of all slots, where they lie."""
+        """Keys (B, K, n, H) of all slots, as a view of the memory that holds them."""
         slab = self.slab()
         return slab.read(slab.first, slab.end)[0]
 
-    def gather(self, rows_X: Tensor) -> Callable[[], Tensor]:
+    def gather(self, rows_X: Tensor | None) -> Callable[[], Tensor] | None:
         """Copy some slots to the device, with room for one more after them.
 
         Args:
-            rows_X: rows of the memory as a (T * B * K, X) matrix, all of a slot's side by side.
+            rows_X: rows of the memory as a (T * B * K, X) matrix, those of one slot side by side; None is all slots.
 
         Returns:
-            gives slots (m + 1, B, K, X). Here they are copied only then, since in between a layer's weights would
-            drive them out of the processor's cache.
+            function that returns the slots (m + 1, B, K, X); None if attention can read all slots in place. On a CPU
+            the function makes the copy, since a layer's weights would otherwise evict it from the processor's cache.
         """
+        if rows_X is None:
+            return None
         _, batch, heads, width = self.slab_TBKX.shape
         source_TBKX = self.slab_TBKX
 
@@ -171,15 +177,11 @@ class KeptLayer(LayerStore):
 
         return gathered
 
-    def gather_all(self) -> Callable[[], Tensor] | None:
-        """As `gather`, of all slots; None if attention can read them where they lie."""
-        return None
-
     def fork(self, *, copy: bool) -> KeptLayer:
-        """The same slots for a cache that goes on on its own.
+        """The same slots for a forked cache.
 
         Args:
-            copy: give it memory of its own; else what is appended to it goes to new memory, and both share the rest.
+            copy: allocate memory of its own; otherwise both share the present slots and new ones go to new memory.
         """
         if copy:
             other = replace(self)
@@ -194,16 +196,23 @@ class KeptLayer(LayerStore):
         )
 
     def copy_out(self, *, room: int) -> None:
-        """Move to memory of its own, with room for so many more tokens."""
+        """Move to newly allocated memory, with room for `room` more tokens."""
         self.slab_TBKX = _with_room(self.slab_TBKX[: self.num_slots], room)
+        self._resize_positions(room)
+
+    def _resize_positions(self, room: int) -> None:
+        """Move positions and carried values to new memory, with room for `room` more tokens."""
         self.positions_TBK = _with_room(self.positions_TBK[: self.num_slots], room)
         if self.carried_TBK is not None:
             self.carried_TBK = _with_room(self.carried_TBK[: self.num_slots], room)
 
     def overwrite(self, slots_BK: Tensor, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
-        """A new token in the place of another one, or of the last padding of its row, in every row and KV head.
+        """Store a new token in place of an old one, or of the last padding of its row, in every row and KV head.
 
-        From then on slots are not in the order of positions.
+        From then on slots are no longer in the order of positions.
+
+        Args:
+            slots_BK: slot to overwrite in each row and KV head.
         """
         batch, heads = slots_BK.shape
         if self.positions_TBK.shape[2] < heads:
@@ -219,26 +228,22 @@ class KeptLayer(LayerStore):
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
         self.slab_TBKX[slots_BK, rows_B1, heads_K] = new_BKX
 
-    def _grow(self, room: int) -> None:
-        """More room, and an eighth of what is there, so that growing token by token stays cheap."""
-        self.copy_out(room=room - self.num_slots + self.num_slots // 8)
-
 
 def _with_room(old: Tensor, room: int) -> Tensor:
-    """A copy with room behind it."""
+    """A copy of a tensor, with `room` uninitialised rows after it."""
     new = old.new_empty(old.shape[0] + room, *old.shape[1:])
     new[: old.shape[0]] = old
     return new
 
 
 def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
-    """A new tensor with room behind these slots of (T, B, K, ...)."""
+    """A copy of these slots of (T, B, K, ...), with `room` uninitialised slots after them."""
     num_kept = slots_mBK.shape[0]
     _, batch, heads = source.shape[:3]
     taken = source.new_empty(num_kept + room, *source.shape[1:])
     rows_B1 = torch.arange(batch, device=source.device)[:, None]
     heads_K = torch.arange(heads, device=source.device)
-    # Rows of a flat view: whole contiguous runs are copied, not single numbers.
+    # Rows of a flat view, so that contiguous runs are copied instead of single numbers.
     flat_mBK = (slots_mBK * batch + rows_B1) * heads + heads_K
     flat = source.reshape(-1, *source.shape[3:])
     torch.index_select(flat, 0, flat_mBK.flatten(), out=taken[:num_kept].view(-1, *source.shape[3:]))
@@ -246,7 +251,7 @@ def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
 
 
 class KeptCache(KVStore):
-    """All layers of a batch, each of which a policy may cut back."""
+    """KV cache of a batch under cache policies, which may cut back each layer."""
 
     layers: list[KeptLayer]
 
@@ -262,19 +267,15 @@ class KeptCache(KVStore):
         device: torch.device,
         rotaries: Sequence[Rotary] | None = None,
     ) -> KeptCache:
-        """Layers without tokens. `rotaries`, one per layer, are for re-encoded positions."""
-        return KeptCache(
-            [
-                KeptLayer.empty(
-                    shape, batch=batch, room=0, device=device, rotary=None if rotaries is None else rotaries[layer]
-                )
-                for layer, shape in enumerate(shapes)
-            ]
-        )
+        """A cache without tokens. `rotaries`, one per layer, re-encode positions."""
+        layers = [KeptLayer.empty(shape, batch=batch, room=0, device=device) for shape in shapes]
+        for layer, rotary in zip(layers, rotaries or [], strict=rotaries is not None):
+            layer.rotary = rotary
+        return KeptCache(layers)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
+        """The device that computes attention."""
         return self.layers[0].positions_TBK.device
 
     @property
@@ -282,42 +283,29 @@ class KeptCache(KVStore):
         return any(layer.rotary is not None for layer in self.layers)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers)
-
-    @property
     def slots_by_layer(self) -> list[int]:
-        """Stored slots of each layer."""
+        """Number of stored slots of each layer."""
         return [layer.num_slots for layer in self.layers]
 
     def free(self, *, room: int) -> None:
-        """Give back what each layer does not need beyond room for `room` more tokens."""
+        """Free the memory of each layer but that of the stored tokens and of `room` more."""
         for layer in self.layers:
             layer.free(room=room)
 
     def index(
-        self,
-        layer: int,
-        kept: KeptLayer,
-        seen: SeenKV,
-        positions_BC: Tensor,
-        terms: AttentionTerms,
-        *,
-        room: int,
-        was_cut: bool,
+        self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
-        """Called once the policies have decided what stays of a layer after the attention of given tokens.
+        """Update indices into a layer; called after the policies cut it back, with given tokens in its last slots.
 
         Args:
-            kept: the layer, whose last slots are those of the new tokens.
             seen: what the queries of these tokens saw.
-            positions_BC: of these tokens in their rows, below 0 on padding.
-            room: tokens that will follow.
-            was_cut: whether slots before the new ones were dropped.
+            positions_BC: positions of these tokens in their rows, below 0 on padding.
+            room: tokens that are expected to follow.
+            was_cut: whether slots were dropped.
         """
 
     def fork(self) -> KeptCache:
-        """The same tokens for a conversation that goes on on its own. Until it does, both share memory."""
+        """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
         return KeptCache([layer.fork(copy=False) for layer in self.layers])
 
     def describe_prompt(self, report: RankReport) -> None:

@@ -1,7 +1,7 @@
-"""The full KV cache: one slab per layer, or a ring of a few slabs that the layers of a rank take in turn.
+"""The full KV cache: one slab per layer, or a ring of a few slabs that the layers take in turn.
 
-The last rank of a chain, which decodes, has a slab for every layer. A rank that only passes keys and values on needs
-those of a few layers at a time.
+The last rank of a chain, which decodes, has a slab for every layer. A rank that only forwards keys and values needs
+slabs for a few layers at a time.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H key dim, V value dim.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ from runahead.rotary import Rotary
 
 @dataclass(kw_only=True)
 class SeenSlab(SeenKV):
-    """A slab as the queries of its newest tokens see it.
+    """A slab together with the queries of its newest tokens, which attend to it.
 
     Attributes:
         start: index of the first of these tokens in the slab's numbering.
-        pads: tokens on the left of each row that are padding.
+        pads: left padding of each row, in tokens.
     """
 
     slab: KVSlab
@@ -41,7 +40,7 @@ class SeenSlab(SeenKV):
     def of(
         cls, slab: KVSlab, q_BNCH: Tensor, *, start: int, pads: Sequence[int], rotary: Rotary | None = None
     ) -> SeenSlab:
-        """With a `rotary`, keys and queries of the slab are unrotated, and seen as rotated to their slots."""
+        """Create from a slab and queries; with a `rotary` both are unrotated, and are read rotated to their slots."""
         if rotary is not None:
             slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=pads)
         return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads)
@@ -57,7 +56,7 @@ class SeenSlab(SeenKV):
 
 @dataclass(kw_only=True)
 class SlabLayer(LayerStore):
-    """One layer in a slab that has room for all its tokens. New tokens go where their index in the batch says.
+    """One layer in a slab with room for all its tokens, each at its index in the padded batch.
 
     Attributes:
         rotary: of this layer, if keys are stored unrotated.
@@ -78,19 +77,24 @@ class SlabLayer(LayerStore):
 
 
 class KVCache(KVStore):
-    """Slabs for all layers of a batch, either one each or a ring of fewer that the layers take in turn.
+    """KV cache in slabs: one per layer, or a ring of fewer slabs that the layers take in turn.
 
     Args:
-        shapes: shape of every layer.
-        batch: rows.
+        shapes: shape of every layer's keys and values.
+        batch: number of rows.
         spans: tokens [first, end) that each layer stores.
-        num_slabs: slabs that exist; fewer than the layers makes a ring.
+        num_slabs: number of slabs; with fewer than layers they form a ring.
         pin_memory: page-lock host memory, for copies to and from a GPU.
         rotaries: of every layer, if keys are stored unrotated.
 
+    Attributes:
+        layers: all layers; in a ring each is valid until a later layer takes its slab.
+
     Raises:
-        ValueError: the bytes are not there.
+        ValueError: the memory cannot be allocated.
     """
+
+    layers: list[SlabLayer]
 
     def __init__(
         self,
@@ -104,9 +108,11 @@ class KVCache(KVStore):
         rotaries: Sequence[Rotary] | None = None,
     ) -> None:
         self.shapes, self.batch, self.spans, self.device = list(shapes), batch, list(spans), device
-        self.num_slabs, self._rotaries = min(num_slabs, self.num_layers), rotaries
-        rings = [range(slab, self.num_layers, self.num_slabs) for slab in range(self.num_slabs)]
-        sizes = [max(self._layer_bytes(layer) for layer in ring) for ring in rings]
+        self.num_slabs, self._rotaries = min(num_slabs, len(shapes)), rotaries
+        layer_bytes = [
+            (end - first) * shape.bytes_per_token(batch) for shape, (first, end) in zip(shapes, spans, strict=True)
+        ]
+        sizes = [max(layer_bytes[slab :: self.num_slabs]) for slab in range(self.num_slabs)]
         try:
             self._slabs = [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
         except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
@@ -114,35 +120,21 @@ class KVCache(KVStore):
                 f"{sum(sizes):,} bytes of keys and values do not fit on {device}; use a shorter prompt, a smaller "
                 "prompt.batch or generation.max_new_tokens, or more memory"
             ) from error
-
-    def _layer_bytes(self, layer: int) -> int:
-        first, end = self.spans[layer]
-        return (end - first) * self.shapes[layer].bytes_per_token(self.batch)
+        self.layers = []
+        for layer, (shape, (first, end)) in enumerate(zip(shapes, spans, strict=True)):
+            flat = self._slabs[layer % self.num_slabs][: layer_bytes[layer]].view(shape.dtype)
+            slab_TBKX = flat.view(end - first, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
+            slab = KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first)
+            self.layers.append(SlabLayer(slab=slab, rotary=None if rotaries is None else rotaries[layer]))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for keys and values."""
         return sum(slab.numel() for slab in self._slabs)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.shapes)
 
     @property
     def rotates(self) -> bool:
         return self._rotaries is not None
 
-    @cached_property
-    def layers(self) -> list[SlabLayer]:  # type: ignore[override]
-        """All layers. In a ring each is valid as its slab is."""
-        return [
-            SlabLayer(slab=self.layer(layer), rotary=None if self._rotaries is None else self._rotaries[layer])
-            for layer in range(self.num_layers)
-        ]
-
     def layer(self, layer: int) -> KVSlab:
-        """The slab of a layer. In a ring it is valid until layer + num_slabs takes its memory."""
-        shape, (first, end) = self.shapes[layer], self.spans[layer]
-        flat = self._slabs[layer % self.num_slabs][: self._layer_bytes(layer)].view(shape.dtype)
-        slab = flat.view(end - first, self.batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
-        return KVSlab(slab_TBKX=slab, key_dim=shape.key_dim, first=first)
+        """The slab of a layer; in a ring it is valid until layer + num_slabs takes its memory."""
+        return self.layers[layer].slab

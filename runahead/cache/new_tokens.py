@@ -1,4 +1,4 @@
-"""The new tokens of one forward: all of a chunk at first, fewer from layer to layer where a policy narrows them."""
+"""The new tokens of one forward: a whole chunk in the first layer, fewer in later layers if a policy narrows them."""
 
 # Legend: B batch, C new tokens of the chunk, c those that are left.
 
@@ -11,18 +11,18 @@ from policies.base import Phase
 
 
 class NewTokens:
-    """The tokens of the chunk [start, start + C) of a left-padded batch that the layers still compute.
+    """Tokens of the chunk [start, start + C) of a left-padded batch that the layers still compute.
 
-    Every row has equally many left. A row with fewer tokens than that keeps some of its padding, on its left.
+    All rows have the same number left. A row with fewer tokens than that keeps some of its padding, on its left.
 
     Args:
-        start: index of the chunk's first token.
+        start: index of the chunk's first token in the padded batch.
         pads: left padding of every row.
-        phase: whether the tokens are given or generated.
+        phase: `prefill` for given tokens, `decode` for generated ones.
 
     Attributes:
-        left_Bc: indices within the chunk; None is all of them.
-        pending_Bc: of those that were left before, the ones that the next layer is to compute.
+        left_Bc: indices within the chunk; None is all tokens.
+        pending_Bc: the tokens that the next layer is to compute, as indices into those that were left before.
         chunk_tokens: C, known once a layer has asked for positions.
     """
 
@@ -34,7 +34,7 @@ class NewTokens:
         self._positions_BC: Tensor | None = None
 
     def positions_BC(self, num_new: int, device: torch.device) -> Tensor:  # noqa: N802
-        """Positions in their rows of the tokens that are left, below 0 on padding."""
+        """Positions (B, c) of the tokens that are left in their rows, below 0 on padding."""
         if self._positions_BC is None:
             if self.left_Bc is None:
                 self.chunk_tokens = num_new
@@ -46,16 +46,16 @@ class NewTokens:
         return self._positions_BC
 
     def pads(self, num_new: int) -> list[int]:
-        """Padding among the tokens that are left, by row: padding goes before tokens do."""
+        """Number of padding tokens among those that are left, by row: padding is dropped before tokens are."""
         chunk = range(self.start, self.start + (self.chunk_tokens or num_new))
         return [max(0, num_new - num_tokens_of(pad, chunk)) for pad in self.row_pads]
 
     def narrow(self, selected_Bc: Tensor) -> None:
-        """Go on with these of the tokens that are left, ascending, from the next layer on."""
+        """Let later layers compute only these of the tokens that are left, as ascending indices into them."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)
         self.pending_Bc, self._positions_BC = selected_Bc, None
 
 
 def num_tokens_of(pad: int, chunk: range) -> int:
-    """Tokens of a chunk that are not padding."""
+    """Number of tokens of a chunk that are not padding."""
     return min(len(chunk), max(0, chunk.stop - pad))

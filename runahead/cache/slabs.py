@@ -1,7 +1,7 @@
-"""Memory layout of keys and values: token-major slabs, so that any run of tokens is one contiguous message.
+"""Memory layout of the KV cache: token-major slabs, in which any run of tokens is one contiguous message.
 
-A slab is (T, B, K, H + V): token, batch row, kv head, key and value side by side. A prefix is its leading part, a
-chunk the part after it; both are received in place and sent as they lie. Attention kernels read keys and values as
+A slab is (T, B, K, H + V): token, batch row, KV head, key and value side by side. A prefix is its leading part and a
+chunk the part after it; both are received in place and sent without a copy. Attention kernels read keys and values as
 strided views.
 """
 
@@ -30,7 +30,7 @@ class KVShape:
 
 @dataclass(frozen=True, kw_only=True)
 class KVSlab:
-    """Memory of one layer's keys and values of the tokens [first, first + T)."""
+    """One layer's keys and values of the tokens [first, first + T)."""
 
     slab_TBKX: Tensor
     key_dim: int
@@ -40,12 +40,17 @@ class KVSlab:
     def end(self) -> int:
         return self.first + self.slab_TBKX.shape[0]
 
+    @property
+    def value_dim(self) -> int:
+        return self.slab_TBKX.shape[-1] - self.key_dim
+
     def tokens(self, start: int, end: int) -> Tensor:
-        """The contiguous part that holds tokens [start, end): what goes over the network."""
+        """The contiguous part (S, B, K, X) that holds tokens [start, end), as it is sent and received."""
         assert self.first <= start <= end <= self.end, (self.first, start, end, self.end)
         return self.slab_TBKX[start - self.first : end - self.first]
 
     def write(self, start: int, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
+        """Store keys and values of the tokens [start, start + S)."""
         part = self.tokens(start, start + k_BKSH.shape[2])
         part[..., : self.key_dim].copy_(k_BKSH.permute(2, 0, 1, 3))
         part[..., self.key_dim :].copy_(v_BKSV.permute(2, 0, 1, 3))

@@ -1,8 +1,8 @@
-"""Positions inside the cache: a kept token's position is its slot, without gaps, in each layer its own.
+"""Re-encoded positions: a kept token's position is its slot in its layer's cache, so positions have no gaps.
 
-The cache holds keys as they are before RoPE, and the model is told position 0 for every token (see rotary.py). What
-attention reads is rotated to the slots as they are numbered then. So positions never exceed what is stored, however
-long the text.
+The cache holds keys as they are before RoPE, since the model is given position 0 for every token (see rotary.py).
+Keys are rotated when attention reads them, to the slots that they have then. So positions never exceed the number of
+stored tokens, however long the text.
 """
 
 # Legend: T slots, B batch, N query heads, K kv heads, C new tokens, H key dim.
@@ -21,16 +21,17 @@ from runahead.rotary import Rotary
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedSlab(KVSlab):
-    """A slab of unrotated keys that reads as if they were rotated to their slots.
+    """A slab of unrotated keys that are read rotated to their slots.
 
-    Keys are rotated when they are first read, those of the new tokens apart from those before them, which may still be
-    on their way.
+    Keys are rotated when they are first read. Those of the new tokens are rotated apart from those before them, which
+    may not have arrived yet.
 
     Attributes:
         rotary: of this layer.
         pads: slots on the left of each row that are padding.
         new: number of the first new token's slot.
-        rotated_TBKH: the keys, as far as they were read; `done` tells for the old and the new ones.
+        rotated_TBKH: rotated keys.
+        done: whether the keys before the new tokens and those of the new tokens have been rotated.
     """
 
     rotary: Rotary
@@ -54,10 +55,10 @@ class RotatedSlab(KVSlab):
 
 
 def at_slots(rotary: Rotary, slab: KVSlab, q_BNCH: Tensor, *, new: int, pads: Sequence[int]) -> tuple[KVSlab, Tensor]:
-    """Keys and new tokens' queries at the positions of their slots.
+    """The slab with keys rotated to their slots on reading, and the new tokens' queries rotated to theirs.
 
     Args:
-        slab: unrotated keys, the new tokens' among them.
+        slab: unrotated keys, including those of the new tokens.
         q_BNCH: unrotated queries of the new tokens.
         new: number of the first new token's slot.
         pads: slots on the left of each row that are padding.

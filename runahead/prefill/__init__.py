@@ -1,4 +1,4 @@
-"""Ways to fill the KV cache, one file each."""
+"""Prefill strategies, and the table of their names."""
 
 from __future__ import annotations
 

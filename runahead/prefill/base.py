@@ -1,4 +1,4 @@
-"""What every way to fill the KV cache takes, gives and decides."""
+"""Interface of prefill strategies: `Prefill`, the job it takes and the result it returns."""
 
 # Legend: B batch, S tokens of the padded prompt, V vocabulary.
 
@@ -24,16 +24,22 @@ from runahead.timeline.span import Span
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-    """Prompts of different lengths, padded on the left so that they end together."""
+    """Prompts of different lengths, padded on the left.
+
+    Attributes:
+        ids_BS: token ids.
+        pads: left padding of each row.
+    """
 
     ids_BS: Tensor
     pads: list[int]
 
     @classmethod
     def of(cls, prompts: list[list[int]], device: torch.device) -> PromptBatch:
+        """Create from token ids."""
         longest = max(len(prompt) for prompt in prompts)
         pads = [longest - len(prompt) for prompt in prompts]
-        rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]  # any id: pads are not seen
+        rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]  # any id will do for padding
         return cls(ids_BS=torch.tensor(rows, device=device), pads=pads)
 
     @property
@@ -43,15 +49,15 @@ class PromptBatch:
 
 @dataclass(kw_only=True)
 class PrefillJob:
-    """One prompt batch to prefill on these ranks.
+    """One prompt batch to prefill, as one rank gets it.
 
     Attributes:
-        partition: chunks of the padded prompt, as the strategy split it.
+        partition: chunks of the padded prompt, as `Prefill.split` returned them.
         capacity: tokens for which the KV cache of a rank that decodes has room.
-        policies: what is computed and kept of the keys and values.
-        reused: keys and values that were computed before; the batch holds the new tokens alone.
-        chunk_tokens: tokens that are computed at a time where one rank has the whole prompt; None is all of them.
-        record: note what this rank does when.
+        policies: cache policies of each rank.
+        reused: keys and values of prompt segments; the batch then holds the new tokens alone.
+        chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
+        record: record the timeline of this rank.
     """
 
     model: Model
@@ -68,13 +74,13 @@ class PrefillJob:
 
 @dataclass(kw_only=True)
 class Prefilled:
-    """What a rank has after the prefill.
+    """Result of a prefill on one rank.
 
     Attributes:
-        report: this rank's part.
-        logits_BV: of the last token, on the ranks that decode.
-        cache: keys and values of the prompt, on the ranks that decode.
-        spans: what this rank did when, in seconds of this host's `time.perf_counter`.
+        report: times and bytes of this rank.
+        logits_BV: logits of the last token, on the ranks that decode.
+        cache: KV cache of the prompt, on the ranks that decode.
+        spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
     """
 
     report: RankReport
@@ -84,28 +90,28 @@ class Prefilled:
 
     @classmethod
     def idle(cls, rank: int) -> Prefilled:
-        """The part of a rank without tokens."""
+        """Result of a rank without tokens."""
         return cls(report=RankReport(rank=rank))
 
 
 class Prefill(ABC):
-    """A way to fill the KV cache. It has no state: one object serves every call."""
+    """A prefill strategy: how the ranks fill the KV cache. It is stateless; one object serves every call."""
 
     takes_policies = False
-    """May cache policies thin out what it computes and keeps?"""
+    """Whether it supports cache policies and reused segments."""
 
     shares_model = False
-    """Every rank holds a share of the weights instead of all of them."""
+    """Whether every rank holds a share of the weights instead of all of them."""
 
     def check_config(self, config: Any, num_ranks: int) -> None:  # noqa: B027
-        """As `check`, before the weights are loaded. `config` is transformers', of the text model."""
+        """`check` before the weights are loaded. `config` is transformers' config of the text model."""
 
     def check(self, model: Model, num_ranks: int) -> None:  # noqa: B027 (most have nothing to check)
-        """Raise a ValueError for a model that cannot be prefilled like this on so many ranks."""
+        """Check that the strategy supports this model on this number of ranks. Raises: ValueError."""
 
     @abstractmethod
     def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
-        """The chunks of a prompt: those of the user's `chosen` partitioner, or the strategy's own.
+        """Split a prompt into chunks, by the user's `chosen` partitioner or by the strategy's own rule.
 
         Raises:
             ValueError: the chosen partition does not fit.
@@ -113,11 +119,11 @@ class Prefill(ABC):
 
     @abstractmethod
     def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
-        """The rank that gets the first token, and streams all tokens."""
+        """The rank that computes the first token and streams all tokens."""
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:  # noqa: B027
-        """Make what the run will need between ranks, before the clock starts. Every rank calls it."""
+        """Create the process groups that the run needs, before the clock starts. Every rank calls it."""
 
     @abstractmethod
     def run(self, job: PrefillJob) -> Prefilled:
-        """This rank's part."""
+        """Run this rank's part of the prefill."""

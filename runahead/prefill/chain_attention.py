@@ -1,4 +1,4 @@
-"""Attention of one rank's chunk in a chain of ranks: the loop body of KV-Runahead's figure, once per layer."""
+"""Attention of one rank's chunk in a chain of ranks: KV-Runahead's loop body, once per layer."""
 
 # Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
 
@@ -16,11 +16,14 @@ from runahead.prefill.chain_run import ChainRun
 
 
 class ChainAttention(CausalAttention):
-    """Attention of one rank's chunk: the loop body of the paper's figure, once per layer.
+    """Attention of one rank's chunk, as in the figure of the KV-Runahead paper.
+
+    In each layer: store the chunk's keys and values, send them on, attend to the own chunk, await the prefix, attend
+    to it.
 
     Args:
         run: this rank's part of the prefill.
-        cache: stores the chunk after its prefix: the slabs of `run`, or those with reused segments beside them.
+        cache: stores the chunk after its prefix: the slabs of `run`, alone or together with reused segments.
     """
 
     def __init__(self, run: ChainRun, cache: KVStore, *, start: int, pads: list[int]) -> None:
@@ -39,5 +42,5 @@ class ChainAttention(CausalAttention):
         return out_BNCV
 
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:
-        """Where the `num_new` tokens of this rank are in a layer."""
+        """The new tokens of a layer, whose start is their index in the layer's slab."""
         return self.tokens

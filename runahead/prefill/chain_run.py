@@ -1,4 +1,4 @@
-"""One rank's part of a prefill in which ranks exchange keys and values: its slabs, its transfer and its clock."""
+"""Set-up and run of one rank's part of a prefill: its slabs, its transfer of keys and values, its clock and report."""
 
 # Legend: B batch, C tokens of this rank.
 
@@ -26,18 +26,18 @@ from runahead.timeline.span import Span
 
 
 class ChainRun:
-    """One rank at work: attention opens, sends and closes each layer, and `compute` makes a report of it.
+    """One rank's part of a prefill. Its attention calls `open`, `send` and `close` in each layer.
 
     Args:
-        carrier: carries keys and values over the backend of the ranks.
-        schedule: what this rank sends and receives.
+        carrier: class that transfers keys and values over the backend of the ranks.
+        schedule: messages that this rank sends and receives.
         spans: tokens [first, end) that the slab of each layer stores.
-        num_slabs: slabs that exist; fewer than the layers makes a ring.
-        depth: layers that may be in flight.
+        num_slabs: number of slabs; with fewer than layers they form a ring.
+        depth: most layers in flight.
         rotaries: of each layer, if keys are stored unrotated.
 
     Raises:
-        ValueError: the bytes are not there.
+        ValueError: the memory of the slabs cannot be allocated.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class ChainRun:
         self._layer_ends = [self._clock.mark()]
 
     def open(self, layer: int) -> None:
-        """Return once the slab of a layer may be written."""
+        """Wait until the slab of a layer may be written."""
         self.transfer.open(layer)
 
     def send(self, layer: int) -> None:
-        """Send the own keys and values of a layer, which are in the slab.
+        """Send this rank's keys and values of a layer, which are in the slab.
 
         Raises:
-            PrefillEndsHere: all that later ranks need of this one is on its way.
+            PrefillEndsHere: this was the last layer, and the rank does not decode.
         """
         self.transfer.send(layer)
         if layer == self.cache.num_layers - 1 and not self.is_last:
             raise PrefillEndsHere
 
     def close(self, layer: int) -> None:
-        """The layer was attended to: its slab may be taken by a later one."""
+        """Release the slab of a layer for a later one, after its attention."""
         self.transfer.close(layer)
         self.job.ranks.progress()
         self._layer_ends.append(self._clock.mark())
@@ -92,12 +92,13 @@ class ChainRun:
         store: KVStore | None = None,
         narrowed: NewTokens | None = None,
     ) -> Prefilled:
-        """Compute the tokens of `runs`, contiguous ones each, in order.
+        """Run the model on this rank's tokens and report times and bytes.
 
         Args:
-            attention: of this rank; goes through this run layer by layer.
-            store: what stays for decoding, on the rank that decodes.
-            narrowed: the same tokens, if policies narrow them.
+            attention: attention of this rank, which uses this run.
+            runs: contiguous ranges of this rank's tokens, in order.
+            store: KV cache for decoding, on the rank that decodes.
+            narrowed: the tokens that are left in each layer, if policies narrow them.
         """
         job, ids_BS = self.job, self.job.batch.ids_BS
         start, index_C = runs[0].start, None
@@ -137,14 +138,17 @@ class ChainRun:
         return Prefilled(logits_BV=logits_BV, cache=store, report=report, spans=spans)
 
     def _spans(self, computed_s: float) -> list[Span]:
-        """A layer's compute runs from the end of the attention before it to the end of its own, less the waiting."""
+        """Timeline: a layer's compute lasts from the end of the previous layer's attention to the end of its own.
+
+        Waits are spans of their own, and no compute.
+        """
         seconds, log = self._clock.seconds, self.transfer.log
         layers = list(pairwise([*map(seconds, self._layer_ends), computed_s]))
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
         spans = []
         for layer, (start, end) in enumerate(layers):
             waits = [(seconds(b), seconds(e)) for at, b, e in log.waits if at == layer]
-            waits = [(b, e) for b, e in waits if e <= end]  # what comes after is the wait for the last sends
+            waits = [(b, e) for b, e in waits if e <= end]  # later ones wait for the last sends
             edges = [start, *(moment for wait in waits for moment in wait), end]
             at, detail = None if layer in names else layer, names.get(layer, "")
             spans += [

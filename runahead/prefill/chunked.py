@@ -1,8 +1,8 @@
-"""Chunked prefill on one rank: so many tokens of the prompt at a time, over one cache.
+"""Chunked prefill on one rank: a fixed number of prompt tokens at a time, over one KV cache.
 
-Activations are those of one chunk. What is exact stays exact: a policy whose budget is a share of the prompt sees all
-of it before anything is dropped. A policy that keeps a fixed number of tokens drops after every chunk instead, so that
-the KV cache of a prompt of any length fits.
+Activations take the memory of one chunk. A policy whose budget is a share of the prompt sees the whole prompt before it
+drops anything, so results equal those of an unchunked prefill. A policy that keeps a fixed number of tokens drops after
+every chunk instead, so that the KV cache of a prompt of any length fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runahead.timeline.span import Span
 
 
 def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
-    """The whole prompt on this rank, `chunk_tokens` tokens at a time."""
+    """Prefill the whole prompt on this rank, `chunk_tokens` tokens at a time."""
     model, batch, ranks, policies = job.model, job.batch, job.ranks, job.policies
     num_tokens, num_rows = batch.num_tokens, len(batch.pads)
     bounded = policies.most_slots(model.num_layers, Phase.prefill) is not None

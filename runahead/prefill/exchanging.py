@@ -13,22 +13,25 @@ from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
 
 SLABS = 2
-"""While a rank attends to one layer, the next one may arrive from ranks that are ahead; none can be further."""
+"""Slabs of a rank that does not decode: the layer at work, and the next one, which ranks that are ahead send."""
 
 
 class ExchangingPrefill(Prefill):
-    """Ranks exchange keys and values layer by layer. The last rank has the last token: it keeps all, and decodes."""
+    """Prefill in which all ranks exchange keys and values layer by layer.
+
+    The last rank has the last token, so it stores the KV cache of the whole prompt and decodes.
+    """
 
     def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
         return num_ranks - 1
 
     @abstractmethod
     def runs(self, partition: ContextPartition) -> list[list[range]]:
-        """Contiguous tokens of every rank, in order, none of them empty; a rank without any takes no part."""
+        """Contiguous ranges of every rank's tokens, in order, none of them empty; a rank without any stays idle."""
 
     @abstractmethod
     def exchange(self, options: PrefillOptions) -> Exchange:
-        """How keys and values travel."""
+        """How ranks exchange keys and values."""
 
     @abstractmethod
     def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> LayerAttention:

@@ -1,8 +1,8 @@
-"""KV-Runahead (Cho et al., ICML 2024): ranks prefill uneven chunks of the prompt, about one layer apart.
+"""KV-Runahead (Cho et al., ICML 2024): a chain of ranks prefills uneven chunks of the prompt, about one layer apart.
 
-Every rank runs the whole model on its chunk. In every layer it sends its own keys and values on before anything else,
-attends to its own chunk while the prefix is still on its way, and then to the prefix. Only the last rank ever holds all
-keys and values; the others have a ring of a few layers. A chain of one rank is plain prefill.
+Every rank runs the whole model on its chunk. In every layer it first sends its keys and values to the next rank, then
+attends to its own chunk while the prefix arrives, and then to the prefix. Only the last rank holds the KV cache of the
+whole prompt; the others have a ring of a few layers. A chain of one rank is ordinary prefill.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runahead.reuse.cache import ReusedCache
 
 
 class KVRunahead(Prefill):
-    """A chain of ranks along the user's partition."""
+    """Prefill by a chain of ranks, with the chunks of the user's partition."""
 
     takes_policies = True
 
@@ -39,7 +39,7 @@ class KVRunahead(Prefill):
 
 
 def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
-    """The part of `rank` in the chain. Ranks with an empty chunk return at once."""
+    """Run the part of `rank` in the chain. Ranks with an empty chunk return at once."""
     model, pads, policies = job.model, job.batch.pads, job.policies
     chunk = job.partition.chunk(rank)
     if not chunk:
@@ -48,14 +48,14 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
         return run_chunked(job, job.chunk_tokens)
 
     def first_needed(layer: int, start: int) -> int:
-        # Beside reused segments, tokens that lie side by side here may be far apart in the prompt.
+        # With reused segments, adjacent new tokens may be far apart in the prompt.
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers)
     schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed, by_layer if policies else None)
-    # A sender that is many layers ahead needs that much more room here, or it would have to wait.
+    # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
-    # Under policies the last rank has a ring, too: what is kept of a layer gets memory of its own.
+    # Under policies the last rank has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
     own = [partition.chunk(rank) for partition in by_layer]
     run = ChainRun(

@@ -1,6 +1,6 @@
-"""What a model, its cache policies and a prefill allow of prompts: the one place that checks them.
+"""Checks of prompts: token ids and lengths that a model, its cache policies and a prefill strategy support.
 
-A prompt may be as long as the model's context, or of any length where policies bound the positions that are in use.
+A prompt may be as long as the model's context, or of any length if policies bound the positions that are in use.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ DEFAULT_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimits:
-    """Bounds on prompts.
+    """Facts about a model and a run that limit its prompts.
 
     Attributes:
-        max_positions: of the model; None is no bound.
-        num_layers: of the model.
-        vocab_size: of the model; None does not check token ids.
-        policies: at work while the prompt is prefilled and answered.
-        prefill: how the prompt is prefilled.
-        num_ranks: among which `prefill` splits a prompt.
-        uneven_limit: tokens up to which prompts of different lengths may run at once; None is any number.
-        length_threshold: length at which the model's RoPE changes, if it does.
-        name: of the model, for messages.
+        max_positions: most positions of the model; None is no bound.
+        num_layers: number of the model's layers.
+        vocab_size: size of the vocabulary; None does not check token ids.
+        policies: cache policies during prefill and decoding.
+        prefill: options of the prefill.
+        num_ranks: number of ranks among which `prefill` splits a prompt.
+        uneven_limit: most tokens with which prompts of different lengths may run at once; None is any number.
+        length_threshold: length at which the model's RoPE changes; None if it does not.
+        name: the model's name in messages.
     """
 
     max_positions: int | None = None
@@ -46,7 +46,7 @@ class PromptLimits:
 
     @classmethod
     def of_config(cls, config: Any, policies: RankPolicies, prefill: PrefillOptions, num_ranks: int) -> PromptLimits:
-        """What is known before the weights are loaded. `config` is transformers', of the text model."""
+        """Limits that are known before the weights are loaded. `config` is transformers' config of the text model."""
         return cls(
             max_positions=max_positions(config),
             num_layers=config.num_hidden_layers,
@@ -58,6 +58,7 @@ class PromptLimits:
 
     @classmethod
     def of_model(cls, model: Model, policies: RankPolicies, prefill: PrefillOptions, num_ranks: int) -> PromptLimits:
+        """Limits of a loaded model."""
         return cls(
             max_positions=model.max_positions,
             num_layers=model.num_layers,
@@ -71,7 +72,7 @@ class PromptLimits:
         )
 
     def chunk_tokens(self, num_tokens: int) -> int | None:
-        """Tokens of a prompt that one rank computes at a time; None is all of them."""
+        """Number of tokens of a prompt that one rank computes at a time; None is all of them."""
         if self.prefill.chunk_tokens is not None:
             return self.prefill.chunk_tokens
         stay = self.policies.most_slots(self.num_layers, Phase.prefill)
@@ -80,7 +81,7 @@ class PromptLimits:
         return max(1, min(DEFAULT_CHUNK_TOKENS, self.max_positions - stay))
 
     def remedy(self, num_tokens: int, num_new: int) -> str | None:
-        """What helps if a prompt and `num_new` generated tokens need more positions than the model has, else None."""
+        """Remedy for a prompt and `num_new` generated tokens that exceed the model's positions; None if they fit."""
         limit, policies = self.max_positions, self.policies
         if limit is None or num_tokens + num_new <= limit:
             return None
@@ -122,12 +123,12 @@ def check_prompts(
     """Check token ids and lengths of prompts that run at once.
 
     Args:
-        prompts: token ids, or what is reused and what is new.
-        num_new: tokens that are generated after each.
-        names: what messages call the prompts; by default "prompt 0" and so on.
+        prompts: token ids, or prompts that reuse segments.
+        num_new: number of tokens that are generated after each prompt.
+        names: the prompts' names in messages; by default "prompt 0" and so on.
 
     Raises:
-        ValueError: there is none, one is empty, holds an unknown id or is too long, or they cannot run at once.
+        ValueError: there is no prompt; one is empty, holds an unknown id or is too long; or they cannot run at once.
     """
     if not prompts:
         raise ValueError("no prompt was given")
@@ -151,15 +152,16 @@ def check_prompts(
 
 
 def check_chunk_tokens(prefill: PrefillOptions, num_ranks: int) -> None:
-    """Raise a ValueError if a prompt that several ranks share is to be computed in chunks by each."""
+    """Check that prefill.chunk_tokens is not set for a prompt that several ranks share. Raises: ValueError."""
     if prefill.chunk_tokens is not None and prefill.takes_partition and num_ranks > 1:
         raise ValueError(
-            f"prefill.chunk_tokens={prefill.chunk_tokens} is for a prompt that one rank has for itself; use "
+            f"prefill.chunk_tokens={prefill.chunk_tokens} is for a prompt that one rank computes alone; use "
             "prefill=single, or leave it out: several ranks have a chunk each"
         )
 
 
 def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits) -> None:
+    """Check the length of one prompt and its generated tokens. Raises: ValueError."""
     helps = limits.remedy(num_tokens, num_new)
     if helps is not None:
         raise ValueError(
@@ -175,7 +177,7 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
 
 
 def _check_end(name: str, prompt: ReusingPrompt, num_new: int, limit: int | None) -> None:
-    """Positions of a prompt that reuses segments may have gaps, so its end counts."""
+    """Check the last position of a prompt that reuses segments, whose positions may have gaps. Raises: ValueError."""
     if limit is not None and prompt.end + num_new > limit:
         fitting = limit - prompt.end
         helps = f"generation.max_new_tokens={fitting} or less" if fitting > 0 else "a shorter schema or prompt"

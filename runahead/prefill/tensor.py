@@ -1,8 +1,8 @@
-"""Tensor parallelism, the other way to use several ranks: each has a share of every layer's heads and MLP.
+"""Tensor parallelism: each rank has a share of every layer's heads and MLP, and computes the whole prompt with it.
 
-The layers are transformers' own with its plan for the family (`tp_plan="auto"`), as its users run it. Every rank
-computes the whole prompt with its share, and two all-reduces per layer add the shares up. So each rank keeps the K,V of
-its heads, all have the same logits, and all decode in step.
+The layers are transformers' own with its plan for the family (`tp_plan="auto"`), as its users run it. Two all-reduces
+per layer add up the ranks' shares. So each rank stores the keys and values of its heads, all ranks have the same
+logits, and all decode in step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runahead.ranks.ranks import Ranks
 
 
 class TensorParallel(Prefill):
-    """Every rank is a chain of its own, with a share of the model."""
+    """Prefill by tensor parallelism: every rank is a chain of one, with a share of the model."""
 
     shares_model = True
 
@@ -40,10 +40,10 @@ class TensorParallel(Prefill):
 
 
 def shard_model(model: Model, ranks: Ranks) -> None:
-    """Leave every rank its share of the model, in place. Every rank calls it with the same whole model.
+    """Reduce the model to this rank's shard of the weights, in place. Every rank calls it with the same whole model.
 
     Raises:
-        ValueError: this model cannot be shared out over these ranks.
+        ValueError: this model cannot be split over these ranks.
         PeerFailure: another rank failed.
     """
     if ranks.size == 1:
@@ -57,11 +57,12 @@ def shard_model(model: Model, ranks: Ranks) -> None:
 
 
 def allreduce_bytes(model: Model, num_tokens: int, num_ranks: int, batch: int = 1) -> int:
-    """Bytes that all ranks together send to add up their shares in one prefill.
+    """Bytes that all ranks together send in the all-reduces of one prefill.
 
-    Two all-reduces per layer, behind attention and behind the MLP, of B x S x D activations. A ring all-reduce of n
-    bytes over p ranks lets every rank send 2 (p - 1) / p n of them; so do the halving algorithms. Not counted: the
-    embeddings where a plan shares them out, the last token's logits, and what plans with fused projections gather.
+    There are two all-reduces of B x S x D activations per layer, after attention and after the MLP. In a ring
+    all-reduce of n bytes over p ranks every rank sends 2 (p - 1) / p n bytes, as in the halving algorithms. Not
+    counted are the embeddings if a plan splits them, the last token's logits, and what plans with fused projections
+    gather.
     """
     activations = batch * num_tokens * int(model.config.hidden_size) * model.dtype.itemsize
     return model.num_layers * 2 * 2 * (num_ranks - 1) * activations
@@ -83,6 +84,6 @@ def _check_heads(config: Any, num_ranks: int) -> None:
         fitting = max(ranks for ranks in range(1, num_ranks) if shared % ranks == 0)
         remedy = f"--nproc-per-node={fitting} or " if fitting > 1 else ""
         raise ValueError(
-            f"prefill=tensor cannot share {heads} heads and {kv_heads} K,V heads out over {num_ranks} ranks; use "
+            f"prefill=tensor cannot split {heads} heads and {kv_heads} KV heads over {num_ranks} ranks; use "
             f"{remedy}another prefill, such as prefill=kv_runahead"
         )

@@ -1,8 +1,8 @@
 """Attention in the chain under cache policies: deeper layers compute and send fewer tokens, the last rank keeps fewer.
 
-A layer's tokens lie side by side in its slab, whichever they are: those that earlier ranks left, then this rank's. So
-the chain of ranks works as without policies, with other boundaries in every layer. All ranks, the last one too, have a
-ring of slabs; the policies cut a layer back once it was attended to, and what is kept gets memory of its own.
+A layer's tokens are contiguous in its slab: those that are left of earlier ranks' chunks, then this rank's. So the
+chain works as without policies, with different boundaries in every layer. All ranks, including the last, have a ring
+of slabs; after a layer's attention the policies drop tokens, and the kept ones are copied to memory of their own.
 """
 
 # Legend: B batch, N query heads, C new tokens, n tokens in the slab, H head dim.
@@ -24,17 +24,17 @@ from runahead.thinning.steps import PolicySteps
 
 
 class ThinnedAttention(ChainAttention):
-    """Attention of one rank's chunk, of which fewer tokens are left in every layer.
+    """Attention of one rank's chunk under cache policies, which may leave fewer tokens in every layer.
 
     Args:
         by_layer: the chunks of each layer.
         rank: the rank in the chain.
 
     Attributes:
-        kept: what stays for decoding, on the last rank.
+        kept: the KV cache for decoding, on the last rank.
 
     Raises:
-        ValueError: the policies cannot work on this model.
+        ValueError: the policies cannot run on this model.
     """
 
     def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int) -> None:
@@ -58,7 +58,7 @@ class ThinnedAttention(ChainAttention):
         assert num_new == len(own) or len(partition.chain) == 1, (layer, num_new)
         left = {rank: len(partition.chunk(rank)) for rank in partition.chain if rank < self._rank}
         left[self._rank] = num_new
-        # Rows with fewer tokens than are left keep some of their padding, in front.
+        # Rows with fewer tokens than are left keep some of their padding, on the left.
         pads = [
             sum(max(0, num_left - num_tokens_of(pad, chunks.chunk(rank))) for rank, num_left in left.items())
             for pad in self.pads
@@ -69,7 +69,7 @@ class ThinnedAttention(ChainAttention):
         num_new, device, slab = seen.q_BNCH.shape[2], seen.q_BNCH.device, self._slabs.layers[layer].slab
         placed = self.tokens_in(layer, num_new)
         end = placed.start + num_new
-        # Which tokens of the prefix are left is not known here; any positions before this rank's own will do.
+        # This rank does not know which tokens of the prefix are left; any positions before its own serve.
         pads_B = torch.tensor(placed.row_pads, device=device)
         before_nB = torch.arange(slab.first, placed.start, device=device)[:, None] - pads_B
         own_nB = self.tokens.positions_BC(num_new, device).T

@@ -1,8 +1,8 @@
-"""Tensor/sequence parallelism, the baseline of the KV-Runahead paper: even chunks, gathered in every layer.
+"""Tensor/sequence parallelism (TSP), the baseline of the KV-Runahead paper: even chunks, all-gathered in every layer.
 
-Every rank computes keys and values of its chunk, gathers those of all the others, and only then attends. As published,
-it attends to all of the prompt's keys and masks those that come later (`dense`); `causal` skips them, as kernels since
-do.
+Every rank computes the keys and values of its chunk, gathers those of all other ranks, and only then attends. As
+published, it attends to all of the prompt's keys and masks the later ones (`dense`); `causal` skips them, as newer
+kernels do.
 """
 
 # Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
@@ -23,7 +23,7 @@ from runahead.prefill.exchanging import ExchangingPrefill
 
 
 class TSPAttention(LayerAttention):
-    """Gather, then attend: once per layer."""
+    """Attention of one rank's even chunk to the gathered prompt, once per layer."""
 
     def __init__(self, run: ChainRun) -> None:
         job = run.job
@@ -44,7 +44,7 @@ class TSPAttention(LayerAttention):
 
 
 class TSP(ExchangingPrefill):
-    """Even contiguous chunks, whatever the user's partition."""
+    """Prefill of even contiguous chunks, whatever the user's partition."""
 
     def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
         return even(num_tokens, num_ranks)

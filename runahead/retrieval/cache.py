@@ -1,57 +1,40 @@
-"""The KV cache of a policy that keeps all tokens and retrieves those that attention sees."""
+"""The KV cache of a retrieving policy: all tokens are kept, and attention sees those that are retrieved."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from policies.base import Phase
-from policies.retriever import Retriever
 from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import LayerStore, SeenKV
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
-from runahead.model.model import Model
 from runahead.report import RankReport
-from runahead.retrieval.fetched import Fetched
 from runahead.retrieval.retrieval import Retrieval
 
 
 class RetrievedCache(KeptCache):
-    """All tokens of a batch, in a pool on the host where the device is another one.
+    """KV cache of all tokens of a batch, in a pool in host memory if the device is a GPU.
 
-    A generated token sees what is retrieved for it; given tokens see everything.
+    A generated token attends to what is retrieved for it; given tokens attend to everything.
+
+    Args:
+        retrieval: chooses and fetches; its pool are the layers of this cache.
     """
 
-    retrieval: Retrieval
-
-    @classmethod
-    def of(cls, policy: Retriever, model: Model, layers: Sequence[KeptLayer], *, batch: int) -> RetrievedCache:
-        """A cache of these layers, without indices yet.
-
-        Raises:
-            ValueError: the policy's pool is too small, or the model does not let queries be predicted.
-        """
-        cache = cls(layers)
-        cache.retrieval = Retrieval(policy, model, cache, batch=batch)
-        return cache
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of keys and values in the host's pool."""
-        return self.retrieval.host_bytes
+    def __init__(self, retrieval: Retrieval) -> None:
+        self.layers, self.retrieval = retrieval.pool, retrieval
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes - self.host_bytes + self.retrieval.num_bytes
+        return super().num_bytes - self.retrieval.host_bytes + self.retrieval.num_bytes
 
     def note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.host_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         if tokens.phase is Phase.decode:
@@ -63,30 +46,20 @@ class RetrievedCache(KeptCache):
         self.retrieval.look_ahead(layer, given)
 
     def index(
-        self,
-        layer: int,
-        kept: KeptLayer,
-        seen: SeenKV,
-        positions_BC: Tensor,
-        terms: AttentionTerms,
-        *,
-        room: int,
-        was_cut: bool,
+        self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
-        self.retrieval.store_prompt(layer, kept, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut)
+        self.retrieval.store_prompt(layer, seen.q_BNCH, positions_BC, terms.scaling, room=room, was_cut=was_cut)
 
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
 
     def fork(self) -> KeptCache:
         overwrites = self.retrieval.max_slots is not None
-        other = RetrievedCache([layer.fork(copy=overwrites) for layer in self.layers])
-        other.retrieval = self.retrieval.fork(other)
-        return other
+        return RetrievedCache(self.retrieval.fork([layer.fork(copy=overwrites) for layer in self.layers]))
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)
-        report.kv_host_bytes = self.host_bytes
+        report.kv_host_bytes = self.retrieval.host_bytes
 
     def describe_decoding(self, report: RankReport) -> None:
         super().describe_decoding(report)
@@ -94,14 +67,14 @@ class RetrievedCache(KeptCache):
 
 
 class RetrievedLayer(LayerStore):
-    """One layer as a generated token sees it: the tokens that are retrieved for it, and itself."""
+    """One layer as one generated token sees it: the tokens that are retrieved for it, and the token itself."""
 
     def __init__(
         self, cache: RetrievedCache, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens
     ) -> None:
         self._retrieval, self._layer, self._kept = cache.retrieval, layer, cache.layers[layer]
         self._q_BNH, self._scaling = q_BNCH[:, :, 0], terms.scaling
-        self._fetched: Fetched | None = self._retrieval.fetched(layer, self._q_BNH, tokens.start, tokens.row_pads)
+        self._fetched = self._retrieval.fetched(layer, self._q_BNH, tokens.start, tokens.row_pads)
         self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:

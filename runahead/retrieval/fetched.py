@@ -1,8 +1,7 @@
-"""Chosen keys and values on their way from the pool to attention.
+"""Fetching of chosen keys and values from the pool for attention.
 
-On a GPU they are gathered on a stream of their own, by a kernel that reads the host's memory over the link; the layer's
-attention waits for that kernel alone. On a CPU the pool is memory like any other, and gathering is a copy of the rows
-that are chosen.
+On a GPU they are gathered on a separate stream, by a kernel that reads host memory over the link; the layer's attention
+waits for that kernel alone. On a CPU the pool is ordinary memory, and gathering copies the chosen rows.
 """
 
 # Legend: B batch, K kv heads, m chosen slots, T slots with room, X = H + V key and value dims.
@@ -21,14 +20,14 @@ from runahead.cache.slabs import KVSlab
 
 @dataclass(kw_only=True)
 class Fetched:
-    """What attention sees of a layer, on the device.
+    """Chosen slots of a layer, copied or being copied to the device.
 
     Attributes:
-        bring: gives the chosen slots and, after them, room for the new token.
-        num_bytes: of those.
-        under_way: whether they are being copied already.
-        pads: of the chosen slots, those on the left of each row that are padding.
-        slots_BKm: which they are; None is all, in order.
+        bring: returns the chosen slots and, after them, room for the new token.
+        num_bytes: bytes of those.
+        under_way: whether the copy has been started.
+        pads: chosen slots on the left of each row that are padding.
+        slots_BKm: numbers of the chosen slots; None is all slots, in order.
     """
 
     bring: Callable[[], Tensor]
@@ -38,34 +37,33 @@ class Fetched:
     slots_BKm: Tensor | None
 
     def slab(self, key_dim: int) -> KVSlab:
-        """The chosen slots, once the copy is there."""
+        """The chosen slots; later compute waits for their copy."""
         return KVSlab(slab_TBKX=self.bring(), key_dim=key_dim, first=0)
 
 
 class Gather:
-    """Copies slots of a layer to the device, with room for one more after them."""
+    """Copies chosen slots of a layer to the device, with room for one more after them."""
 
     def __init__(self) -> None:
         self._places_BK: Tensor | None = None
 
-    def __call__(self, kept: KeptLayer, slots_BKm: Tensor, pads: list[int]) -> Fetched:
-        """`pads`: of the chosen slots, those that are padding."""
-        if any(pads):  # it comes first; the order of tokens does not matter
-            slots_BKm = slots_BKm.sort(dim=-1).values
-        batch, heads = len(kept.pads), kept.shape.num_kv_heads
-        if self._places_BK is None or self._places_BK.shape != (batch, heads):
-            self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
-        rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
-        return _fetched(kept, kept.gather(rows_mBK), slots_BKm.shape[2], pads, slots_BKm)
+    def __call__(self, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int]) -> Fetched | None:
+        """Fetch slots of a layer; None if attention can read them in place.
 
-    def everything(self, kept: KeptLayer) -> Fetched | None:
-        """All slots of a layer; None if attention can read them where they lie."""
-        bring = kept.gather_all()
-        return None if bring is None else _fetched(kept, bring, kept.num_slots, list(kept.pads), None)
-
-
-def _fetched(
-    kept: KeptLayer, bring: Callable[[], Tensor], num_chosen: int, pads: list[int], slots_BKm: Tensor | None
-) -> Fetched:
-    num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(len(kept.pads))
-    return Fetched(bring=bring, num_bytes=num_bytes, under_way=kept.on_host, pads=pads, slots_BKm=slots_BKm)
+        Args:
+            slots_BKm: the chosen slots; None is all slots.
+            pads: number of padding slots among the chosen ones, by row.
+        """
+        batch, heads, num_chosen, rows_mBK = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots, None
+        if slots_BKm is not None:
+            num_chosen = slots_BKm.shape[2]
+            if any(pads):  # padding comes first; the order of tokens does not matter
+                slots_BKm = slots_BKm.sort(dim=-1).values
+            if self._places_BK is None or self._places_BK.shape != (batch, heads):
+                self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
+            rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        bring = kept.gather(rows_mBK)
+        if bring is None:
+            return None
+        num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(batch)
+        return Fetched(bring=bring, num_bytes=num_bytes, under_way=kept.on_host, pads=pads, slots_BKm=slots_BKm)

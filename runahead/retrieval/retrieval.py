@@ -1,7 +1,7 @@
-"""Retrieval while decoding: which of a layer's tokens attention sees, chosen by an index that is made after the prompt.
+"""Retrieval while decoding: an index per layer, built after the prompt, chooses the tokens that attention sees.
 
-On a GPU choosing runs on the compute stream; with predicted queries it is a layer ahead of the attention that needs
-what is chosen.
+On a GPU choosing runs on the compute stream; with predicted queries it runs one layer ahead of the attention that
+needs the chosen tokens.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored slots, m chosen ones, w observed tokens,
@@ -20,36 +20,35 @@ from torch import Tensor
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention.base import LayerInput
-from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
 from runahead.model.model import Model
 from runahead.model.query_prediction import FoldedProjection
 from runahead.report import RetrievalReport
 from runahead.retrieval.fetched import Fetched, Gather
 
 REMEMBERED_EVERY = 4
-"""Of the queries that an index was made of, every how many-th is kept to make it anew."""
+"""One in this many of the queries that an index was built from is kept for rebuilding it."""
 SIMULATED_STEPS = 32
-"""Last tokens of a prompt whose queries count as steps, where a limited pool has to know how its slots are used."""
+"""Last tokens of a prompt whose queries count as decoding steps in the use statistics of a pool with a limit."""
 
 
 @dataclass(kw_only=True)
 class LayerRetrieval:
-    """One layer's index, and what was retrieved so far.
+    """One layer's index, and statistics of what was retrieved.
 
     Attributes:
-        folded: predicts queries in the index's basis, where that can be.
-        observed_BNoH: some of the queries that the index was made of, as they stand where it is good for; None where
-            it is not made of queries.
-        scaling: of this layer's scores.
-        age: tokens that came since.
-        steps: for which something was chosen.
-        fetched, resident: slots, summed over steps.
-        evicted: slots of each row and KV head whose token was given up.
-        hit_mass: attention probability of what was chosen, in the steps that were sampled.
-        out_of_order: a slot has been overwritten.
+        folded: predicts queries in the index's basis, if that is possible.
+        observed_BNoH: some of the queries that the index was built from, rotated to the positions that it is built
+            for; None if it is not built from queries.
+        scaling: of this layer's attention scores.
+        age: tokens stored since the index was built.
+        steps: decoding steps in which slots were chosen.
+        fetched, resident: chosen and stored slots, summed over these steps.
+        evicted: slots of each row and KV head whose token was replaced or dropped.
+        hit_mass: attention probability of the chosen slots in each sampled step.
+        out_of_order: whether a slot was overwritten, so that slots are not in the order of positions.
     """
 
     index: Index
@@ -66,17 +65,25 @@ class LayerRetrieval:
 
 
 class Retrieval:
-    """Indices of a sequence batch, and what is on its way for the next layers.
+    """Indices of all layers of a batch, and the slots being fetched for the next layers.
 
     Args:
-        cache: whose layers are the pool.
+        pool: the layers that slots are retrieved from; `settle` replaces them by layers in host memory.
+        batch: number of rows.
+
+    Attributes:
+        layers: index and statistics of each layer; None before the prompt, and if the layer does not retrieve.
+        in_pool: which layers retrieve. The others are read whole in every step, so they stay on the device.
+        max_slots: most slots of each layer that retrieves; None is no limit.
+        peak_fetched_bytes: most bytes of fetched slots that layers had not read yet.
 
     Raises:
-        ValueError: the pool's limit has no room for what always stays, or the model does not let queries be predicted.
+        ValueError: the pool's limit has no room for the tokens that always stay, or the model's queries cannot be
+            predicted.
     """
 
-    def __init__(self, policy: Retriever, model: Model, cache: KeptCache, *, batch: int) -> None:
-        self.policy, self.cache = policy, cache
+    def __init__(self, policy: Retriever, model: Model, pool: list[KeptLayer], *, batch: int) -> None:
+        self.policy, self.pool, self._device = policy, pool, model.device
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
         self._prediction = model.query_prediction if policy.looks_ahead_on(model.device) else None
         self._rotaries = model.known_rotaries
@@ -90,11 +97,8 @@ class Retrieval:
             layer >= policy.first_layer and (rule is None or rule.sees_everything)
             for layer, rule in enumerate(model.rules)
         ]
-        """Which layers retrieve. The others are read whole in every step, so their K,V stay on the device."""
         self.max_slots: int | None = None
-        """Of each layer that retrieves."""
         self.peak_fetched_bytes = 0
-        """Of what was fetched for layers that had not read it yet."""
         if policy.pool.bytes is not None:
             retrieving = zip(model.kv_shapes, self.in_pool, strict=True)
             per_slot = max(1, sum(shape.bytes_per_token(batch) for shape, is_in in retrieving if is_in))
@@ -107,16 +111,16 @@ class Retrieval:
 
     @property
     def num_bytes(self) -> int:
-        """Of the indices, with folded projections and what they are made anew of, and the most fetched at a time."""
+        """Bytes of indices, folded projections and queries kept for rebuilding, and the peak of fetched bytes."""
         layers = [layer for layer in self.layers if layer is not None]
         folded = sum(layer.folded.num_bytes for layer in layers if layer.folded is not None)
         observed = sum(layer.observed_BNoH.nbytes for layer in layers if layer.observed_BNoH is not None)
         return sum(layer.index.num_bytes for layer in layers) + folded + observed + self.peak_fetched_bytes
 
-    def fork(self, cache: KeptCache) -> Retrieval:
-        """One that goes on from here on its own, over another cache with the same slots."""
+    def fork(self, pool: list[KeptLayer]) -> Retrieval:
+        """An independent copy over other layers with the same slots."""
         other = copy.copy(self)
-        other.cache, other._fetched = cache, {}
+        other.pool, other._fetched = pool, {}
         other.layers = [None if layer is None else copy.copy(layer) for layer in self.layers]
         for number, layer in enumerate(other.layers):
             if layer is not None:
@@ -125,53 +129,33 @@ class Retrieval:
         return other
 
     def store_prompt(
-        self,
-        layer: int,
-        kept: KeptLayer,
-        q_BNCH: Tensor,
-        positions_BC: Tensor,
-        terms: AttentionTerms,
-        *,
-        room: int,
-        was_cut: bool,
+        self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, scaling: float, *, room: int, was_cut: bool
     ) -> None:
-        """Take in a layer behind the attention of new tokens, whose slots are the last ones.
-
-        Args:
-            was_cut: slots before them are not those of the last time.
-        """
+        """Build or extend a layer's index after the attention of given tokens; see `KeptCache.index`."""
         if layer < self.policy.first_layer:
             return
-        found = self.layers[layer]
-        k_BKnH, _ = kept.slab().read(kept.first, kept.end)
+        found, kept = self.layers[layer], self.pool[layer]
+        k_BKnH = kept.keys()
         if found is not None and not was_cut and q_BNCH.shape[2] < self.policy.observed:
             found.index.append(k_BKnH[:, :, found.index.num_slots :])
             found.age += q_BNCH.shape[2]
         else:
             q_BNwH = self._observed(layer, q_BNCH, positions_BC)
-            self._make_index(layer, kept, k_BKnH, q_BNwH, positions_BC[:, -1] + 1, terms.scaling, room=room)
+            self._make_index(layer, k_BKnH, q_BNwH, positions_BC[:, -1] + 1, scaling, room=room)
         if self.max_slots is not None:
-            self._limit_prompt(layer, kept, q_BNCH, positions_BC)
+            self._limit_prompt(layer, q_BNCH, positions_BC)
 
     def _make_index(
-        self,
-        layer: int,
-        kept: KeptLayer,
-        k_BKnH: Tensor,
-        q_BNwH: Tensor,
-        next_B: Tensor,
-        scaling: float,
-        *,
-        room: int,
+        self, layer: int, k_BKnH: Tensor, q_BNwH: Tensor, next_B: Tensor, scaling: float, *, room: int
     ) -> None:
-        """An index of these keys for queries like these, which stand behind them."""
+        """Build a layer's index of these keys, for queries like `q_BNwH`, which are rotated to later positions."""
         view = PromptView(
             layer=layer,
             num_layers=len(self.layers),
             q_BNwH=q_BNwH,
             k_BKnH=k_BKnH,
             scaling=scaling,
-            pads=list(kept.pads),
+            pads=list(self.pool[layer].pads),
             next_B=next_B,
             turn=None if self._rotaries is None else self._rotaries[layer].turned,
             room=room,
@@ -186,44 +170,42 @@ class Retrieval:
             found.observed_BNoH = some_BNoH.clone()
 
     def _renew_if_old(self, layer: int, start: int, pads: Sequence[int]) -> None:
-        """Make an index anew for the positions that decoding has come to: rotations have taken queries elsewhere.
+        """Rebuild an old index for the positions that decoding has reached, since rotation changes the queries.
 
-        Layers take turns, so that no step makes all of them.
+        Layers take turns, so that no step rebuilds all of them.
         """
-        found, kept = self.layers[layer], self.cache.layers[layer]
-        assert found is not None
+        found = self._index_of(layer)
         if found.observed_BNoH is None or found.age < DECODED_SOON + layer:
             return
         assert self._rotaries is not None
         by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
         q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
         k_BKnH = self._keys(layer)
-        if kept.on_host:
-            k_BKnH = k_BKnH.contiguous()  # over the link once, though an index looks at them more than once
+        if self.pool[layer].on_host:
+            k_BKnH = k_BKnH.contiguous()  # one copy over the link, since an index reads them more than once
         next_B = self._next_positions(start, pads)
-        self._make_index(layer, kept, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
+        self._make_index(layer, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
 
     def settle(self, layer: int, *, room: int) -> None:
-        """Move a layer that retrieves to the host, if the device is another one.
+        """Move a layer that retrieves to host memory, if the device is a GPU.
 
-        It must not share memory with what is used again. Where no room is asked for nobody knows what comes, and new
-        memory has an eighth more, as it has where it grows.
+        The layer must own its memory. With `room` 0 the number of later tokens is unknown, and new memory has room for
+        an eighth more, as it has when it grows.
         """
-        kept = self.cache.layers[layer]
+        kept = self.pool[layer]
         if self._copies is not None and self.in_pool[layer] and not kept.on_host:
             spare = room or kept.num_slots // 8
             if self.max_slots is not None:
                 most = max(0, self.max_slots - kept.num_slots)
                 room, spare = min(room, most), min(spare, most)
-            self.cache.layers[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
+            self.pool[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
-        """Choose and fetch for a layer, by the input of the layer before it."""
+        """Choose and start fetching a layer's slots, by queries predicted from the input of the layer before it."""
         if self._prediction is None or layer < self.policy.first_ahead or not self._chooses(layer):
             return
         self._renew_if_old(layer, given.start, given.pads)
-        found = self.layers[layer]
-        assert found is not None
+        found = self._index_of(layer)
         if not self.policy.asks:
             q_BNH = given.x_BCD
         elif found.folded is not None:
@@ -233,10 +215,10 @@ class Retrieval:
         self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
 
     def fetched(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
-        """What attention of a new token is to see of a layer; None is everything."""
+        """The slots of a layer that a new token attends to; None is all slots."""
         if not self._chooses(layer):
             return None
-        if layer not in self._fetched:  # nothing looked ahead: not this policy, or not for the first layers
+        if layer not in self._fetched:  # not chosen ahead, by this policy or for the first layers
             self._renew_if_old(layer, start, pads)
             self._fetched[layer] = self._fetch(layer, q_BNH, start, pads)
         held = [each.num_bytes for at, each in self._fetched.items() if each and (at == layer or each.under_way)]
@@ -244,8 +226,8 @@ class Retrieval:
         return self._fetched.pop(layer)
 
     def store_token(self, layer: int, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
-        """A new token, behind its attention; in a full pool in the place of another."""
-        found, kept = self.layers[layer], self.cache.layers[layer]
+        """Store a new token; in a full pool it replaces another one."""
+        found, kept = self.layers[layer], self.pool[layer]
         if found is not None:
             found.age += 1
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
@@ -255,25 +237,23 @@ class Retrieval:
             if found is not None and kept.num_slots > self._min_tokens:
                 self._index_rest(found.index, kept, k_BK1H)
             return
-        use_BKn = kept.carried_BKn()
-        assert use_BKn is not None
-        slots_BK = self._victims(kept, use_BKn, 1, positions_B1[:, 0] + 1)[..., 0]
+        slots_BK = self._victims(kept, 1, positions_B1[:, 0] + 1)[..., 0]
         kept.overwrite(slots_BK, k_BK1H, v_BK1V, positions_B1)
         found.index.overwrite(slots_BK, k_BK1H[:, :, 0])
         found.evicted, found.out_of_order = found.evicted + 1, True
 
     def sample_hits(self, layer: int, q_BNH: Tensor, k_BK1H: Tensor, fetched: Fetched | None, scaling: float) -> None:
-        """Note the attention probability of what was fetched, if this is a step to sample."""
+        """Record the attention probability of the fetched slots, if this step is to be sampled."""
         found, every = self.layers[layer], self.policy.sample_every
         if found is None or fetched is None or every == 0 or found.steps % every:
             return
         if fetched.slots_BKm is None:
             found.hit_mass.append(1.0)
             return
-        kept, k_BKnH = self.cache.layers[layer], self._keys(layer)
+        k_BKnH = self._keys(layer)
         q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * scaling
         scores_BKGn = (q_BKGH @ k_BKnH.transpose(-1, -2)).float()
-        for row, pad in enumerate(kept.pads):
+        for row, pad in enumerate(self.pool[layer].pads):
             scores_BKGn[row, :, :, :pad] = -torch.inf
         own_BKG1 = (q_BKGH @ k_BK1H.transpose(-1, -2)).float()
         probabilities = torch.cat([scores_BKGn, own_BKG1], dim=-1).softmax(dim=-1)
@@ -282,21 +262,30 @@ class Retrieval:
         found.hit_mass.append(float(seen.mean()))
 
     def _folded(self, layer: int, index: Index) -> FoldedProjection | None:
-        """Of one row: rows of a batch have bases of their own, and folded weights for each would be more, not less."""
+        """The query projection folded with an index's basis; None if the index has no smaller basis of one row.
+
+        Rows of a batch have different bases, and folded weights for each would cost more than they save.
+        """
         basis_BKHr = index.query_basis_BKHr
         if self._prediction is None or basis_BKHr is None or basis_BKHr.shape[0] > 1:
             return None
-        full = basis_BKHr.shape[3] == basis_BKHr.shape[2]  # nothing to save, and not to be told from plain queries
+        full = basis_BKHr.shape[3] == basis_BKHr.shape[2]  # saves nothing
         return None if full else self._prediction.folded(layer, basis_BKHr[0])
 
     def _chooses(self, layer: int) -> bool:
-        """Does attention see only some of a layer?"""
+        """Whether attention sees only chosen slots of a layer."""
         if layer >= len(self.layers) or self.layers[layer] is None:
             return False
-        return self.cache.layers[layer].num_slots >= self._min_tokens
+        return self.pool[layer].num_slots >= self._min_tokens
+
+    def _index_of(self, layer: int) -> LayerRetrieval:
+        """The index and statistics of a layer that has some."""
+        found = self.layers[layer]
+        assert found is not None, layer
+        return found
 
     def _index_rest(self, index: Index, kept: KeptLayer, k_BK1H: Tensor) -> None:
-        """Take in the newest token, and those before it that came while there were too few to choose from."""
+        """Index the newest token, and earlier ones that came while there were too few to choose from."""
         if index.num_slots == kept.num_slots - 1:
             index.append(k_BK1H)
         else:
@@ -318,40 +307,38 @@ class Retrieval:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of keys and values in the host's pool. On a CPU that is memory like any other."""
-        layers = zip(self.cache.layers, self.in_pool, strict=True)
+        """Bytes of keys and values in the pool, which is in host memory."""
+        layers = zip(self.pool, self.in_pool, strict=True)
         return sum(layer.slab_TBKX.nbytes for layer, is_in in layers if is_in)
 
     def _keys(self, layer: int) -> Tensor:
-        """Keys (B, K, n, H) of all slots; on a GPU where they lie, in the host's memory."""
-        return self.cache.layers[layer].keys()
+        """Keys (B, K, n, H) of all slots; on a GPU as a view of the pool in host memory."""
+        return self.pool[layer].keys()
 
     def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
-        found, kept = self.layers[layer], self.cache.layers[layer]
-        assert found is not None
-        slots = self._slots(layer, kept, self._next_positions(start, pads) if found.out_of_order else None)
+        """Choose slots for a new token and start fetching them; None if attention reads all slots in place."""
+        found, kept = self._index_of(layer), self.pool[layer]
+        slots = self._slots(layer, self._next_positions(start, pads) if found.out_of_order else None)
         slots_BKm = self.policy.choose(found.index, q_BNH, slots)
         found.steps += 1
         found.resident += kept.num_slots
         found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
         if slots_BKm is None:
-            return self._gather.everything(kept)
+            return self._gather(kept, None, list(kept.pads))
         if self.max_slots is not None:
-            use_BKn = kept.carried_BKn()
-            assert use_BKn is not None
-            note_choice(self.policy.pool.victim, use_BKn, slots_BKm, found.steps + SIMULATED_STEPS)
+            note_choice(self.policy.pool.victim, _use_of(kept), slots_BKm, found.steps + SIMULATED_STEPS)
         return self._gather(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
 
     def _next_positions(self, start: int, pads: Sequence[int]) -> Tensor:
-        """Position of the token `start` of the padded batch in each row, without a copy from the host every time."""
+        """Position in each row of the token with index `start`. The pads are copied to the device only once."""
         if self._pads is None or self._pads[0] != list(pads):
-            self._pads = list(pads), torch.tensor(pads, device=self.cache.device)
+            self._pads = list(pads), torch.tensor(pads, device=self._device)
         return start - self._pads[1]
 
     def _observed(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> Tensor:
-        """Queries of the last tokens, as if they stood behind the prompt; 0 on padding.
+        """Queries of the last tokens, rotated to positions after the prompt; 0 on padding.
 
-        Which dims of a query are large depends on its position, and an index is for those that decoding will have.
+        A query's large dims depend on its position, and an index serves the positions of tokens to be decoded.
         """
         observed = min(max(self.policy.observed, 1), q_BNCH.shape[2])
         q_BNwH, positions_Bw = q_BNCH[:, :, -observed:], positions_BC[:, -observed:]
@@ -360,48 +347,45 @@ class Retrieval:
             return q_BNwH
         return self._rotaries[layer].turned(q_BNwH, torch.full_like(positions_Bw, DECODED_SOON))
 
-    def _limit_prompt(self, layer: int, kept: KeptLayer, q_BNCH: Tensor, positions_BC: Tensor) -> None:
-        """Give up what the pool has no room for, by how the prompt's last queries would have used it."""
-        found, pool = self.layers[layer], self.policy.pool
-        assert found is not None and self.max_slots is not None
+    def _limit_prompt(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> None:
+        """Drop tokens for which the pool has no room, by how the prompt's last queries would have used them."""
+        found, kept, victim = self._index_of(layer), self.pool[layer], self.policy.pool.victim
+        assert self.max_slots is not None
         if kept.carried_TBK is None:
             shape = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots
             kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device))
-        use_BKn = kept.carried_BKn()
-        assert use_BKn is not None
-        next_B = positions_BC[:, -1] + 1
+        use_BKn, next_B = _use_of(kept), positions_BC[:, -1] + 1
         num_new = q_BNCH.shape[2]
-        simulated = 0 if pool.victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
+        simulated = 0 if victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
-            slots_BKm = self.policy.choose(found.index, q_BNCH[:, :, token], self._slots(layer, kept, next_B))
+            slots_BKm = self.policy.choose(found.index, q_BNCH[:, :, token], self._slots(layer, next_B))
             if slots_BKm is not None:
-                note_choice(pool.victim, use_BKn, slots_BKm, step)
+                note_choice(victim, use_BKn, slots_BKm, step)
         excess = kept.num_slots - self.max_slots
         if excess <= 0:
             return
-        gone_BKe = self._victims(kept, use_BKn, excess, next_B)
+        gone_BKe = self._victims(kept, excess, next_B)
         stays_BKn = torch.ones(use_BKn.shape, dtype=torch.bool, device=use_BKn.device).scatter_(2, gone_BKe, False)
         slots_BKm = stays_BKn.nonzero()[:, 2].view(*stays_BKn.shape[:2], self.max_slots)
         kept.keep(slots_BKm, room=0)
         found.index.keep(slots_BKm, kept.slab().read(0, self.max_slots)[0])
         found.evicted += excess
 
-    def _slots(self, layer: int, kept: KeptLayer, next_B: Tensor | None) -> Slots:
-        found = self.layers[layer]
-        assert found is not None
-        return Slots(
-            num_slots=kept.num_slots,
-            pads=kept.pads,
-            positions_BKn=kept.positions_BKn() if found.out_of_order else None,
-            next_B=next_B,
-        )
+    def _slots(self, layer: int, next_B: Tensor | None) -> Slots:
+        """The slots that the policy chooses from, for a token at position `next_B` of each row."""
+        kept = self.pool[layer]
+        positions_BKn = kept.positions_BKn() if self._index_of(layer).out_of_order else None
+        return Slots(num_slots=kept.num_slots, pads=kept.pads, positions_BKn=positions_BKn, next_B=next_B)
 
-    def _victims(self, kept: KeptLayer, use_BKn: Tensor, count: int, next_B: Tensor) -> Tensor:
-        return victims(
-            self.policy.pool.victim,
-            use_BKn,
-            kept.positions_BKn(),
-            count,
-            sinks=self.policy.sinks,
-            keep_from_B=next_B - self.policy.recent,
-        )
+    def _victims(self, kept: KeptLayer, count: int, next_B: Tensor) -> Tensor:
+        """The `count` slots (B, K, count) of each row and KV head to replace or drop."""
+        sinks, keep_from_B = self.policy.sinks, next_B - self.policy.recent
+        victim, positions_BKn = self.policy.pool.victim, kept.positions_BKn()
+        return victims(victim, _use_of(kept), positions_BKn, count, sinks=sinks, keep_from_B=keep_from_B)
+
+
+def _use_of(kept: KeptLayer) -> Tensor:
+    """Use statistics (B, K, n) of the slots of a layer in a limited pool, as the policy carries them along."""
+    use_BKn = kept.carried_BKn()
+    assert use_BKn is not None
+    return use_BKn

@@ -1,1 +1,1 @@
-"""Keys and values of prompt segments, encoded once and reused."""
+"""Reuse of prompt segments: their keys and values are encoded once, stored, and attended to by later prompts."""

@@ -1,10 +1,10 @@
-"""The KV cache of prompts that reuse segments: new tokens in slabs, and reused parts beside them.
+"""The KV cache of prompts that reuse segments: slabs of new tokens, and the reused parts of segments.
 
-A prompt's tokens need not be contiguous, and new ones lie between reused ones. What counts is the position: a token
-sees every token of its prompt with a lower one. So of a reused part, whose tokens are in ascending order of positions,
-a new token sees the first ones, and new tokens in a row see the same ones. They attend to them in one call, those of
-several prompts of a batch together, and outputs merge exactly. A long text has all parts that it sees copied together
-first: that costs less than to merge one output per part.
+A prompt's positions may have gaps, and new tokens may lie between reused ones. A token sees every token of its prompt
+at a lower position. The tokens of a reused part are in ascending order of positions, so a new token sees a leading run
+of them, and consecutive new tokens see the same run. They attend to it in one call, together with those of other
+prompts of the batch, and the outputs merge exactly. For many new tokens all parts that they see are concatenated
+first, which costs less than merging one output per part.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens of this forward, T tokens of a part, Q some queries,
@@ -30,11 +30,11 @@ from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
 class ReusedCache(KVStore):
-    """Keys and values of new tokens, with those that their prompts reuse beside them.
+    """KV cache of new tokens and of the segments that their prompts reuse.
 
     Args:
-        own: stores the new tokens, by their index in the padded batch.
-        reused: what the prompts reuse, and where the new tokens stand.
+        own: slabs of the new tokens, by their index in the padded batch.
+        reused: reused parts, and the positions of the new tokens.
     """
 
     def __init__(self, own: KVCache, reused: ReusedKV) -> None:
@@ -44,24 +44,25 @@ class ReusedCache(KVStore):
 
     @property
     def num_bytes(self) -> int:
-        """Of the new tokens. What is reused belongs to the segment store."""
+        """Bytes allocated for the new tokens. Reused parts belong to the segment store."""
         return self.own.num_bytes
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         return self.reused.positions_BC(index_C.cpu()).to(index_C.device)
 
     def for_decoding(self) -> ReusedCache:
-        """The same with reused segments put together, as far as it pays; see `ReusedKV.joined`."""
+        """The same cache with reused parts concatenated if that saves time; see `ReusedKV.joined`."""
         return ReusedCache(self.own, self.reused.joined())
 
     def views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
-        """What new tokens see of all parts, and which of them. The same in all layers."""
+        """The leading runs of parts that new tokens see, by group of queries. They are the same in all layers."""
         asked = tokens.start, positions_BC.shape[1]
         if self._views is None or self._views[0] != asked:
             self._views = asked, self._new_views(tokens, positions_BC)
         return self._views[1]
 
     def _new_views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
+        """One view per part and group of queries; large groups have one view of all parts that they see."""
         parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
         by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
         for part in self.reused.parts:
@@ -77,7 +78,7 @@ class ReusedCache(KVStore):
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedLayer(LayerStore):
-    """One layer: a slab of new tokens, and the reused parts beside it."""
+    """One layer: a slab of new tokens, and the reused parts."""
 
     cache: ReusedCache
     own: SlabLayer
@@ -96,20 +97,15 @@ class ReusedLayer(LayerStore):
 
 @dataclass(kw_only=True)
 class SeenReused(SeenKV):
-    """New tokens and reused parts of one layer as the queries of the newest tokens see them."""
+    """New tokens and reused parts of one layer together with the queries of the newest tokens."""
 
     layer: ReusedLayer
     tokens: NewTokens
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens alone."""
-        slab = self.layer.own.slab
-        return slab.read(slab.first, self.tokens.start + self.q_BNCH.shape[2])
-
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
         cache, slab, start, q_BNCH = self.layer.cache, self.layer.own.slab, self.tokens.start, self.q_BNCH
         batch, _, num_new, _ = q_BNCH.shape
-        merged = MergedParts(q_BNCH, slab.slab_TBKX.shape[-1] - slab.key_dim)
+        merged = MergedParts(q_BNCH, slab.value_dim)
         positions_BC = cache.reused.positions_BC(torch.arange(start, start + num_new))
         prefixes = []
         for row in self._rows(num_new, terms, positions_BC):
@@ -141,7 +137,7 @@ class SeenReused(SeenKV):
         return merged.result()
 
     def _rows(self, num_new: int, terms: AttentionTerms, positions_BC: Tensor) -> list[_Rows]:
-        """All rows at once if there is no padding and only the order of their tokens counts, else one by one."""
+        """Groups of rows that attend in one call: all rows if attention depends only on order, else one row each."""
         start, pads = self.tokens.start, self.tokens.row_pads
         if len(pads) == 1 or (not any(pads) and _is_plain(terms, positions_BC.flatten(), positions_BC.flatten())):
             return [_Rows(rows=slice(None), first=0, pad=pads[0], offset=max(0, pads[0] - start))]
@@ -153,7 +149,7 @@ class SeenReused(SeenKV):
 
 
 def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tensor) -> dict[int, list[range]]:
-    """Queries, of all rows' in a row, that see something of a part, by how many of its tokens they see."""
+    """Queries that see tokens of a part, as ranges of indices into all rows' queries, by the number that they see."""
     num_new = positions_BC.shape[1]
     queries: dict[int, list[range]] = {}
     for row in part.rows:
@@ -172,24 +168,37 @@ def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tens
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """What some queries see of parts: the first tokens of each."""
+    """The leading tokens of parts that some queries see.
+
+    Attributes:
+        parts: each part, and the number of its tokens that are seen.
+        queries: indices of the queries.
+    """
 
     parts: list[tuple[ReusedPart, int]]
     queries: Index
 
-    @cached_property  # every layer asks for them
+    @cached_property  # used in every layer
     def positions_T(self) -> Tensor:  # noqa: N802
+        """Positions of the seen tokens."""
         return torch.cat([part.positions_T[:num_seen] for part, num_seen in self.parts])
 
     def kv_TKX(self, layer: int) -> Tensor:  # noqa: N802
-        """Where it lies if it is one part, else a copy."""
+        """Keys and values (T, K, H + V) of the seen tokens: a view of a single part, else a copy."""
         seen = [part.layers_TKX[layer][:num_seen] for part, num_seen in self.parts]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """Rows with the same padding: which, and which of their queries is the first that is no padding."""
+    """Rows with the same padding.
+
+    Attributes:
+        rows: the rows of the batch.
+        first: number of the first of them.
+        pad: their left padding.
+        offset: index of their first query that is not padding.
+    """
 
     rows: slice
     first: int
@@ -197,21 +206,21 @@ class _Rows:
     offset: int
 
     def index(self, num_new: int, batch: int) -> slice:
-        """These rows' queries among all."""
+        """Indices of these rows' queries among all rows' queries."""
         if self.rows == slice(None) and batch > 1:
             return slice(0, batch * num_new)
         return slice(self.first * num_new + self.offset, (self.first + 1) * num_new)
 
 
 def _index(ranges: list[range], device: torch.device) -> Index:
-    """A slice if the queries lie side by side."""
+    """Indices of queries: a slice if the ranges are contiguous, else a tensor."""
     if all(a.stop == b.start for a, b in pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
     return torch.cat([torch.arange(run.start, run.stop) for run in ranges]).to(device)
 
 
 def _is_plain(terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor) -> bool:
-    """Does only the order of these tokens count, and every query see every key with a lower position?"""
+    """Whether attention of these tokens depends only on their order: every query sees every key before it, no bias."""
     if terms.needs_scores:
         return False
     if terms.rule is None or terms.rule.sees_everything:
@@ -224,10 +233,10 @@ def _is_plain(terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor) -
 def _partial(
     q_BNQH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to keys that are their own tokens, or all in front of them: output, log-sum-exp."""
+    """Output and log-sum-exp of queries over keys that are their own tokens, or all come before them."""
     own = positions_Q is positions_T
     if _is_plain(terms, positions_Q, positions_T):
         start = 0 if own else len(positions_T)
         return attend(q_BNQH, k_BKTH, v_BKTV, replace(terms, rule=None), q_start=start, k_start=0)
-    on_device = (x.to(q_BNQH.device) for x in (positions_Q, positions_T))
-    return attend_at(q_BNQH, k_BKTH, v_BKTV, terms, *on_device)
+    device = q_BNQH.device
+    return attend_at(q_BNQH, k_BKTH, v_BKTV, terms, positions_Q.to(device), positions_T.to(device))

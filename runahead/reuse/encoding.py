@@ -1,6 +1,6 @@
-"""Computes a segment's K,V: one forward over its tokens at their positions, each seeing the segment alone."""
+"""Encoding of a segment: one forward over its tokens at their positions, which see no other segment."""
 
-# Legend: N query heads, K kv heads, C tokens of the segment and in front of it, H head dim, V value dim.
+# Legend: N query heads, K kv heads, C tokens of the segment and of its context before it, H head dim, V value dim.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runahead.reuse.segment import SegmentKV
 
 
 def check_reuse(model: Model) -> None:
-    """Raise a ValueError for a model whose K,V are not those of a token and its position alone."""
+    """Check that a model's keys and values depend only on the tokens and their positions. Raises: ValueError."""
     why = None
     if model.rotates_by_length:
         why = "rotates by angles that depend on the length of the text"
@@ -30,13 +30,13 @@ def check_reuse(model: Model) -> None:
         why = "counts positions on its own"
     if why is not None:
         raise ValueError(
-            f"model {model.name} ({model.config.model_type}) {why}, so K,V cannot be used in other prompts; "
-            "use policy=full"
+            f"model {model.name} ({model.config.model_type}) {why}, so keys and values cannot be reused in other "
+            "prompts; use policy=full"
         )
 
 
 class _EncodingAttention(CausalAttention):
-    """Ends the forward once the last layer's keys and values are stored; its output is not needed."""
+    """Attention that ends the forward once the last layer's keys and values are stored."""
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         if layer == len(self.cache.layers) - 1:
@@ -46,13 +46,13 @@ class _EncodingAttention(CausalAttention):
 
 
 def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -> SegmentKV:
-    """K,V of the segment's stored tokens.
+    """Compute keys and values of the segment's stored tokens.
 
     Args:
-        ranks: are told that this one is at work.
+        ranks: notified of this rank's progress.
 
     Raises:
-        ValueError: the model cannot do it, the segment is beyond its positions, or memory is too small.
+        ValueError: the model does not support reuse, the segment exceeds its positions, or memory is too small.
     """
     check_reuse(model)
     ids = (*segment.context_ids, *segment.ids)
@@ -75,7 +75,7 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
     with suppress(PrefillEndsHere):
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
     stored = torch.tensor(segment.stored, device=model.device) + len(segment.context_ids)
-    # Memory of its own, even where all tokens are stored: the cache's is of another size and layout.
+    # A copy even if all tokens are stored, since the cache's memory has another size and layout.
     return SegmentKV(
         layers_TKX=[cache.layer(layer).slab_TBKX[:, 0].index_select(0, stored) for layer in range(model.num_layers)]
     )

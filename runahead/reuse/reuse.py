@@ -1,7 +1,7 @@
-"""Brings together what a batch of prompts reuses: segments from the store, encoded where they are not there yet.
+"""Collects the segments that a batch of prompts reuses: from the store, or encoded if they are missing.
 
-Several ranks that share a folder encode a share each. In the prefill segments are attended to where they lie, once for
-all prompts of a batch that use them; for decoding they are put together.
+Several ranks that share a folder encode a share of the missing segments each. During prefill, segments are read in
+place, once for all prompts of a batch that use them; for decoding they are concatenated.
 """
 
 from __future__ import annotations
@@ -23,55 +23,45 @@ from runahead.reuse.store import SegmentStore
 
 
 class Reuse:
-    """What prompts of one call reuse on this rank.
+    """The segments that the prompts of one call reuse on this rank.
 
     Args:
-        prompts: of the batch.
+        prompts: prompts of the batch, some of which may reuse nothing.
         store: where segments are kept.
+
+    Raises:
+        ValueError: the keys and values of this model cannot be reused.
     """
 
-    def __init__(self, prompts: Sequence[ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks) -> None:
-        self.prompts, self.store, self.model, self.ranks = prompts, store, model, ranks
+    def __init__(
+        self, prompts: Sequence[list[int] | ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks
+    ) -> None:
+        check_reuse(model)
+        self.prompts, self.store = [as_reusing(prompt) for prompt in prompts], store
+        self.model, self.ranks = model, ranks
         self.report = ReuseReport()
         self._held: dict[str, SegmentKV] = {}
 
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[list[int] | ReusingPrompt],
-        store: SegmentStore,
-        model: Model,
-        ranks: Ranks,
-    ) -> Reuse:
-        """What these prompts reuse, some of which may reuse nothing.
-
-        Raises:
-            ValueError: the keys and values of this model cannot be reused.
-        """
-        check_reuse(model)
-        return cls([as_reusing(prompt) for prompt in prompts], store, model, ranks)
-
     @property
     def segments(self) -> list[Segment]:
-        """Each once."""
+        """All segments in use, each once."""
         found = {use.segment.content_key: use.segment for prompt in self.prompts for use in prompt.uses}
         return list(found.values())
 
     def encode_missing(self) -> None:
-        """Encode what is in no tier. All ranks call it.
+        """Encode the segments that are in no tier of the store. All ranks call it.
 
         Raises:
             ValueError: as `encode_segment`.
             OSError: the disk tier cannot be written.
         """
         began_s = time.perf_counter()
-        encoded, held = encode_missing(self.segments, self.store, self.model, self.ranks)
-        self._held = held
+        encoded, self._held = encode_missing(self.segments, self.store, self.model, self.ranks)
         self.report.encoded_tokens = sum(len(segment.ids) for segment in encoded)
         self.report.encode_s = time.perf_counter() - began_s if encoded else 0.0
 
     def fetch(self) -> ReusedKV:
-        """K,V and positions for this call's attention. Raises: ValueError, as `encode_segment`."""
+        """Bring keys and values to the device for this call's attention. Raises: ValueError, as `encode_segment`."""
         began_s = time.perf_counter()
         kvs: dict[str, SegmentKV] = {}
         mapped: set[str] = set()
@@ -85,7 +75,7 @@ class Reuse:
                 bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
             elif key in self._held:
                 kvs[key] = self._held.pop(key)
-            else:  # pushed out since it was looked for, by another process or by another segment of this call
+            else:  # evicted since it was looked up, by another process or another segment of this call
                 kvs[key] = encode_segment(self.model, segment, self.ranks)
         report, found_s = self.report, time.perf_counter()
         report.lookup_s = found_s - began_s
@@ -102,17 +92,18 @@ class Reuse:
         return ReusedKV(parts=parts, positions_BS=torch.tensor(rows), ends=ends)
 
     def add_to(self, batch: GenerationBatch) -> None:
-        """Tell what every rank reused. All ranks call it."""
+        """Add every rank's report of reuse to the result. All ranks call it."""
         self.report.stored_bytes = self.store.bytes_by_tier()
         every = self.ranks.gather(self.report, "what was reused")
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
     def _parts(self, on_device: dict[str, SegmentKV], mapped: set[str]) -> list[ReusedPart]:
-        """Each part of a segment that is in use, once for all rows that use it.
+        """The parts of segments in use, each once for all rows that use it.
 
         Args:
-            mapped: segments that are read from files.
+            on_device: keys and values by segment.
+            mapped: segments that are mapped from files.
         """
         rows: dict[tuple[str, range], list[int]] = {}
         segments = {segment.content_key: segment for segment in self.segments}
@@ -134,10 +125,10 @@ class Reuse:
 def encode_missing(
     segments: Sequence[Segment], store: SegmentStore, model: Model, ranks: Ranks
 ) -> tuple[list[Segment], dict[str, SegmentKV]]:
-    """Encode what is in no tier of the store; ranks that share its folder encode a share each. All ranks call it.
+    """Encode the segments that are in no tier of the store. All ranks call it; with a shared folder each does a share.
 
     Returns:
-        the segments that this rank encoded, and the K,V of those for which no tier has room, by content.
+        the segments that this rank encoded; keys and values of those for which no tier has room, by content key.
 
     Raises:
         ValueError: as `encode_segment`.

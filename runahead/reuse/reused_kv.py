@@ -1,4 +1,4 @@
-"""Keys and values that a batch of prompts reuses, and the positions of its new tokens."""
+"""Reused keys and values of a batch of prompts, and the positions of its new tokens."""
 
 # Legend: B batch, K kv heads, C new tokens of a forward, S all new tokens, T tokens of a part, H head dim, V value dim.
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 FEW_PARTS = 3
-"""Up to so many parts decoding reads where they lie: a copy of them saves too little time to be worth its memory."""
+"""Most parts that decoding reads in place; concatenating so few saves too little time to be worth the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedPart:
-    """K,V that some rows of a batch see.
+    """Keys and values of contiguous tokens of a segment, which some rows of a batch see.
 
     Attributes:
-        layers_TKX: per layer (T, K, H + V).
-        positions_T: ascending; on the host.
-        rows: of the batch.
-        is_mapped: from a file; memory may have no room for them.
+        layers_TKX: keys and values of each layer, (T, K, H + V).
+        positions_T: positions of the tokens, ascending; on the host.
+        rows: rows of the batch that see the part.
+        is_mapped: whether it is mapped from a file, since memory may have no room for it.
     """
 
     layers_TKX: Sequence[Tensor]
@@ -34,12 +34,12 @@ class ReusedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedKV:
-    """What a batch of prompts reuses, and where its new tokens stand.
+    """Reused parts of a batch of prompts, and the positions of its new tokens.
 
     Attributes:
-        parts: no row sees two of the same position.
-        positions_BS: of the new tokens of the left-padded batch; padding has 0. On the host.
-        ends: by row, the position of the first generated token.
+        parts: the parts; no row sees two tokens at the same position.
+        positions_BS: positions of the new tokens of the left-padded batch, 0 on padding; on the host.
+        ends: position of the first generated token, by row.
     """
 
     parts: list[ReusedPart]
@@ -47,10 +47,10 @@ class ReusedKV:
     ends: list[int]
 
     def joined(self) -> ReusedKV:
-        """The same for decoding: parts that the same rows see are one, since each takes a call per layer and token.
+        """Concatenate the parts that the same rows see, since each part takes a call per layer and generated token.
 
-        A few are left as they are, and so are mapped ones. Layers are copied when they are first asked for; what nobody
-        else has of what they were copied from is freed.
+        A few parts are left as they are, and so are mapped ones. Layers are copied when they are first used, and their
+        sources are freed unless the segment store holds them.
         """
         groups: dict[tuple[int, ...], list[ReusedPart]] = {}
         for part in self.parts:
@@ -60,7 +60,7 @@ class ReusedKV:
         return replace(self, parts=joined + [part for part in self.parts if part.is_mapped])
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
-        """Positions of these tokens of the padded batch, those that are generated among them. On the host."""
+        """Positions (B, C) of the tokens with these indices in the padded batch, generated ones too; on the host."""
         num_new = self.positions_BS.shape[1]
         ends_B1 = torch.tensor(self.ends)[:, None]
         generated_BC = ends_B1 + (index_C - num_new)[None]
@@ -76,7 +76,7 @@ def _joined(parts: list[ReusedPart]) -> list[ReusedPart]:
 
 
 class _JoinedLayers(Sequence[Tensor]):
-    """Layers (T, K, H + V) of several parts, each put together once."""
+    """Layers (T, K, H + V) of several parts, each concatenated when it is first used."""
 
     def __init__(self, parts: list[ReusedPart], order_T: Tensor) -> None:
         self._parts: list[list[Tensor]] = [

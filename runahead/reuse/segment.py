@@ -1,7 +1,8 @@
-"""K,V of a segment's stored tokens, and the file that they are kept in.
+"""Keys and values of a segment's stored tokens, and their file format.
 
-A file is safetensors, a tensor per layer, and is read by mapping it: what is not looked at stays on disk. Its metadata
-say of which model and which tokens it is; a file that does not say what is asked for, or is damaged, counts as absent.
+A file is in safetensors format with one tensor per layer. It is read by mapping, so what is not used stays on disk. Its
+metadata name the model and the tokens that it was made for; a damaged file, or one of another model or other tokens,
+counts as absent.
 """
 
 # Legend: T stored tokens, K kv heads, X = H + V key and value dims.
@@ -25,7 +26,11 @@ FORMAT = "runahead segment 1"
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentKV:
-    """`layers_TKX`: per layer (T, K, H + V), by ascending position."""
+    """Keys and values of a segment.
+
+    Attributes:
+        layers_TKX: keys and values of each layer, (T, K, H + V), by ascending position.
+    """
 
     layers_TKX: list[Tensor]
 
@@ -38,7 +43,7 @@ class SegmentKV:
         return sum(layer.nbytes for layer in self.layers_TKX)
 
     def to(self, device: torch.device, *, pin_memory: bool = False) -> SegmentKV:
-        """A copy in memory of its own on a device; `pin_memory` page-locks host memory."""
+        """A copy on a device; `pin_memory` page-locks host memory."""
         layers = []
         for layer in self.layers_TKX:
             copy = torch.empty(layer.shape, dtype=layer.dtype, device=device, pin_memory=pin_memory)
@@ -47,13 +52,13 @@ class SegmentKV:
 
 
 def write_segment(path: Path, kv: SegmentKV, *, key: str, name: str) -> None:
-    """Write a file whole or not at all. Raises: OSError."""
+    """Write a segment's file, completely or not at all. Raises: OSError."""
     tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(kv.layers_TKX)}
     write_whole(path, save(tensors, metadata={"format": FORMAT, "key": key, "segment": name}))
 
 
 def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> SegmentKV | None:
-    """Map a file; None if it is not there, damaged, or not of these tokens and this model."""
+    """Map a segment's file; None if it is missing, damaged, or of other tokens or another model."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

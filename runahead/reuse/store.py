@@ -1,9 +1,9 @@
-"""Where segments' K,V are kept: on the device, in host memory and on disk, each with a budget in bytes.
+"""Store of encoded segments in three tiers (device, host memory, disk), each with a budget in bytes.
 
-What does not fit pushes out what was used longest ago; pinned segments stay. What is pushed out of a faster tier is
-still in the slower ones, since a segment is in all tiers that have room for it. A key is made of the model and of the
-segment's tokens and positions, so that another model or another text is never found. On disk a segment is a file whose
-name is its key and that appears whole, so several processes may share a folder.
+A tier evicts the least recently used segments; pinned segments stay. A segment is put into every tier that has room for
+it, so one that a faster tier evicts is still in the slower ones. Its key is a hash of the model and of the segment's
+tokens and positions, so that another model or another text is never found. On disk a segment is a file that is named by
+its key and appears atomically, so several processes may share a folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 PIN = ".pin"
 LOCK = ".lock"
 VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
-"""Of a model's config: what does not change what it computes."""
+"""Entries of a model's config that do not change its results."""
 
 
 class Tier(Enum):
@@ -41,10 +41,10 @@ class Tier(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits:
-    """Bytes that each tier may take. On a CPU, memory is host memory and `device_bytes` has no effect.
+    """Budget of each tier in bytes. On a CPU `device_bytes` has no effect.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: a budget is negative.
     """
 
     device_bytes: int = 2 * 2**30
@@ -59,10 +59,12 @@ class StoreLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """K,V of a segment, and the tier that they were found in.
+    """A segment that was found in the store.
 
     Attributes:
-        is_mapped: they are read from a file, since memory has no room for them.
+        kv: its keys and values.
+        tier: the tier in which it was found.
+        is_mapped: whether it is mapped from a file, since memory has no room for it.
     """
 
     kv: SegmentKV
@@ -71,15 +73,15 @@ class Found:
 
 
 class SegmentStore:
-    """Segments of one model.
+    """Store of one model's encoded segments.
 
     Args:
-        model: whose K,V they are.
-        folder: of the disk tier, made if it is not there; None is no disk tier.
-        limits: of the tiers.
+        model: the model that encodes them.
+        folder: folder of the disk tier, created if it is missing; None is no disk tier.
+        limits: budgets of the tiers.
 
     Raises:
-        ValueError: the folder cannot be made or written to.
+        ValueError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -96,12 +98,12 @@ class SegmentStore:
         self._folder = None if folder is None else _made_folder(folder)
 
     def key(self, segment: Segment) -> str:
-        """64 hexadecimal digits, of this model and this segment's content."""
+        """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits."""
         return hashlib.sha256(f"{self._model_key} {segment.content_key}".encode()).hexdigest()
 
     @property
     def shares_disk(self) -> bool:
-        """Can other processes find what this one puts in?"""
+        """Whether other processes find what this one stores."""
         return self._folder is not None and self.limits.disk_bytes > 0
 
     def __contains__(self, segment: Segment) -> bool:
@@ -111,9 +113,9 @@ class SegmentStore:
         return self._mapped(segment, key) is not None
 
     def find(self, segment: Segment) -> Found | None:
-        """A segment's K,V, which are then in the fastest tier that has room for them. None: in no tier.
+        """Look up a segment and copy it to the fastest tier that has room; None if it is in no tier.
 
-        What is found on disk and has no room in memory is mapped: it is read when it is looked at.
+        A segment on disk for which memory has no room is mapped, and read when it is used.
         """
         key = self.key(segment)
         found: Found | None = None
@@ -132,7 +134,7 @@ class SegmentStore:
         return Found(kv=kv, tier=found.tier, is_mapped=found.tier is Tier.disk and kv is found.kv)
 
     def put(self, segment: Segment, kv: SegmentKV) -> None:
-        """Keep a segment in every tier that has room for it.
+        """Store a segment in every tier that has room for it.
 
         Raises:
             OSError: the disk tier cannot be written.
@@ -151,20 +153,20 @@ class SegmentStore:
                 memory.add(key, copy, pinned=segment.pinned)
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes that are in use now."""
+        """Bytes in use, by tier."""
         used = {tier.value: memory.num_bytes for tier, memory in self._memory.items()}
         if self._folder is not None:
             used[Tier.disk.value] = sum(size for _, size, _ in self._files())
         return used
 
     def forget(self, *tiers: Tier) -> None:
-        """Empty these tiers in memory, of pinned segments too."""
+        """Remove all segments from these tiers in memory, including pinned ones."""
         for tier in tiers:
             if tier in self._memory:
                 self._memory[tier] = _MemoryTier(self._memory[tier].limit_bytes)
 
     def _promoted(self, segment: Segment, key: str, found: Found) -> SegmentKV:
-        """The same K,V in the fastest tier that takes them; slower tiers keep theirs."""
+        """Copy a found segment to all faster tiers that have room. Returns the copy in the fastest one."""
         kv = found.kv
         order = [Tier.disk, Tier.host, Tier.device]
         for tier in order[order.index(found.tier) + 1 :]:
@@ -178,7 +180,7 @@ class SegmentStore:
             return kv.to(self._device)
         copy = kv.to(torch.device("cpu"), pin_memory=self._device.type == "cuda")
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # others read it without a stream
+            torch.cuda.synchronize(self._device)  # later reads do not wait for a stream
         return copy
 
     def _mapped(self, segment: Segment, key: str) -> SegmentKV | None:
@@ -189,22 +191,22 @@ class SegmentStore:
         )
 
     def _touch(self, key: str) -> None:
-        """It was used now: other processes see it by the file's time."""
+        """Set the time of a file's last use, which other processes read."""
         assert self._folder is not None
         now = time.time()
-        with suppress(OSError):  # pushed out by another process, or a read-only folder
+        with suppress(OSError):  # evicted by another process, or a read-only folder
             os.utime(self._folder / f"{key}{SUFFIX}", (now, now))
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of last use, bytes, path."""
+        """Time of last use, size in bytes and path of each file of the disk tier."""
         assert self._folder is not None
         for path in self._folder.glob(f"*{SUFFIX}"):
-            with suppress(OSError):  # pushed out by another process
+            with suppress(OSError):  # evicted by another process
                 about = path.stat()
                 yield about.st_mtime, about.st_size, path
 
     def _make_room_on_disk(self, *, keep: str) -> None:
-        """Remove what was used longest ago until the budget holds. A file that is mapped lives on until it is not."""
+        """Remove the least recently used files until the budget holds. A mapped file stays readable until unmapped."""
         assert self._folder is not None
         with FileLock(self._folder / LOCK):
             files = sorted(self._files())
@@ -218,7 +220,7 @@ class SegmentStore:
 
 
 class _MemoryTier:
-    """Segments by key, the one that was used longest ago first."""
+    """Tier in memory: segments by key, the least recently used first."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.num_bytes = limit_bytes, 0
@@ -229,13 +231,13 @@ class _MemoryTier:
         return key in self._kept
 
     def take(self, key: str) -> SegmentKV | None:
-        """It is used now."""
+        """Look up a segment and mark it as just used."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
     def make_room(self, key: str, num_bytes: int) -> bool:
-        """Is there room for a new segment? If need be, others go that are not pinned."""
+        """Evict segments that are not pinned to make room for a new one. Returns whether there is room."""
         if key in self._kept or num_bytes > self.limit_bytes:
             return False
         evictable = [each for each in self._kept if each not in self._pinned]
@@ -255,7 +257,7 @@ class _MemoryTier:
 
 
 def model_key(model: Model) -> str:
-    """What tells a model's K,V from another's: weights, config and dtype."""
+    """Hash of all that determines a model's keys and values: weights, config and dtype."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
     facts = [FORMAT, model.fingerprint, str(model.dtype), json.dumps(config, sort_keys=True, default=str)]
     shapes = [(each.num_kv_heads, each.key_dim, each.value_dim, str(each.dtype)) for each in model.kv_shapes]
@@ -270,6 +272,6 @@ def _made_folder(folder: str | os.PathLike[str]) -> Path:
             raise PermissionError(13, "it is read-only")
     except OSError as error:
         raise ValueError(
-            f"policy.store={os.fspath(folder)} is no folder that can be written to: {error.strerror}; name another"
+            f"policy.store={os.fspath(folder)} is not a writable folder: {error.strerror}; name another"
         ) from error
     return path

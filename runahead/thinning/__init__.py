@@ -1,1 +1,1 @@
-"""Cache policies at work on a rank: what is dropped, and attention to the rest."""
+"""Execution of cache policies on a rank: dropping tokens after each layer, and attention to the rest."""

@@ -1,4 +1,4 @@
-"""Attention under cache policies: store, attend, then let the policies decide what is kept."""
+"""Attention under cache policies: store new tokens, attend to all, then let the policies drop some."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runahead.thinning.steps import PolicySteps
 
 
 class KeptAttention(CausalAttention):
-    """Attention of new tokens to what is kept of all tokens before them.
+    """Attention of new tokens to the kept ones of all tokens before them.
 
     Args:
-        cache: holds what is kept; receives the new tokens.
-        steps: policies at work after each layer's attention.
+        cache: holds the kept tokens and receives the new ones.
+        steps: policies that run after each layer's attention.
         on_layer: called after each layer.
     """
 

@@ -1,4 +1,4 @@
-"""Which cache policies work on which rank of a chain, and what they make of the chunks of deeper layers."""
+"""The cache policies of each rank in a chain, their checks against a model, and the chunks they leave in each layer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from runahead.config import Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
+from runahead.retrieval.retrieval import Retrieval
 from runahead.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPolicies:
-    """Policies by place in the chain; several work one after the other.
+    """Cache policies by place in the chain. Several policies run one after the other.
 
-    The last rank holds the K,V for decoding, so only there anything is cut back: as on one rank, where a policy looks
-    at the prompt's last queries and those are in that rank's chunk. Ranks before it can only narrow, by the votes of
-    their own chunk's last tokens.
+    Only the last rank, which holds the KV cache for decoding, drops tokens from the cache: policies look at the
+    prompt's last queries, which are in that rank's chunk. Earlier ranks can only narrow the computation of deeper
+    layers, by the votes of their own chunk's last tokens.
 
     Attributes:
-        last: on the rank that decodes; also while it decodes.
-        others: on the ranks before it.
-        positions: where a kept token stands.
+        last: policies of the rank that decodes, also while it decodes.
+        others: policies of the ranks before it.
+        positions: whether kept tokens keep their positions or are re-encoded to their slots.
     """
 
     last: list[Policy] = field(default_factory=list)
@@ -36,14 +37,14 @@ class RankPolicies:
 
     @classmethod
     def everywhere(cls, policies: Sequence[Policy], positions: Positions = Positions.original) -> RankPolicies:
-        """The same on all ranks, as far as they can."""
+        """Run the same policies on all ranks, as far as each rank supports them."""
         return cls(last=list(policies), others=list(policies), positions=positions)
 
     def __bool__(self) -> bool:
         return bool(self.last) or any(policy.narrows for policy in self.others)
 
     def of(self, *, is_last: bool) -> list[Policy]:
-        """Those at work on a rank."""
+        """The policies that run on a rank."""
         return self.last if is_last else [policy for policy in self.others if policy.narrows]
 
     @property
@@ -60,32 +61,34 @@ class RankPolicies:
         """An empty cache for the rank that decodes.
 
         Raises:
-            ValueError: the policies cannot work on this model.
+            ValueError: the policies cannot run on this model, or a retrieving policy's pool is too small.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
-        return kept if self.retriever is None else RetrievedCache.of(self.retriever, model, kept.layers, batch=batch)
+        if self.retriever is None:
+            return kept
+        return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch))
 
     def room(self, num_new: int) -> int:
-        """Tokens for which a layer has room behind a prompt, where so many follow: what stays of them at most."""
+        """Room in tokens that a layer needs after a prompt if `num_new` tokens follow."""
         if self.retriever is not None and self.retriever.pool.bytes is None:
             return num_new
         return min(NEW_ROOM, num_new)
 
     def rotaries(self, model: Model) -> list[Rotary] | None:
-        """How the runtime is to rotate keys to their slots in each layer, if positions are re-encoded.
+        """The rotary embedding of each layer if positions are re-encoded, else None.
 
         Raises:
-            ValueError: it cannot on this model.
+            ValueError: positions of this model cannot be re-encoded.
         """
         return model.rotaries if self and self.positions is Positions.reencoded else None
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        """The most slots that stay in any layer on the rank that decodes, however long the text; None: no bound."""
+        """Bound on the slots of any layer on the rank that decodes, however long the text; None if there is none."""
         bounds = [policy.most_slots(num_layers, phase) for policy in self.last]
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def check(self, model: Model) -> None:
-        """Raise a ValueError for a model that they cannot work on."""
+        """Check that the policies can run on this model. Raises: ValueError."""
         policies = [*self.last, *self.others]
         if policies and model.has_key_bias:
             raise ValueError(
@@ -103,7 +106,7 @@ class RankPolicies:
                 )
 
     def _check_retrieval(self, model: Model) -> None:
-        """Raise a ValueError unless at most one policy retrieves, behind all others, and the model lets it."""
+        """Check that at most one policy retrieves, that it comes last, and that the model supports it."""
         retriever = self.retriever
         if retriever is None:
             return
@@ -114,7 +117,7 @@ class RankPolicies:
             )
         if self.positions is Positions.reencoded:
             raise ValueError(
-                f"policy {type(retriever).__name__} keeps all K,V where they are; use policy.positions=original"
+                f"policy {type(retriever).__name__} keeps all tokens at their positions; use policy.positions=original"
             )
         heads = [(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes]
         retriever.require(ModelFacts(name=model.name, fingerprint=model.fingerprint, heads=heads))
@@ -122,10 +125,10 @@ class RankPolicies:
             _ = model.query_prediction
 
     def by_layer(self, partition: ContextPartition, num_layers: int) -> list[ContextPartition]:
-        """The chunks that are left in each layer, as boundaries of their own.
+        """The context partition of the tokens that are left in each layer.
 
         Raises:
-            ValueError: several ranks, and a policy cannot know ahead how many tokens it leaves.
+            ValueError: there are several ranks, and a policy does not know in advance how many tokens it leaves.
         """
         chain = partition.chain
         lengths = [[0] * partition.num_ranks for _ in range(num_layers)]

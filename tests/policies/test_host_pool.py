@@ -114,7 +114,7 @@ def test_layers_that_are_always_read_whole_stay_on_the_device(copies: list[LateC
     cache = turns.conversation.cache
     assert cache is not None
     assert [isinstance(layer, HostLayer) for layer in cache.layers] == [False, True, True]
-    assert cache.host_bytes == sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
+    assert cache.retrieval.host_bytes == sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
 
 
 def test_windows_stay_on_the_device_too(copies: list[LateCopies]) -> None:
@@ -160,7 +160,7 @@ def test_a_full_pool_of_the_host(
         cache = turns.conversation.cache
         assert cache is not None
         assert turns.retrieval.report().evicted == [0, 9, 9]
-        assert cache.host_bytes == limit * per_slot
+        assert cache.retrieval.host_bytes == limit * per_slot
     more = torch.tensor([prompt(3, seed=5)])  # behind which the pool is cut back anew
     with throughout(torch.float64):
         assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))

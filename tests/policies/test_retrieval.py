@@ -372,7 +372,7 @@ def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:
     assert sum(layer.index.num_bytes for layer in kept.layers if layer) == pytest.approx(index_bytes, rel=0.15)
     assert kept.peak_fetched_bytes == 11 * shape.bytes_per_token()  # of one layer: on a CPU nothing is under way
     in_pool = sum(layer.slab_TBKX.nbytes for layer in cache.layers[1:])
-    assert cache.host_bytes == in_pool >= 2 * slots * shape.bytes_per_token()
+    assert cache.retrieval.host_bytes == in_pool >= 2 * slots * shape.bytes_per_token()
     positions = sum(layer.positions_TBK.nbytes for layer in cache.layers)
     assert cache.num_bytes == cache.layers[0].slab_TBKX.nbytes + positions + kept.num_bytes
 

@@ -127,7 +127,7 @@ def serve(
     ranks = ranks or one_rank()
     store = store or SegmentStore(model)
     with throughout(model.dtype):
-        reuse = Reuse.of(prompts, store, model, ranks)
+        reuse = Reuse(prompts, store, model, ranks)
         reuse.encode_missing()
         reused = reuse.fetch()
         batch = PromptBatch.of([list(prompt.new_ids) for prompt in prompts], ranks.device)

@@ -181,7 +181,7 @@ def test_prompts_of_a_batch_share_what_they_have_in_common() -> None:
     prompts = [ReusingPrompt(uses=(use,), new_ids=(token,) * 3, new_positions=(20, 21, 22)) for token in (5, 6, 7, 8)]
     store = SegmentStore(model)
     with throughout(model.dtype):
-        reuse = Reuse.of(prompts, store, model, one_rank())
+        reuse = Reuse(prompts, store, model, one_rank())
         reuse.encode_missing()
         [part] = reuse.fetch().parts
     found = store.find(segment)

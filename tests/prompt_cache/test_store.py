@@ -189,7 +189,7 @@ def test_what_is_no_folder_or_no_size_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for folder in (file, file / "inside"):
-        with pytest.raises(ValueError, match=r"policy.store=.*file.* is no folder that can be written to"):
+        with pytest.raises(ValueError, match=r"policy.store=.*file.* is not a writable folder"):
             SegmentStore(tiny_model("llama"), folder)
     with pytest.raises(ValueError, match="policy.host_bytes=-1 must not be negative"):
         StoreLimits(host_bytes=-1)

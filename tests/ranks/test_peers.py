@@ -167,7 +167,7 @@ def test_timeline_shows_every_layer_and_send(rank_pools: RankPools, variant: str
 def test_zigzag_refuses_families_that_count_positions_themselves(rank_pools: RankPools, family: str) -> None:
     args = (family, [prompt(20)], [VARIANTS["zigzag all_gather"]])
     rank_pools.run(1, peer_tasks.prefill_each, *args)  # one rank's tokens lie side by side
-    with pytest.raises(RuntimeError, match=r"ValueError: model .* counts positions by itself.*use prefill=kv_runahead"):
+    with pytest.raises(RuntimeError, match=r"ValueError: model .* counts positions itself.*use prefill=kv_runahead"):
         rank_pools.run(2, peer_tasks.prefill_each, *args)
 
 

@@ -161,7 +161,7 @@ class TestRefusals:
         [
             ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2; use another prefill"),
             ("falcon", {}, 2, "no tensor-parallel plan for falcon"),
-            ("llama", {}, 4, "4 heads and 2 K,V heads out over 4 ranks; use --nproc-per-node=2 or another prefill"),
+            ("llama", {}, 4, "4 heads and 2 KV heads over 4 ranks; use --nproc-per-node=2 or another prefill"),
             ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 heads and 3 K,V"),
         ],
     )
@@ -175,7 +175,7 @@ class TestRefusals:
 
     def test_engine_with_a_model_of_the_wrong_kind(self, rank_pools: RankPools) -> None:
         for message in rank_pools.run(2, tasks.message_of, tasks.whole_model_in_tensor_engine):
-            assert "prefill=tensor needs a model that is shared out" in message
+            assert "prefill=tensor needs a model that is sharded" in message
         for message in rank_pools.run(2, tasks.message_of, tasks.shared_model_in_other_engine):
             assert "prefill=kv_runahead needs a model that each rank has whole" in message
 
@@ -186,7 +186,7 @@ class TestRefusals:
         (tmp_path / "config.json").write_text(json.dumps(config))
         overrides = ["prefill=tensor", "model=random", f"model.config={tmp_path}", "prompt.random_tokens=5"]
         told = rank_pools.run(2, tasks.message_of, tasks.run_program, overrides)
-        assert told[0].startswith("ValueError: prefill=tensor cannot share 8 heads and 1 K,V heads out over 2 ranks")
+        assert told[0].startswith("ValueError: prefill=tensor cannot split 8 heads and 1 KV heads over 2 ranks")
         assert told[1].startswith("SharedError: ")
 
 
