@@ -297,7 +297,7 @@ def test_the_engine_generates_from_what_is_reused_and_tells_so() -> None:
 def test_what_cannot_reuse_is_refused() -> None:
     asked = random_prompt(random.Random(8), random_segments(random.Random(8)))
     for family in ("bart", "llama_dynamic_ntk"):
-        with pytest.raises(ValueError, match="K,V cannot be used in other prompts; use policy=full"):
+        with pytest.raises(ValueError, match="keys and values cannot be reused in other prompts; use policy=full"):
             Engine(tiny_model(family), one_rank()).generate([asked], GenerationOptions(max_new_tokens=1))
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="prompt 0 ends at position .* exceeds the model's 512 positions"):
