@@ -9,7 +9,7 @@ import torch
 
 from policies.base import ReusingPrompt
 from runahead.config import GenerationOptions, PrefillOptions
-from runahead.context import ContextPartition, Partitioner, even
+from runahead.context import Partitioner, even
 from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.decoding.token_stream import TokenStream
 from runahead.model.fingerprint import model_fingerprint
@@ -115,55 +115,36 @@ class Engine:
         self._agree(prompts, options, partition.boundaries)
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
-            chunk_tokens = limits.chunk_tokens(batch.num_tokens)
-            result = self._generate(
-                ids, batch, reuse, options, partition, chunk_tokens, on_tokens, record_timeline, first_index
+            source = self._strategy.first_token_rank(partition, self.ranks.size)
+            stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
+            with self.ranks.busy():
+                self._strategy.connect(self.ranks, partition, self.prefill)
+                if reuse is not None:
+                    reuse.encode_missing()
+            offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
+            self.ranks.barrier("all ranks to hold the prompt")
+            began_s = time.perf_counter()
+            job = PrefillJob(
+                model=self.model,
+                ranks=self.ranks,
+                batch=batch,
+                partition=partition,
+                capacity=batch.num_tokens + options.max_new_tokens - 1,
+                options=self.prefill,
+                policies=self.policies,
+                reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None,
+                chunk_tokens=limits.chunk_tokens(batch.num_tokens),
+                record=record_timeline,
             )
-        self._num_calls += 1
-        return result
-
-    def _generate(
-        self,
-        prompts: list[list[int]],
-        batch: PromptBatch,
-        reuse: Reuse | None,
-        options: GenerationOptions,
-        partition: ContextPartition,
-        chunk_tokens: int | None,
-        on_tokens: OnTokens | None,
-        record_timeline: bool,
-        first_index: int,
-    ) -> GenerationBatch:
-        """Prefill and decode a batch that was checked, together with all ranks."""
-        source = self._strategy.first_token_rank(partition, self.ranks.size)
-        stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
-        with self.ranks.busy():
-            self._strategy.connect(self.ranks, partition, self.prefill)
+            prefilled = self._strategy.run(job)
+            del job  # frees reused segments, of which decoding may have its own copies
+            decoded = self._decode(ids, options, prefilled, batch, stream, first_index)
+            stream.relay()
+            prefilled.cache = None
+            result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
             if reuse is not None:
-                reuse.encode_missing()
-        offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
-        self.ranks.barrier("all ranks to hold the prompt")
-        began_s = time.perf_counter()
-        job = PrefillJob(
-            model=self.model,
-            ranks=self.ranks,
-            batch=batch,
-            partition=partition,
-            capacity=batch.num_tokens + options.max_new_tokens - 1,
-            options=self.prefill,
-            policies=self.policies,
-            reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None,
-            chunk_tokens=chunk_tokens,
-            record=record_timeline,
-        )
-        prefilled = self._strategy.run(job)
-        del job  # frees reused segments, of which decoding may have its own copies
-        decoded = self._decode(prompts, options, prefilled, batch, stream, first_index)
-        stream.relay()
-        prefilled.cache = None
-        result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
-        if reuse is not None:
-            reuse.add_to(result)
+                reuse.add_to(result)
+        self._num_calls += 1
         return result
 
     def _agree(
