@@ -53,7 +53,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 prompt_tokens=num_tokens,
                 num_layers=model.num_layers,
                 room=room if is_last else chunk_tokens,
-                cuts_back=bounded or is_last,
+                evicts=bounded or is_last,
                 cache=kept,
             )
             attention = KeptAttention(kept, steps, on_layer=ranks.progress)

@@ -48,7 +48,7 @@ class ThinnedAttention(ChainAttention):
             prompt_tokens=job.batch.num_tokens,
             num_layers=job.model.num_layers,
             room=job.policies.room(job.capacity - job.batch.num_tokens),
-            cuts_back=run.is_last,
+            evicts=run.is_last,
             cache=self.kept,
         )
 

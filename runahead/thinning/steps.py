@@ -26,7 +26,7 @@ class PolicySteps:
         prompt_tokens: length of the padded prompt, for budgets that are shares of it.
         num_layers: number of layers of the model.
         room: new tokens for which a layer has room after tokens were dropped.
-        cuts_back: False if no token may be dropped from the cache: on ranks that do not decode, and in all chunks of a
+        evicts: False if no token may be dropped from the cache: on ranks that do not decode, and in all chunks of a
             prompt but the last one if the policies need to see the whole prompt.
         cache: updates its indices after each layer, on a rank that decodes.
     """
@@ -39,11 +39,11 @@ class PolicySteps:
         prompt_tokens: int,
         num_layers: int,
         room: int = 0,
-        cuts_back: bool = True,
+        evicts: bool = True,
         cache: KeptCache | None = None,
     ) -> None:
         self.policies, self.tokens, self.prompt_tokens = policies, tokens, prompt_tokens
-        self.num_layers, self.room, self.cuts_back, self.cache = num_layers, room, cuts_back, cache
+        self.num_layers, self.room, self.evicts, self.cache = num_layers, room, evicts, cache
 
     def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> None:
         """Run the policies on a layer, after the new tokens' attention to it.
@@ -77,7 +77,7 @@ class PolicySteps:
             slots_BKm = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:
                 k_BKnH, v_BKnV = (x.take_along_dim(slots_BKm[..., None], dim=2) for x in (k_BKnH, v_BKnV))
-        if self.cache is not None and self.cuts_back:
+        if self.cache is not None and self.evicts:
             was_cut = kept.num_slots < before
             self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
 
@@ -87,7 +87,7 @@ class PolicySteps:
         if carried_BKn is not None:
             kept.carry(carried_BKn)
             view = replace(view, carried_BKn=carried_BKn)
-        slots_BKm = policy.keep(view) if self.cuts_back else None
+        slots_BKm = policy.keep(view) if self.evicts else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
             kept.keep(slots_BKm, room=self.room)

@@ -32,13 +32,13 @@ class Run:
     def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:
         """Logits behind the prompt, which goes in chunks of these lengths; policies cut back behind the last one."""
         for chunk in chunks or [self.ids_BS.shape[1]]:
-            logits_BV = self.chunk(chunk, cuts_back=self.seen + chunk == self.prompt_tokens)
+            logits_BV = self.chunk(chunk, evicts=self.seen + chunk == self.prompt_tokens)
         return logits_BV
 
-    def chunk(self, num_tokens: int, *, cuts_back: bool = True) -> Tensor:
+    def chunk(self, num_tokens: int, *, evicts: bool = True) -> Tensor:
         """Logits behind the next tokens of the prompt."""
         ids_BC = self.ids_BS[:, self.seen : self.seen + num_tokens]
-        return self._forward(ids_BC, Phase.prefill, cuts_back=cuts_back)
+        return self._forward(ids_BC, Phase.prefill, evicts=evicts)
 
     def decode(self, token: int) -> Tensor:
         """Logits behind one more token, the same in every row."""
@@ -53,14 +53,14 @@ class Run:
         self.prompt_tokens = self.seen + len(ids)
         return self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
 
-    def _forward(self, ids_BC: Tensor, phase: Phase, cuts_back: bool = True) -> Tensor:
+    def _forward(self, ids_BC: Tensor, phase: Phase, evicts: bool = True) -> Tensor:
         tokens = NewTokens(self.seen, self.pads, phase)
         steps = PolicySteps(
             self.steps,
             tokens,
             prompt_tokens=self.prompt_tokens,
             num_layers=self.model.num_layers,
-            cuts_back=cuts_back,
+            evicts=evicts,
         )
         with throughout(self.model.dtype):
             logits_BV = self.model.forward(

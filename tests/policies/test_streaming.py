@@ -334,7 +334,7 @@ def test_settings_without_effect_are_told() -> None:
 
 
 def test_chunks_on_several_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("prefill.chunk_tokens=16 is for a prompt that one rank computes alone")):
+    with pytest.raises(ValueError, match=re.escape("prefill.chunk_tokens=16 is for a prompt that one rank computes")):
         check_chunk_tokens(PrefillOptions(chunk_tokens=16), 2)
     check_chunk_tokens(PrefillOptions(chunk_tokens=16, name=PrefillName.single), 2)
     policies = RankPolicies.everywhere([StreamingLLM(budget=24)], Positions.reencoded)

@@ -162,7 +162,7 @@ class TestRefusals:
             ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2; use another prefill"),
             ("falcon", {}, 2, "no tensor-parallel plan for falcon"),
             ("llama", {}, 4, "4 heads and 2 KV heads over 4 ranks; use --nproc-per-node=2 or another prefill"),
-            ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 heads and 3 K,V"),
+            ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 heads and 3 KV"),
         ],
     )
     def test_model_that_cannot_be_shared_out(
