@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies.base import Policy
@@ -22,23 +22,23 @@ class PolicyTable(Mapping[str, "type[Policy]"]):
     """
 
     def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
+        self.places = places
 
     def __getitem__(self, name: str) -> type[Policy]:
         if name not in self:
             raise KeyError(f"policy={name} is not one of {', '.join(self)}")
-        module, _, policy = self._places[name].partition(":")
+        module, _, policy = self.places[name].partition(":")
         found: type[Policy] = getattr(import_module(module), policy)
         return found
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._places
+        return isinstance(name, str) and name in self.places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
 
 POLICIES = PolicyTable(
@@ -56,3 +56,11 @@ POLICIES = PolicyTable(
         "offload": "policies.offload:Offload",
     }
 )
+
+
+def __getattr__(name: str) -> Any:
+    """A policy by its class, as in `from policies import SnapKV`; imported when it is asked for."""
+    for policy, place in POLICIES.places.items():
+        if place.endswith(f":{name}"):
+            return POLICIES[policy]
+    raise AttributeError(f"module 'policies' has no attribute '{name}'")

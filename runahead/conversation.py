@@ -77,7 +77,7 @@ class Conversation:
 
     @torch.inference_mode()
     def feed(
-        self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, evict: bool = True
+        self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
     ) -> Tensor:
         """Append tokens to the conversation.
 
@@ -86,7 +86,7 @@ class Conversation:
             pads: left padding of each row; only with the first tokens.
             all_logits: return the logits of all these tokens instead of the last one's. Under policies that narrow,
                 those of the other tokens are computed as by `peek` in a second forward, since dropped tokens have none.
-            evict: False to drop no tokens yet: in all chunks of a prompt but the last one, if policies need to see
+            cut_back: False to drop no tokens yet: in all chunks of a prompt but the last one, if policies need to see
                 the whole prompt.
 
         Returns:
@@ -103,8 +103,8 @@ class Conversation:
         given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
         every = None
         if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
-            every = self._unthinned()._forward(ids_BC, all_logits=True, evict=False)
-        logits = self._forward(ids_BC, all_logits=all_logits and every is None, evict=evict)
+            every = self._unthinned()._forward(ids_BC, all_logits=True, cut_back=False)
+        logits = self._forward(ids_BC, all_logits=all_logits and every is None, cut_back=cut_back)
         self.logits_BV = logits[:, -1] if logits.ndim == 3 else logits
         if not all_logits:
             return self.logits_BV
@@ -199,7 +199,7 @@ class Conversation:
         other.policies, other._while_decoding = [], []
         return other
 
-    def _forward(self, ids_BC: Tensor, *, all_logits: bool, evict: bool) -> Tensor:
+    def _forward(self, ids_BC: Tensor, *, all_logits: bool, cut_back: bool) -> Tensor:
         """Logits of new tokens, which are stored and cut back as the policies decide."""
         assert self.cache is not None
         end = self.num_tokens + ids_BC.shape[1]
@@ -209,7 +209,7 @@ class Conversation:
             tokens,
             prompt_tokens=end,
             num_layers=self.model.num_layers,
-            evicts=evict,
+            evicts=cut_back,
             cache=self.cache,
         )
         logits = self.model.forward(

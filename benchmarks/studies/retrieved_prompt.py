@@ -30,7 +30,7 @@ class RetrievedPrompt:
         # A policy that keeps everything and chooses nothing, so that what follows can be under any other.
         self._start = Conversation(model, RankPolicies.everywhere([Offload()]))
         if len(ids) > LAST_TOKENS:
-            self._start.feed(torch.tensor([self.ids[:-LAST_TOKENS]]), evict=False)
+            self._start.feed(torch.tensor([self.ids[:-LAST_TOKENS]]), cut_back=False)
 
     def under(self, policy: Policy) -> Conversation:
         """A conversation after the prompt, as if it had been under this policy from the start."""

@@ -217,5 +217,7 @@ def _require_known(name: str, kind: type, settings: Mapping[str, Any], option: s
         others = [other for other in NAMES if setting in {each.name for each in fields(options_of(other))}]
         if name == "full" and others:
             raise ValueError(f"policy.{setting}={value} has no effect with policy=full; add policy={'|'.join(others)}")
+        if len(others) == 1 and others[0] in COMBINED:
+            raise ValueError(f"{option}: {name} has no option {setting}; add policy={others[0]}, which has it")
         has = f"it has {', '.join(known)}" if known else "it has no options"
         raise ValueError(f"{option}: {name} has no option {setting}; {has}")

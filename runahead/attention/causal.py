@@ -114,6 +114,8 @@ def padded_together(
     """
     if len(parts) == 1 and parts[0][0].shape[:3] == q_BNCH.shape[:3]:
         return parts[0]
+    if len(parts) == len(q_BNCH) and all(out.shape[2] == q_BNCH.shape[2] for out, _ in parts):  # as in decoding
+        return torch.cat([out for out, _ in parts]).to(q_BNCH.dtype), torch.cat([lse for _, lse in parts])
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
     out_BNCV = q_BNCH.new_zeros(*q_BNCH.shape[:3], value_dim)
     lse_BNC = q_BNCH.new_full(q_BNCH.shape[:3], -math.inf, dtype=wide)

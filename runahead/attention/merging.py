@@ -51,12 +51,15 @@ class MergedParts:
         if isinstance(index, Tensor):  # a copy, where a slice is a view
             self._out_FNV[index], self._lse_FN[index] = merged_QNV, merged_QN
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output (B, N, C, V) and log-sum-exp (B, N, C)."""
+    def result(self, sinks_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output (B, N, C, V), with attention sinks if there are any, and log-sum-exp (B, N, C) without them."""
         for parts in self._waiting.values():
             self._merge(*parts)
         batch, _, num_new, _ = self._q.shape
-        out_BNCV = self._out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
+        out_FNV = self._out_FNV
+        if sinks_N is not None:  # before the output is rounded to the model's dtype
+            out_FNV = out_FNV * torch.sigmoid(self._lse_FN - sinks_N.to(self._lse_FN.dtype))[..., None]
+        out_BNCV = out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
         return out_BNCV, self._lse_FN.unflatten(0, (batch, num_new)).transpose(1, 2)
 
     def _merge(self, index: Index, outs_QNV: list[Tensor], lses_QN: list[Tensor]) -> None:

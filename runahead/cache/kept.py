@@ -166,9 +166,9 @@ class KeptLayer(LayerStore):
         if rows_X is None:
             return None
         _, batch, heads, width = self.slab_TBKX.shape
-        source_TBKX = self.slab_TBKX
 
         def gathered() -> Tensor:
+            source_TBKX = self.slab_TBKX
             num_chosen = len(rows_X) // (batch * heads)
             slab_TBKX = source_TBKX.new_empty(num_chosen + 1, batch, heads, width)
             out = slab_TBKX[:num_chosen].view(-1, width)

@@ -37,6 +37,12 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         num_slabs=model.num_layers,
         device=ranks.device,
     )
+
+    def after_layer() -> None:
+        if kept is not None:
+            kept.peak_bytes = max(kept.peak_bytes, kept.num_bytes)  # without a pool in host memory
+        ranks.progress()
+
     edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
     began_s, clock = time.perf_counter(), clock_for(ranks.device)
     marks = [clock.mark()]
@@ -45,7 +51,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         tokens = NewTokens(start, batch.pads)
         is_last = end == num_tokens
         if kept is None:
-            attention = CausalAttention(cache, start=start, pads=batch.pads, on_layer=ranks.progress)
+            attention = CausalAttention(cache, start=start, pads=batch.pads, on_layer=after_layer)
         else:
             steps = PolicySteps(
                 policies.last,
@@ -56,7 +62,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 evicts=bounded or is_last,
                 cache=kept,
             )
-            attention = KeptAttention(kept, steps, on_layer=ranks.progress)
+            attention = KeptAttention(kept, steps, on_layer=after_layer)
         logits_BV = model.forward(
             batch.ids_BS[:, start:end],
             attention,
@@ -68,7 +74,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         marks.append(clock.mark())
     if kept is not None:
         kept.free(room=room)
-    cache.note_peak()
+    cache.peak_bytes = max(cache.peak_bytes, cache.num_bytes)
     times_s = [clock.seconds(mark) for mark in marks]
     report = RankReport(
         rank=ranks.rank,

@@ -58,6 +58,7 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     # Under policies the last rank has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
     own = [partition.chunk(rank) for partition in by_layer]
+    kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
     run = ChainRun(
         job,
         TRANSFERS[job.ranks.backend],
@@ -71,8 +72,8 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
         rotaries=policies.rotaries(model),
     )
     if policies:
-        thinned = ThinnedAttention(run, by_layer, rank)
-        return run.compute(thinned, [chunk], store=thinned.kept, narrowed=thinned.tokens)
+        thinned = ThinnedAttention(run, by_layer, rank, kept)
+        return run.compute(thinned, [chunk], store=kept, narrowed=thinned.tokens)
     cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
     return run.compute(attention, [chunk], store=cache if schedule.is_last else None)

@@ -15,7 +15,7 @@ import torch
 
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import LayerStore, SeenKV
-from runahead.cache.kept import KeptLayer
+from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
 from runahead.prefill.chain_attention import ChainAttention
@@ -29,19 +29,14 @@ class ThinnedAttention(ChainAttention):
     Args:
         by_layer: the chunks of each layer.
         rank: the rank in the chain.
-
-    Attributes:
         kept: the KV cache for decoding, on the last rank.
-
-    Raises:
-        ValueError: the policies cannot run on this model.
     """
 
-    def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int) -> None:
+    def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int, kept: KeptCache | None) -> None:
         job = run.job
         super().__init__(run, run.cache, start=job.partition.chunk(rank).start, pads=job.batch.pads)
         self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
-        self.kept = job.policies.cache(job.model, batch=len(self.pads)) if run.is_last else None
+        self.kept = kept
         self._steps = PolicySteps(
             job.policies.of(is_last=run.is_last),
             self.tokens,

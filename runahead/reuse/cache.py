@@ -39,8 +39,9 @@ class ReusedCache(KVStore):
 
     def __init__(self, own: KVCache, reused: ReusedKV) -> None:
         self.own, self.reused = own, reused
-        self.layers = [ReusedLayer(cache=self, own=layer, number=number) for number, layer in enumerate(own.layers)]
-        self._views: tuple[tuple[int, int], list[_View]] | None = None
+        views = _Views(reused, own.device)
+        # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
+        self.layers = [ReusedLayer(views=views, own=layer, number=number) for number, layer in enumerate(own.layers)]
 
     @property
     def num_bytes(self) -> int:
@@ -54,33 +55,12 @@ class ReusedCache(KVStore):
         """The same cache with reused parts concatenated if that saves time; see `ReusedKV.joined`."""
         return ReusedCache(self.own, self.reused.joined())
 
-    def views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
-        """The leading runs of parts that new tokens see, by group of queries. They are the same in all layers."""
-        asked = tokens.start, positions_BC.shape[1]
-        if self._views is None or self._views[0] != asked:
-            self._views = asked, self._new_views(tokens, positions_BC)
-        return self._views[1]
-
-    def _new_views(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
-        """One view per part and group of queries; large groups have one view of all parts that they see."""
-        parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
-        by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
-        for part in self.reused.parts:
-            for num_seen, ranges in _queries_by_num_seen(part, tokens, positions_BC).items():
-                if tuple(ranges) in by_queries:
-                    by_queries[tuple(ranges)].append((part, num_seen))
-                    continue
-                parts.append((ranges, [(part, num_seen)]))
-                if sum(len(run) for run in ranges) > FEW_QUERIES:
-                    by_queries[tuple(ranges)] = parts[-1][1]
-        return [_View(parts=seen, queries=_index(ranges, self.own.device)) for ranges, seen in parts]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedLayer(LayerStore):
     """One layer: a slab of new tokens, and the reused parts."""
 
-    cache: ReusedCache
+    views: _Views
     own: SlabLayer
     number: int
 
@@ -103,10 +83,18 @@ class SeenReused(SeenKV):
     tokens: NewTokens
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        cache, slab, start, q_BNCH = self.layer.cache, self.layer.own.slab, self.tokens.start, self.q_BNCH
+        return self._merged(terms, await_prefix).result()
+
+    def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
+        out_BNCV, _ = self._merged(terms, await_prefix).result(terms.sinks_N)
+        return out_BNCV
+
+    def _merged(self, terms: AttentionTerms, await_prefix: Callable[[], None]) -> MergedParts:
+        """Parts of the own chunk, of what is reused and of the prefix."""
+        views, slab, start, q_BNCH = self.layer.views, self.layer.own.slab, self.tokens.start, self.q_BNCH
         batch, _, num_new, _ = q_BNCH.shape
         merged = MergedParts(q_BNCH, slab.value_dim)
-        positions_BC = cache.reused.positions_BC(torch.arange(start, start + num_new))
+        positions_BC = views.reused.positions_BC(torch.arange(start, start + num_new))
         prefixes = []
         for row in self._rows(num_new, terms, positions_BC):
             queries, positions_C = q_BNCH[row.rows, :, row.offset :], positions_BC[row.first, row.offset :]
@@ -120,10 +108,10 @@ class SeenReused(SeenKV):
             k, v = slab.read(own_start, start + num_new)
             own_S = positions_C
             if own_start < start:
-                own_S = cache.reused.positions_BC(torch.arange(own_start, start + num_new))[row.first]
+                own_S = views.reused.positions_BC(torch.arange(own_start, start + num_new))[row.first]
             part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, own_S)
             merged.add(row.index(num_new, batch), *part)
-        for view in cache.views(self.tokens, positions_BC):
+        for view in views.of(self.tokens, positions_BC):
             kv_1KTX, index = view.kv_TKX(self.layer.number).permute(1, 0, 2)[None], view.queries
             k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
             positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
@@ -131,10 +119,10 @@ class SeenReused(SeenKV):
         await_prefix()
         for row, queries, positions_C in prefixes:
             k, v = slab.read(row.pad, start)
-            before_P = cache.reused.positions_BC(torch.arange(row.pad, start))[row.first]
+            before_P = views.reused.positions_BC(torch.arange(row.pad, start))[row.first]
             part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, before_P)
             merged.add(row.index(num_new, batch), *part)
-        return merged.result()
+        return merged
 
     def _rows(self, num_new: int, terms: AttentionTerms, positions_BC: Tensor) -> list[_Rows]:
         """Groups of rows that attend in one call: all rows if attention depends only on order, else one row each."""
@@ -164,6 +152,39 @@ def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tens
                 queries.setdefault(num_seen, []).append(range(at, at + count))
             at += count
     return queries
+
+
+class _Views:
+    """What new tokens see of reused parts, computed once for all layers.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
+        self.reused, self._device = reused, device
+        self._found: tuple[tuple[int, int], list[_View]] | None = None
+
+    def of(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
+        """The leading runs of parts that new tokens see, by group of queries. They are the same in all layers."""
+        asked = tokens.start, positions_BC.shape[1]
+        if self._found is None or self._found[0] != asked:
+            self._found = asked, self._new(tokens, positions_BC)
+        return self._found[1]
+
+    def _new(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
+        """One view per part and group of queries; large groups have one view of all parts that they see."""
+        parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
+        by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
+        for part in self.reused.parts:
+            for num_seen, ranges in _queries_by_num_seen(part, tokens, positions_BC).items():
+                if tuple(ranges) in by_queries:
+                    by_queries[tuple(ranges)].append((part, num_seen))
+                    continue
+                parts.append((ranges, [(part, num_seen)]))
+                if sum(len(run) for run in ranges) > FEW_QUERIES:
+                    by_queries[tuple(ranges)] = parts[-1][1]
+        return [_View(parts=seen, queries=_index(ranges, self._device)) for ranges, seen in parts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.base import Phase
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -30,5 +29,3 @@ class KeptAttention(CausalAttention):
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
         self.steps.run(layer, self._layers[layer], seen, terms)
         self.cache.close(layer, room=self.steps.room)
-        if self.tokens.phase is Phase.prefill:
-            self.cache.note_peak()

@@ -175,7 +175,7 @@ def test_several_ranks_are_refused(folder: Path, text_file: Path, tmp_path: Path
     with Ranks.start(run.ranks) as ranks:
         ranks.size = 2
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="on one rank but 2 were started"):
-            patch.setattr(ranks, "agree", lambda what, find: find())
+            patch.setattr(ranks, "on_rank_0", lambda what, find: find())
             evaluate(run, ranks)
         ranks.size = 1
 

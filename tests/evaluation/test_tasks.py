@@ -155,9 +155,9 @@ def test_found_is_what_the_answer_says(
     fed: list[tuple[list[int], bool]] = []
     feed, generate = Conversation.feed, Conversation.generate
 
-    def noted(self: Conversation, ids_BC: torch.Tensor, *, evict: bool = True, **other: Any) -> torch.Tensor:
-        fed.append((ids_BC[0].tolist(), evict))
-        return feed(self, ids_BC, evict=evict, **other)
+    def noted(self: Conversation, ids_BC: torch.Tensor, *, cut_back: bool = True, **other: Any) -> torch.Tensor:
+        fed.append((ids_BC[0].tolist(), cut_back))
+        return feed(self, ids_BC, cut_back=cut_back, **other)
 
     def played(self: Conversation, *args: Any) -> Any:
         decoded = generate(self, *args)

@@ -83,10 +83,10 @@ REFUSED = {
     "mistral": "windows",
     "llama_dynamic_ntk": "depend on the length",
     "phi3_longrope": "depend on the length",
-    "opt": "counts positions on its own|adds positions",
+    "opt": "counts positions by itself|adds positions",
     "gpt2": "adds positions",
     "gpt_bigcode": "adds positions",
-    "bart": "counts positions on its own|adds positions",
+    "bart": "counts positions by itself|adds positions",
 }
 
 

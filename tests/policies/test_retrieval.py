@@ -68,7 +68,7 @@ class Turns:
         parts = torch.tensor(rows).split(chunks or [longest], dim=1)
         with throughout(self.model.dtype):
             for number, part in enumerate(parts, start=1):
-                logits = self.conversation.feed(part, pads=pads if number == 1 else None, evict=number == len(parts))
+                logits = self.conversation.feed(part, pads=pads if number == 1 else None, cut_back=number == len(parts))
         return logits
 
     def decode(self, tokens: list[int]) -> Tensor:

@@ -179,7 +179,7 @@ def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd, 
     assert "schema=<xml file> is missing" in capfd.readouterr().err
     for more, message in (
         ([], "out=<folder> is missing"),
-        ([f"out={files / 'ice.xml'}"], "is no folder that can be written to"),
+        ([f"out={files / 'ice.xml'}"], "is not a writable folder"),
         ([f"out={files / 'store'}", "disk_bytes=1KiB"], "more than disk_bytes=1,024"),
     ):
         with pytest.raises(Exited):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from dataclasses import replace
@@ -15,6 +16,7 @@ from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions
 from runahead.attention import merging
+from runahead.cache.kv_cache import KVCache
 from runahead.config import PrefillName, PrefillOptions
 from runahead.reuse import cache as reused_cache
 from runahead.reuse import reused_kv
@@ -292,6 +294,27 @@ def test_the_engine_generates_from_what_is_reused_and_tells_so() -> None:
         len(segment.stored) * sum(shape.bytes_per_token() for shape in model.kv_shapes)
         for segment in {use.segment for each in asked for use in each.uses}
     )
+
+
+def test_no_cache_waits_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle of references would keep keys and values of every call, and of every encoded segment."""
+    draw = random.Random(3)
+    model, made, make = tiny_model("llama"), [], KVCache.__init__
+
+    def noted(self: KVCache, *args: Any, **keywords: Any) -> None:
+        make(self, *args, **keywords)
+        made.extend(weakref.ref(layer.slab.slab_TBKX) for layer in self.layers)
+
+    monkeypatch.setattr(KVCache, "__init__", noted)
+    engine, asked = Engine(model, one_rank()), random_prompt(draw, random_segments(draw))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate([asked], GenerationOptions(max_new_tokens=3, ignore_eos=True))
+        assert len(made) >= 2 * len(model.kv_shapes)  # of a segment that was encoded, and of the prompt
+        assert [each for each in made if each() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_reuse_is_refused() -> None:

@@ -155,7 +155,7 @@ def test_chunks_may_be_kept_whole_until_the_last_one() -> None:
     whole, pieces = conversation(policy), conversation(policy)
     feed(whole, IDS)
     for start in (0, 20):
-        feed(pieces, IDS[start : start + 20], evict=False)
+        feed(pieces, IDS[start : start + 20], cut_back=False)
     assert min(pieces.kept_tokens) == 40
     equal(feed(pieces, IDS[40:]), whole.logits_BV)  # type: ignore[arg-type]
     assert pieces.kept_tokens == whole.kept_tokens

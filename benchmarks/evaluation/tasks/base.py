@@ -137,12 +137,12 @@ def now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def feed_timed(conversation: Conversation, ids: Sequence[int], *, evict: bool = True) -> float:
+def feed_timed(conversation: Conversation, ids: Sequence[int], *, cut_back: bool = True) -> float:
     """Feed one row of tokens; the seconds that it took."""
     device = conversation.model.device
     ids_1C = torch.tensor([ids])
     began_s = now_s(device)
-    conversation.feed(ids_1C, evict=evict)
+    conversation.feed(ids_1C, cut_back=cut_back)
     return now_s(device) - began_s
 
 

@@ -81,7 +81,7 @@ class Retrieval(Task):
         if self._options.question is Question.separate:
             context_s = feed_timed(conversation, context)
             kv = KVUse.of(conversation)
-            question_s = feed_timed(conversation, question, evict=False)  # nothing goes by the question's votes
+            question_s = feed_timed(conversation, question, cut_back=False)  # nothing goes by the question's votes
         else:
             context_s, question_s = feed_timed(conversation, context + question), 0.0
             kv = KVUse.of(conversation)
