@@ -47,7 +47,7 @@ class LinkOptions:
 
 @dataclass(kw_only=True)
 class SearchOptions:
-    """What is searched: prompt `lengths` in tokens, numbers of `ranks` (None: all up to those started).
+    """Options of a search over prompt `lengths` in tokens and numbers of `ranks` (None: all up to those started).
 
     `reach` bounds how far, as a share of the prompt, a boundary may move from the start of a search; boundaries are
     multiples of `min_stride` tokens. `repeats` are runs per measured point. `probe_chunks` and `probe_prefixes` are the
@@ -100,8 +100,10 @@ class SearchOptions:
         return min(self.min_stride, max(1, length // (8 * count)))
 
     def reach_tokens(self, length: int, count: int) -> int | None:
-        """How far a boundary may move, in tokens; None is anywhere. Only live runs, which take long, are limited: the
-        best split is near equal work, but on slow simulated links it may be far from it.
+        """Search radius around each boundary, in tokens; None is unlimited.
+
+        Only searches on live ranks, which take long, are limited: there the best split is near equal work, but on slow
+        simulated links it may be far from it.
         """
         if self.objective is not Objective.measured:
             return None

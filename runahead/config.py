@@ -53,7 +53,7 @@ class Transfer(Enum):
 
 
 class Attention(Enum):
-    """How much of the attention map is computed: all of it, masked half included, or what causality leaves."""
+    """Scores that TSP computes: all of the prompt's, the masked half included, or those of visible keys only."""
 
     dense = "dense"
     causal = "causal"
@@ -66,7 +66,7 @@ class Exchange(Enum):
 
 
 class Positions(Enum):
-    """Where a kept token stands: where it stood in the text, or in the cache, whose slots are numbered without gaps."""
+    """Position of a kept token: its position in the text, or its slot in the cache, which are numbered without gaps."""
 
     original = "original"
     reencoded = "reencoded"
@@ -74,7 +74,7 @@ class Positions(Enum):
 
 E = TypeVar("E", bound=Enum)
 
-# Far above what anybody needs, and below what other libraries take.
+# Far above any use, and below the limits of other libraries.
 MAX_SEED = 2**62
 MAX_LAYERS = 10_000
 MAX_THREADS = 4096
@@ -82,7 +82,7 @@ MAX_TIMEOUT_S = 1_000_000
 
 
 def choice(option: str, kind: type[E], value: object) -> E:
-    """The member of `kind` that `value` names; `value` may be the bool that YAML makes of `true`.
+    """The member of `kind` with the name `value`; `value` may be the bool that YAML makes of `true`.
 
     Raises: ValueError.
     """
@@ -102,7 +102,14 @@ def require(rule_holds: bool, option: str, value: object, rule: str) -> None:
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model, in which dtype. `seed` draws the weights of `random`, whose config may be given other `layers`."""
+    """Model and dtype.
+
+    Attributes:
+        path: local folder, hub id or GGUF file of model=hf.
+        config: model folder or config.json of model=random.
+        seed: seed of the weights of model=random.
+        layers: number of layers of model=random, in place of the config's.
+    """
 
     name: ModelName = ModelName.smollm2
     path: str | None = None
@@ -131,10 +138,12 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class RanksOptions:
-    """How the processes work together.
+    """Backend, device and time limits of the ranks.
 
-    `timeout_s` bounds the silence of a peer, and how long no rank gets anywhere; `threads` are the intra-op threads of
-    one rank. What a rank knew when it had to end goes beside the file `fault_report`, or beside the run's report.
+    Attributes:
+        timeout_s: longest silence of a peer, and longest time in which no rank makes progress, in seconds.
+        threads: intra-op threads of one rank.
+        fault_report: path beside which a rank that has to end writes its fault report; by default the run's report.
     """
 
     backend: Backend = Backend.auto
@@ -156,10 +165,14 @@ class RanksOptions:
 
 @dataclass(kw_only=True)
 class PrefillOptions:
-    """How the cache is filled. `layers_in_flight` bounds the layers whose K,V are under way at a time.
+    """Method that fills the KV cache.
 
-    `transfer` and `layers_in_flight` are for kv_runahead, `attention` is for tsp, and `exchange` for zigzag.
-    `chunk_tokens` bounds the tokens that a rank computes at a time where it has the prompt for itself.
+    Attributes:
+        transfer: way of keys and values along the chain of kv_runahead.
+        layers_in_flight: most layers whose keys and values are being sent at a time, for kv_runahead.
+        attention: scores that tsp computes.
+        exchange: way of keys and values between all ranks, for zigzag.
+        chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt; None is all.
     """
 
     name: PrefillName = PrefillName.kv_runahead
@@ -186,13 +199,18 @@ class PrefillOptions:
 
     @property
     def takes_partition(self) -> bool:
-        """Is the prompt split as the user says?"""
+        """Whether the prompt is split by the user's partition."""
         return self.name is PrefillName.kv_runahead
 
 
 @dataclass(kw_only=True)
 class GenerationOptions:
-    """What is generated. `top_k` 0 is off; `stop` strings end a row and are not part of its text."""
+    """Number of new tokens, sampling, and what ends a row.
+
+    Attributes:
+        top_k: number of tokens to sample from; 0 is off.
+        stop: strings that end a row; they are not part of its text.
+    """
 
     max_new_tokens: int = 64
     do_sample: bool = False

@@ -62,7 +62,7 @@ ROOMS = {
 MOST_FILES = 16
 """Python files of a folder at most."""
 
-OTHER_LIMITS = {"runahead": 10, "policies": inf, "benchmarks/studies": 21}
+OTHER_LIMITS = {"runahead": 10, "policies": inf}
 """policies/ has one file per method."""
 
 

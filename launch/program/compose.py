@@ -88,7 +88,7 @@ class OwnConfig:
 
 @dataclass(kw_only=True)
 class CommandLine(Generic[T]):
-    """What the arguments ask for.
+    """Parsed arguments: text to print, or options to run with.
 
     Attributes:
         to_print: text to print instead of running.

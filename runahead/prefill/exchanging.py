@@ -31,7 +31,7 @@ class ExchangingPrefill(Prefill):
 
     @abstractmethod
     def exchange(self, options: PrefillOptions) -> Exchange:
-        """How ranks exchange keys and values."""
+        """The way in which ranks exchange keys and values."""
 
     @abstractmethod
     def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> LayerAttention:

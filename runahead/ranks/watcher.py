@@ -51,7 +51,7 @@ class Wait:
         self._times_asked, self._asked_s = 0, 0.0
 
     def describe(self) -> str:
-        """What is waited for, with details if there are any."""
+        """Description of the present wait, with details if there are any."""
         return self.what if self._detail is None else f"{self.what} ({self._detail()})"
 
     def look(self, heartbeat: Heartbeat, elapsed_s: float) -> None:

@@ -155,7 +155,7 @@ def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tens
 
 
 class _Views:
-    """What new tokens see of reused parts, computed once for all layers.
+    """Visible leading runs of reused parts for new tokens, computed once for all layers.
 
     Args:
         device: that computes.
