@@ -1,1 +1,1 @@
-"""Measurements, and what they need."""
+"""Benchmarks and studies, and the modules that they share."""

@@ -1,1 +1,1 @@
-"""What a cache policy costs: quality of the text, recall, bytes and speed, measured by launch/evaluate.py."""
+"""Evaluation of cache policies: text quality, recall, KV cache bytes and speed, measured by launch/evaluate.py."""

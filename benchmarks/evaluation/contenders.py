@@ -14,7 +14,7 @@ from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies
 
 RECENT_RATIO = 0.2
-"""Of PyramidInfer's tokens, the most that are kept as recent ones: its own default."""
+"""Default `recent_ratio` of PyramidInfer: upper limit of the share of kept tokens that are recent ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class Contender:
 
 
 def budget_text(budget: Budget | None) -> str:
-    """For readers."""
+    """Text of a budget for tables and pictures."""
     if budget is None:
         return "-"
     return f"{budget:,} tokens" if isinstance(budget, int) else f"{100 * budget:g}%"
 
 
 def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Contender]:
-    """All of them, in order.
+    """Make the contenders of all entries and budgets, in order.
 
     Raises:
         ValueError: in one line, for an unknown policy or option, a budget that a policy cannot have, or a policy twice.
@@ -79,7 +79,7 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> C
 
 
 def _policies(settings: dict[str, Any]) -> RankPolicies:
-    """Raises: ValueError."""
+    """Build the policies of these settings. Raises: ValueError."""
     own = {name: value for name, value in settings.items() if name != "positions"}
     positions = settings.get("positions", Positions.original.name)
     if positions not in Positions.__members__:
@@ -88,7 +88,7 @@ def _policies(settings: dict[str, Any]) -> RankPolicies:
 
 
 def _has_own_budget(settings: dict[str, Any]) -> bool:
-    """Does nothing remain to be said of how much it keeps? True of what is not in the table of policies."""
+    """Whether the settings already say how much to keep. True of a name that is not in the table of policies."""
     if settings.get("name") not in POLICIES:
         return True
     options = _options(settings["name"])
@@ -103,7 +103,8 @@ def _with_budget(settings: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """A policy's settings with a budget in them; for PyramidInfer a share is the mean over layers."""
     if "mean_keep" not in _options(settings["name"]) or isinstance(budget, int):
         return settings | {"budget": budget}
-    # What every layer keeps must leave room for others, and no minimum may raise the mean, of short chunks above all.
+    # A layer must keep room for tokens that are not recent, and no minimum may raise the mean, above all in short
+    # chunks.
     return {"recent_ratio": min(RECENT_RATIO, budget / 2), "min_tokens": 1} | settings | {"mean_keep": budget}
 
 

@@ -1,4 +1,4 @@
-"""What tasks are made of and is known before the model is loaded: a text, its tokens, and the model's limits."""
+"""Inputs of tasks that are known before the model is loaded: a text, its tokens, and the model's limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and what messages are to call it."""
+    """A text and its name in messages."""
 
     name: str
     content: str
@@ -17,12 +17,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Material:
-    """For all tasks.
+    """Inputs that all tasks share.
 
     Attributes:
-        tokenizer: the model's, if it has one.
-        vocab_size: of the model.
-        max_positions: tokens that the model was made for, if it says so.
+        tokenizer: the model's tokenizer, or None.
+        vocab_size: vocabulary size of the model.
+        max_positions: the model's maximum number of positions, or None if its config has none.
         text: the user's text, if a task asks for one.
     """
 
@@ -32,19 +32,19 @@ class Material:
     text: Text | None
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text that stands in the middle of others."""
+        """Token ids of a text inside a longer sequence, without special tokens."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     @cached_property
     def text_ids(self) -> list[int]:
-        """Of the whole text."""
+        """Token ids of the whole text."""
         assert self.text is not None
         return self.ids(self.text.content)
 
     @cached_property
     def prefix(self) -> list[int]:
-        """Special tokens that begin every text, for models that want one."""
+        """Special tokens that the tokenizer puts before every text; empty for most models."""
         with_special: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
         without = self.ids("a")
         starts = [at for at in range(len(with_special)) if with_special[at : at + len(without)] == without]
@@ -60,7 +60,7 @@ class Material:
             )
 
     def require_positions(self, what: str, num_tokens: int, remedy: str = "lower it") -> None:
-        """Raises: ValueError: `what`, of so many tokens, is more than the model was made for."""
+        """Raises: ValueError: `what` has more tokens than the model has positions."""
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise ValueError(
                 f"{what} takes {num_tokens:,} positions, but the model has {self.max_positions:,}; {remedy}"

@@ -12,7 +12,7 @@ TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "throughput")
 
 
 class Question(Enum):
-    """When a policy sees the question: in a turn of its own, after the thinned context, or with the context."""
+    """When a policy sees the question: in a separate turn after the thinned context, or together with the context."""
 
     separate = "separate"
     with_context = "with_context"
@@ -20,18 +20,18 @@ class Question(Enum):
 
 @dataclass(kw_only=True)
 class TextOptions:
-    """The text that perplexity, copy and needle are made of: a file in UTF-8; by default that of examples/."""
+    """Text for perplexity, copy and needle: a file in UTF-8; by default the one in examples/."""
 
     file: str | None = None
 
 
 @dataclass(kw_only=True)
 class PerplexityOptions:
-    """Text that is read in chunks.
+    """Options of perplexity, measured over a text that is read in chunks.
 
     Attributes:
-        tokens: of a sample; samples follow each other in the text.
-        chunk: tokens that are read at a time. Each sees what was kept of earlier chunks, and its own up to itself.
+        tokens: length of a sample; samples follow each other in the text.
+        chunk: tokens per forward pass. Each sees what was kept of earlier chunks, and its own chunk up to itself.
     """
 
     tokens: int = 2048
@@ -44,7 +44,7 @@ class PerplexityOptions:
 
 @dataclass(kw_only=True)
 class CopyOptions:
-    """A passage, other text, and the passage again; lengths in tokens."""
+    """Options of copy-NLL: a passage, filler text, and the passage again; lengths in tokens."""
 
     passage: int = 128
     filler: int = 640
@@ -56,13 +56,13 @@ class CopyOptions:
 
 @dataclass(kw_only=True)
 class RetrievalOptions:
-    """One fact in a long context.
+    """Options of retrieval: one fact in a long context.
 
     Attributes:
-        lengths: tokens of context and question, at most.
-        depths: where the fact is, from 0 (first) to 1 (last).
+        lengths: maximum numbers of tokens of context and question together.
+        depths: position of the fact in the context, from 0 (first) to 1 (last).
         samples: facts per length and depth.
-        new_tokens: that may answer.
+        new_tokens: maximum number of tokens of an answer.
     """
 
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
@@ -72,7 +72,7 @@ class RetrievalOptions:
     new_tokens: int = 8
 
     def check(self, name: str) -> None:
-        """Raise a ValueError that calls the task by its name."""
+        """Raise a ValueError for a wrong value; `name` is the task's name in the message."""
         if isinstance(self.question, str):
             self.question = Question[self.question]
         _require_least(name, self, samples=1, new_tokens=2)
@@ -85,14 +85,14 @@ class RetrievalOptions:
 
 @dataclass(kw_only=True)
 class ThroughputOptions:
-    """The largest batch whose KV fit into a budget.
+    """Options of throughput, measured with the largest batch whose KV cache fits into a budget.
 
     Attributes:
-        prompt_tokens, new_tokens: of each row, random tokens.
+        prompt_tokens, new_tokens: tokens per row; prompts are random tokens.
         kv_tokens: the budget as tokens of a full cache.
         kv_bytes: the budget as bytes, in place of `kv_tokens`.
-        max_batch: no batch has more rows.
-        rounds: runs of each policy; they take turns (A B C A B C).
+        max_batch: maximum number of rows.
+        rounds: runs of each policy; policies run in turn (A B C A B C).
     """
 
     prompt_tokens: int = 512
@@ -116,14 +116,14 @@ class ThroughputOptions:
 
 @dataclass(kw_only=True)
 class EvaluateRun:
-    """One run of launch/evaluate.py.
+    """Configuration of one run of launch/evaluate.py.
 
     Attributes:
-        policies: each a name, or {name: ..., and its options}; a list or a single one.
+        policies: one or a list of policies, each a name or a mapping {name: ..., and its options}.
         tasks: names of `TASK_NAMES`.
-        budgets: for policies that have one: tokens if a whole number, else a share of the prompt.
-        report: JSON file for the results; pictures go beside it.
-        lines: JSON lines, one per measurement; what is in it already is not measured again. By default beside the
+        budgets: for policies that have one: a whole number is in tokens, a fraction is a share of the prompt.
+        report: JSON file for the results; pictures are written next to it.
+        lines: JSON lines, one per measurement; measurements already in the file are skipped. By default next to the
             report.
     """
 

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation, made of its rows: a function each, None where there is nothing for it."""
+"""Pictures of an evaluation, drawn from its rows. Each function returns None where no rows apply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOOKS = [
     Look(GREEN, "<", "--"),
     Look(ORANGE, ">", "--"),
 ]
-"""In the order of the policies; further ones begin again."""
+"""Looks, assigned in the order of the policies; repeated if there are more policies."""
 TITLES = {
     "perplexity": "Perplexity of text read in chunks",
     "copy": "Copy-NLL: the same passage again",
@@ -47,12 +47,12 @@ TITLES = {
     "throughput": "Throughput at a fixed budget of K,V",
 }
 PYRAMID_FROM = ("copy", "needle", "passkey", "throughput", "perplexity")
-"""The task that shows what is kept per layer: the first of these that was run."""
+"""Tasks in order of precedence for the picture of kept tokens per layer: the first one that was run is drawn."""
 MOST_LEGEND_COLUMNS = 4
 
 
 def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
-    """Every task's score over the bytes of KV that a policy keeps: one panel per task, all policies in each."""
+    """Draw every task's score over the KV cache bytes that a policy keeps: one panel per task, all policies in each."""
     if not rows:
         return None
     tasks = _distinct([row.task for row in rows])
@@ -82,7 +82,7 @@ def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
 
 
 def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
-    """Maps of what was found, over length and depth: a row of them per policy, a column per budget."""
+    """Draw heat maps of the share of facts found, over length and depth: a row per policy, a column per budget."""
     mapped = [row for row in rows if row.task == task and row.cells]
     if not mapped:
         return None
@@ -120,7 +120,7 @@ def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
 
 
 def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
-    """Tokens that each layer keeps, a panel per budget."""
+    """Draw the tokens that each layer keeps, a panel per budget."""
     source = next((task for task in PYRAMID_FROM if any(row.task == task for row in rows)), None)
     thinned = [row for row in rows if row.task == source and row.policy != FULL and row.kept_shares]
     if source is None or not thinned:
@@ -133,7 +133,7 @@ def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
         for row in thinned:
             if row.budget == budget:
                 look = looks[row.policy]
-                at = list(looks).index(row.policy)  # equal lines show all of their markers
+                at = list(looks).index(row.policy)  # so that coinciding lines show all their markers
                 axes.plot(
                     range(len(row.kept_shares)),
                     [100 * share for share in row.kept_shares],
@@ -154,7 +154,7 @@ def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
 
 
 def pictures(rows: Sequence[Row], subject: str) -> dict[str, bytes]:
-    """All that there are rows for, by name."""
+    """Draw all pictures that there are rows for, by name."""
     drawn = {
         "quality": quality_png(rows, subject),
         "passkey": found_png("passkey", rows, subject),
@@ -165,7 +165,7 @@ def pictures(rows: Sequence[Row], subject: str) -> dict[str, bytes]:
 
 
 def _draw_full(axes: Any, full: Sequence[Row]) -> None:
-    """The full cache, and its score all along the panel."""
+    """Draw the full cache as a point, and its score as a horizontal line."""
     for row in full:
         axes.axhline(row.score, color=MUTED, linewidth=1, linestyle="--")
         axes.plot([100 * row.kv_share], [row.score], color=BLACK, marker="o", markersize=6, linestyle="")
@@ -206,13 +206,13 @@ def _legend(figure: Any, looks: dict[str, Look], *, with_full: bool = False) -> 
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
-    """Of the policies that are compared with the full cache; the same in all pictures."""
+    """Looks of the policies that are compared with the full cache, the same in all pictures."""
     policies = _distinct([row.policy for row in rows if row.policy != FULL])
     return {policy: LOOKS[at % len(LOOKS)] for at, policy in enumerate(policies)}
 
 
 def _budgets(rows: Sequence[Row]) -> list[Budget | None]:
-    """Shares, then tokens, then those that policies have of their own."""
+    """Sort budgets: shares, then tokens, then None for policies with a budget of their own."""
     return sorted(
         {row.budget for row in rows}, key=lambda budget: (budget is None, isinstance(budget, int), budget or 0)
     )

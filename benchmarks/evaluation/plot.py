@@ -1,4 +1,4 @@
-"""Draws and tabulates what launch/evaluate.py measured, from its lines only:
+"""Draws and tabulates what launch/evaluate.py measured, from its lines alone:
 
 python -m benchmarks.evaluation.plot --lines eval.jsonl [--out docs] [--table]
 """
@@ -21,7 +21,7 @@ from runahead.files import write_whole
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 something is wrong with the lines or files, 2 the command line is wrong."""
+    """Run the command. Returns the exit status: 0 success, 1 invalid lines or files, 2 invalid command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--lines", required=True, help="JSON lines of launch/evaluate.py")
@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> list[Line]:
-    """All lines of a file. Raises: ValueError: one is no measurement of an evaluation."""
+    """Read all lines of a file. Raises: ValueError: a line is not a measurement of an evaluation."""
     return lines.read(path, option="lines", kind="task", fields=record.FIELDS)
 
 
@@ -67,7 +67,7 @@ def draw(found: Sequence[Line], stem: Path) -> list[Path]:
 
 
 def subject(found: Sequence[Line]) -> str:
-    """What was measured on what."""
+    """Subtitle of the pictures: model, dtype and device."""
     line = found[-1]
     return f"{line['model']}, {line['dtype']} on {line['device']}"
 

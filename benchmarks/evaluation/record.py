@@ -1,4 +1,4 @@
-"""What a line of the evaluation holds, and what it is told apart by."""
+"""JSON lines of an evaluation: their fields, and the keys that identify measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
 
 MEASURED = ("runahead", "policies", "benchmarks/evaluation")
-"""Folders whose code decides what is measured."""
+"""Folders whose code affects measurements; a digest of them is part of every key."""
 
 FIELDS: dict[str, Any] = {
     "task": lambda task: isinstance(task, str) and task in TASKS,
@@ -37,16 +37,16 @@ FIELDS: dict[str, Any] = {
     "details": {},
     **dict.fromkeys(("key", "comparison", "model", "dtype", "device"), is_text),
 }
-"""What the report and the pictures need of a line, as in `benchmarks.harness.lines.fits`."""
+"""Fields that the report and the pictures need in a line, in the form of `benchmarks.harness.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What all lines share, known before the model is loaded: a start where all is done need not load it.
+    """Fields that all lines share, known before the model is loaded, so that a finished run need not load it.
 
     Attributes:
-        about: what two measurements must have in common to be compared.
-        date, commit: for readers.
+        about: settings that must agree for two measurements to be compared.
+        date, commit: when and by which code it was measured, for readers.
     """
 
     about: dict[str, Any]
@@ -55,7 +55,7 @@ class Record:
 
     @classmethod
     def of(cls, run: EvaluateRun, ranks: Ranks, config: Any, text: Text | None, num_threads: int | None) -> Record:
-        """`config` is transformers', of the text model."""
+        """Make the record of a run. `config` is the transformers configuration of the text model."""
         about = {
             "model_options": repr(run.model),
             "model_config": _digest(config.to_json_string()),
@@ -69,18 +69,18 @@ class Record:
         return cls(about=about, date=now(), commit=machine.commit())
 
     def comparison(self, name: str, task: Task) -> str:
-        """Of what is compared with each other in a task."""
+        """Key that measurements of a task share if they can be compared."""
         text = self.about["text"] if task.needs_text else None
         return lines.key(self.about | {"text": text, "task": name, "settings": task.settings})
 
     def key(self, name: str, task: Task, contender: Contender, case: Case) -> str:
-        """Of one measurement."""
+        """Key of one measurement."""
         return lines.key({"comparison": self.comparison(name, task), "policy": contender.settings, "case": case})
 
     def line(
         self, name: str, task: Task, contender: Contender, case: Case, outcome: Outcome, *, model: str, dtype: str
     ) -> Line:
-        """What is written of one measurement."""
+        """JSON line of one measurement."""
         return {
             "task": name,
             "policy": contender.label,
@@ -106,7 +106,7 @@ class Record:
 
 
 def latest(found: Sequence[Line]) -> list[Line]:
-    """Of every task the lines that compare with its last one; of several of one measurement, the last."""
+    """For every task, the lines comparable with its last one; the last line of each repeated measurement."""
     comparison = {line["task"]: line["comparison"] for line in found}
     by_key = {line["key"]: line for line in found if line["comparison"] == comparison[line["task"]]}
     return list(by_key.values())

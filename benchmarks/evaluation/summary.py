@@ -1,4 +1,4 @@
-"""Lines put together: for every task one row per policy and budget; the report and the table are made of them."""
+"""Summary of measured lines: one row per task, policy and budget, for the report and the table."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from policies.base import Budget
 from runahead.picture_style import seconds
 
 FULL = "full"
-"""The policy that others are compared with."""
+"""Name of the reference policy, which keeps the full cache."""
 CELL = ("length", "depth")
-"""What tells the cells of a map apart, in tasks that have them."""
+"""Fields that identify a cell of a heat map, in tasks that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy and budget in one task.
+    """Summary of one policy and budget in one task.
 
     Attributes:
-        kv_share: bytes of KV over those of the full cache.
-        kept_shares: per layer, tokens kept over those of the context.
+        kv_share: KV cache bytes over those of the full cache.
+        kept_shares: per layer, kept tokens over tokens of the context.
         cells: scores by length and depth, means over samples; empty in tasks without them.
     """
 
@@ -48,7 +48,7 @@ class Row:
         return self.kv_bytes / self.full_kv_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
+        """The row as a mapping for the JSON report."""
         cells = [
             {"length": length, "depth": depth, "score": score} for (length, depth), score in sorted(self.cells.items())
         ]
@@ -71,7 +71,7 @@ class Row:
 
 
 def rows(found: Sequence[Line]) -> list[Row]:
-    """In the order of tasks and of the lines."""
+    """Group lines into rows, in the order of tasks and of the lines."""
     groups: dict[tuple[str, str, Budget | None], list[Line]] = {}
     for line in found:
         groups.setdefault((line["task"], line["policy"], line["budget"]), []).append(line)
@@ -103,7 +103,7 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
 
 
 def table(of_task: Sequence[Row]) -> Rows:
-    """The rows of one task, for a terminal or Markdown."""
+    """Make the table of one task's rows, for a terminal or Markdown."""
     batches = any("batch" in row.details for row in of_task)
     head = ["policy", "budget", TASKS[of_task[0].task].metric, "K,V kept", "K,V", "median TTFT", "median TPOT", "n"]
     made = [tuple([*head, *(["batch"] if batches else [])])]
@@ -123,7 +123,7 @@ def table(of_task: Sequence[Row]) -> Rows:
 
 
 def score_text(row: Row) -> str:
-    """As a reader wants it."""
+    """Format a score in the task's unit."""
     if TASKS[row.task].metric == "found":
         return f"{row.score:.0%}"
     return f"{row.score:.3f}" if row.score < 10 else f"{row.score:.1f}"

@@ -1,4 +1,4 @@
-"""Measurements as JSON lines: reading and checking a file of them, and appending to it."""
+"""Measurements as JSON lines: read and check a file of them, and append to it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def read(
     kind: str = "variant",
     fields: Mapping[str, Any] | None = None,
 ) -> list[Line]:
-    """All lines of a file; none if it does not exist, or is a device or a pipe, which is only written to.
+    """Read all lines of a file; none if it does not exist, or is a device or a pipe, which is only written to.
 
     Args:
-        option: the command line's name of the file.
+        option: the file's option on the command line, for messages.
         kind: a field that every line has.
         fields: further fields of every line and their forms, as in `fits`.
 
-    Raises: ValueError: a line is no JSON object with these fields; the message names the file and the line.
+    Raises: ValueError: a line is not a JSON object with these fields; the message names the file and the line.
     """
     name = f"{option}={os.fspath(path)}"
     try:
@@ -69,27 +69,27 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Text of one line without control characters, so that it can stand in a message, a table and a picture."""
+    """Whether a value is text of one line without control characters, fit for a message, a table and a picture."""
     return isinstance(value, str) and value.isprintable()
 
 
 def is_count(value: Any) -> bool:
-    """A whole number of at least 0."""
+    """Whether a value is an integer of at least 0 (and below 2**63)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that a float can hold; an integer in JSON may have any number of digits."""
+    """Whether a value is a finite number that a float can hold; an integer in JSON may have any number of digits."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_above_0(value: Any) -> bool:
-    """A finite number above 0."""
+    """Whether a value is a finite number above 0."""
     return is_number(value) and value > 0
 
 
 def or_none(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The same form, or null."""
+    """A form that also accepts null."""
     return lambda value: value is None or form(value)
 
 
@@ -106,15 +106,15 @@ def append(path: str | os.PathLike[str], lines: Sequence[Line]) -> None:
 
 
 def dumps(lines: Sequence[Line]) -> str:
-    """The content of a file of these lines. Raises: ValueError: a number is not finite."""
+    """Serialise lines as the content of a file. Raises: ValueError: a number is not finite."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 def key(about: Mapping[str, Any]) -> str:
-    """A digest of everything that decides a measurement; runs with the same key may be combined."""
+    """Digest of everything that affects a measurement; runs with the same key may be combined."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rounds_done(lines: Sequence[Line], wanted: str) -> int:
-    """Number of rounds that a file has for a key."""
+    """Number of rounds that the lines hold for a key."""
     return sum(len(line["runs"]) for line in lines if line["key"] == wanted)

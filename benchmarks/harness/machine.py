@@ -1,4 +1,4 @@
-"""Description of the machine and of the code that a measurement was made with."""
+"""Description of the machine and of the code that was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED = ("runahead", "policies", "partitioner")
 
 
 def about() -> dict[str, Any]:
-    """The fields that every measured line has: date, commit, code, hardware and versions."""
+    """Fields that every measured line has: date, commit, code, hardware and versions."""
     return {
         "date": now(),
         "commit": commit(),
@@ -43,7 +43,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout, with "-dirty" if a file other than results, which grow with every run, was changed."""
+    """Commit of the checkout, with "-dirty" if a file was changed other than results, which every run changes."""
     described = _git("describe", "--always")
     if described is None:
         return None
@@ -52,7 +52,7 @@ def commit() -> str | None:
 
 
 def code(packages: Sequence[str] = MEASURED) -> str:
-    """Digest of the measured code. Unlike a commit it distinguishes two checkouts with changes."""
+    """Digest of the measured code. Unlike a commit it distinguishes checkouts with uncommitted changes."""
     digest = hashlib.sha256()
     for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())

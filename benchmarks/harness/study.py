@@ -1,7 +1,7 @@
 """The harness of a study: options, resuming, JSON lines, tables and pictures.
 
-A module of benchmarks/studies/ is a question in its docstring, a generator that measures, and a table and pictures that
-are made of the measured lines alone. `Study.main` does the rest, the same for all:
+A module of benchmarks/studies/ has its question in the docstring, a generator that measures, and a table and pictures
+made from the measured lines alone. `Study.main` does the rest, the same for all:
 
     python -m benchmarks.studies.<name> [its options] [--lines FILE] [--out FOLDER] [--draw-only]
 """
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study, as its generator sees it.
+    """One run of a study, as passed to its generator.
 
     Attributes:
         options: the parsed command line.
         shared: date, commit, code, hardware and versions, which the harness adds to every line.
         key: fields that identify a measurement.
-        done: keys of the lines that the file has already.
+        done: keys of the lines already in the file.
     """
 
     options: argparse.Namespace
@@ -47,13 +47,13 @@ class Run:
         return bool(self.key) and key_of({**self.shared, **about}, self.key) in self.done
 
     def bar(self, items: Collection[T], unit: str) -> Iterator[T]:
-        """The items, with a progress bar on a terminal."""
+        """Iterate over the items, with a progress bar on a terminal."""
         yield from tqdm(items, unit=unit, disable=None if is_first_rank() else True)
 
     def in_turn(self, turns: Mapping[str, Callable[[int], T]], rounds: int, *, warmup: int = 0) -> dict[str, list[T]]:
-        """Call each of `turns` with the number of the round, round after round (A B C A B C ...).
+        """Call each of `turns` with the round number, round after round (A B C A B C ...).
 
-        A machine whose speed drifts so affects all of them alike. Results of the first `warmup` rounds are dropped.
+        A drift of the machine's speed then affects all alike. Results of the first `warmup` rounds are dropped.
         """
         results: dict[str, list[T]] = {name: [] for name in turns}
         for number, name in self.bar([(number, name) for number in range(warmup + rounds) for name in turns], "turn"):
@@ -65,18 +65,19 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A question, the loop that measures it, and what is made of its lines.
+    """A question, the generator that measures it, and the table and pictures made from its lines.
 
     Attributes:
-        name: of the module in benchmarks/studies/; its lines are benchmarks/results/<name>.jsonl.
+        name: name of the module in benchmarks/studies/; its lines are in benchmarks/results/<name>.jsonl.
         text: the module's docstring, which --help shows.
         has: a field that every line has.
         options: keyword arguments of `add_argument`, as `option` makes them, by the option's name.
-        measure: yields the lines, each of which is appended at once; on all ranks where torchrun starts several.
-        table: what is printed.
-        pictures: by file name; a picture may be None where there are no lines for it.
-        key: fields that identify a measurement. One that the file has is not repeated where `measure` asks `Run.has`.
-        replaces: lines replace those of the file, all at the end and without the machine's description: simulations.
+        measure: generator of lines, each appended at once; runs on all ranks where torchrun starts several.
+        table: text to print.
+        pictures: functions by file name; one may return None where there are no lines for it.
+        key: fields that identify a measurement. `measure` can skip those in the file by `Run.has`.
+        replaces: write all lines at the end, in place of those in the file and without the machine's description, for
+            simulations.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Study:
         print(self.table(found))
 
     def parser(self) -> argparse.ArgumentParser:
-        """The study's options, and those of all studies."""
+        """Parser of the study's own options and those of all studies."""
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks.studies.{self.name}",
             description=self.text,
@@ -148,7 +149,7 @@ class Study:
 
 
 def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
-    """Keyword arguments of `add_argument`: typed as the default, several values for a list, a switch for False."""
+    """Keyword arguments of `add_argument`: the default's type, several values for a list, a switch for False."""
     if default is False:
         return {"action": "store_true", "help": help, **more}
     several = isinstance(default, list)
@@ -168,12 +169,12 @@ def last_run(found: Sequence[Line]) -> list[Line]:
 
 
 def key_of(line: Line, names: Sequence[str]) -> tuple[str, ...]:
-    """The values of these fields as text; a line of an earlier version may lack some."""
+    """Values of these fields as text; a line of an earlier version may lack some."""
     return tuple(str(line.get(name)) for name in names)
 
 
 def is_first_rank() -> bool:
-    """Whether this process writes and prints: it is rank 0 of torchrun, or was started alone."""
+    """Whether this process writes and prints: rank 0 under torchrun, or a process started alone."""
     return os.environ.get("RANK", "0") == "0"
 
 

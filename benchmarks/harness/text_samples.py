@@ -1,4 +1,4 @@
-"""Samples of a text as token ids: what studies of quality feed a model."""
+"""Samples of a text as token ids, for studies of quality."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ EXAMPLE = str(ROOT / "examples" / "frankenstein_letters.txt")
 
 
 def text_ids(model: Model, path: str) -> list[int]:
-    """Token ids of a text file in UTF-8, or of one compressed by gzip."""
+    """Token ids of a text file in UTF-8, optionally compressed by gzip."""
     with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
         ids: list[int] = model.tokenizer(file.read(), verbose=False).input_ids
     return ids
 
 
 def samples(ids: list[int], number: int, length: int, *, option: str) -> Iterator[tuple[int, list[int]]]:
-    """Pieces of `length` tokens, spread evenly over the text, each with the position of its first token.
+    """Samples of `length` tokens, spread evenly over the text, each with the position of its first token.
 
     Args:
-        option: the command line's name and value of the text, for the message.
+        option: the text's option and value on the command line, for the message.
 
     Raises:
         SystemExit: the text is too short.

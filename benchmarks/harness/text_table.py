@@ -1,4 +1,4 @@
-"""Tables for terminals and in Markdown: rows of cells, the head first."""
+"""Tables for terminals and in Markdown: rows of cells, starting with the head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Rows = list[tuple[str, ...]]
 
 
 def text(table: Rows) -> str:
-    """Aligned columns: the first one to the left, the others to the right."""
+    """Format aligned columns: the first one left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for row in table:
@@ -18,12 +18,12 @@ def text(table: Rows) -> str:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
+    """Format a Markdown table: the first column left-aligned, the others right-aligned."""
     head, *body = table
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def mebibytes(count: float | None) -> str:
-    """A number of bytes in MiB; "-" for None."""
+    """Format a number of bytes in MiB; "-" for None."""
     return "-" if count is None else f"{count / 2**20:,.2f} MiB"

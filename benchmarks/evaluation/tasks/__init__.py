@@ -1,4 +1,4 @@
-"""Tasks, one file each. To add one: a file, a line here, and its options with their name in options.py."""
+"""Tasks, one file each. To add one: a file, an entry in TASKS here, and its options and name in options.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task is: cases, each measured under every policy, and a score that cases are combined to."""
+"""Base class of tasks: cases measured under every policy, and the combination of their scores."""
 
 # Legend: V vocabulary, S tokens.
 
@@ -23,23 +23,23 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 Case = dict[str, Any]
-"""What tells a measurement from the others of its task, as JSON."""
+"""Fields, as JSON, that identify one measurement within its task."""
 
 PROBE_TOKENS = 16
-"""Tokens that are generated after a text only to see how long each takes."""
+"""Tokens generated after a text only to measure the time per token."""
 COST_OF_NEW = 16
-"""Tokens of a prompt that take about as long as one new token, for the time left."""
+"""Estimated cost of one generated token, in tokens of a prompt, for the time left in the progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVUse:
-    """KV after the context.
+    """KV cache use after the context.
 
     Attributes:
-        kv_bytes: allocated.
-        full_kv_bytes: of a cache that keeps all.
-        num_tokens: of the context.
-        kept_tokens: per layer.
+        kv_bytes: bytes allocated.
+        full_kv_bytes: bytes of a full cache.
+        num_tokens: tokens of the context.
+        kept_tokens: tokens kept, per layer.
     """
 
     kv_bytes: int
@@ -59,14 +59,14 @@ class KVUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One case under one policy.
+    """Result of one case under one policy.
 
     Attributes:
         score: in the task's metric.
-        weight: of the score when cases are combined.
-        ttft_s: until the first token after the context could be chosen.
-        tpot_s: per token after the first.
-        details: whatever else a reader may want to know.
+        weight: weight of the score when cases are combined.
+        ttft_s: seconds until the first token after the context could be chosen.
+        tpot_s: seconds per token after the first, or None.
+        details: further values for the reader.
     """
 
     score: float
@@ -79,19 +79,19 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What cases run on."""
+    """The loaded model and the ranks, on which cases are measured."""
 
     model: Model
     ranks: Ranks
 
 
 class Task(ABC):
-    """One way to measure policies. It is made, and finds what is wrong, before the model is loaded.
+    """A measurement of policies. Construction checks the options, before the model is loaded.
 
     Attributes:
-        metric: what its scores are.
-        lower_is_better: of two scores.
-        needs_text: of the user.
+        metric: name of the score, with its unit.
+        lower_is_better: whether a lower score is better.
+        needs_text: whether the task needs the user's text.
     """
 
     metric: ClassVar[str]
@@ -109,36 +109,36 @@ class Task(ABC):
     @property
     @abstractmethod
     def cases(self) -> list[Case]:
-        """Those to measure, in order."""
+        """The cases to measure, in order."""
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Options that all cases share and that decide their scores, as JSON."""
+        """Options that all cases share and that affect their scores, as JSON."""
 
     @abstractmethod
     def cost(self, case: Case) -> float:
-        """About how long a case takes, as tokens of a prompt."""
+        """Estimated time of a case, in tokens of a prompt."""
 
     @abstractmethod
     def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
-        """Measure."""
+        """Measure one case under one policy."""
 
     @staticmethod
     def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """One score of several cases: their weighted mean."""
+        """Combine the scores of several cases: their weighted mean."""
         return sum(score * weight for score, weight in zip(scores, weights, strict=True)) / sum(weights)
 
 
 def now_s(device: torch.device) -> float:
-    """Seconds, once the device has done what it was asked for."""
+    """Current time in seconds, after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def feed_timed(conversation: Conversation, ids: Sequence[int], *, cut_back: bool = True) -> float:
-    """Feed one row of tokens; the seconds that it took."""
+    """Feed one row of tokens, and return the seconds that it took."""
     device = conversation.model.device
     ids_1C = torch.tensor([ids])
     began_s = now_s(device)
@@ -154,15 +154,15 @@ def tpot_s(decoded: Decoded) -> float | None:
 
 
 def probe_tpot_s(conversation: Conversation) -> float | None:
-    """Seconds per token that would be generated next."""
+    """Seconds per token of a few tokens generated after the conversation so far; None if there are too few."""
     return tpot_s(conversation.generate(GenerationOptions(max_new_tokens=PROBE_TOKENS, ignore_eos=True)))
 
 
 @torch.inference_mode()
 def nll_S(conversation: Conversation, ids: Sequence[int]) -> Tensor:  # noqa: N802
-    """Negative log-likelihood in nats, on the CPU, of each of these tokens if they came next in the one row.
+    """Negative log-likelihood of each of these tokens as a continuation of the one row, in nats, on the CPU.
 
-    A conversation that has not begun cannot tell that of the first token, which is left out.
+    In an empty conversation the first token has no likelihood and is left out.
     """
     parts = [] if conversation.logits_BV is None else [conversation.logits_BV]
     if len(ids) > 1:

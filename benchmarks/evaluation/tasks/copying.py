@@ -1,7 +1,7 @@
-"""Copy-NLL: a passage, other text, and how well the model expects the passage again.
+"""Copy-NLL: the loss of a passage that occurs a second time, after filler text.
 
-Perplexity hardly notices what a policy has dropped: most of a text is guessed from the few words before. Here a model
-with all KV needs only to look the next word up.
+Perplexity hardly depends on what a policy has dropped, since most of a text is predicted from the few tokens before. A
+model with the full KV cache only needs to look up the next token of the passage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runahead.conversation import Conversation
 
 
 class Copying(Task):
-    """The policy sees passage and filler; the passage's second time is read on what it kept."""
+    """Loss of a repeated passage, where the policy chose what to keep after the passage and the filler."""
 
     metric = "copy-NLL, nats"
     lower_is_better = True
@@ -43,7 +43,7 @@ class Copying(Task):
             len(material.prefix) + num_tokens + max(options.passage, PROBE_TOKENS),
         )
         ids, last = material.text_ids, len(material.text_ids) - num_tokens
-        # Samples are spread over the text; in a short one they overlap.
+        # Samples are spread over the text; in a short text they overlap.
         apart = min(num_tokens, last // max(1, options.samples - 1))
         if options.samples > 1 and apart < options.passage:
             material.require_text(
@@ -61,7 +61,7 @@ class Copying(Task):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return asdict(self._options)  # the number of samples decides where they are
+        return asdict(self._options)  # the number of samples determines their positions
 
     def cost(self, case: Case) -> float:
         return 2.0 * self._options.passage + self._options.filler + COST_OF_NEW * PROBE_TOKENS

@@ -1,4 +1,4 @@
-"""A needle in a haystack (Kamradt, 2023): a sentence that has nothing to do with the text around it."""
+"""Needle in a haystack (Kamradt, 2023): a sentence unrelated to the text around it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks.evaluation.tasks.retrieval import Retrieval
 
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+")
 SENTENCES_APART = 20
-"""Between the beginnings of two samples' texts."""
+"""Distance between the starts of two samples' texts, in sentences."""
 
 
 class Needle(Retrieval):
-    """The text is the user's, which has much that asks for attention."""
+    """Retrieval from the user's text, which competes with the fact for attention."""
 
     option = "needle"
     needs_text = True

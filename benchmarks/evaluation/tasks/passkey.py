@@ -1,4 +1,4 @@
-"""Passkey retrieval (Mohtashami and Jaggi, NeurIPS 2023, arXiv 2305.16300): a number in text that repeats itself."""
+"""Passkey retrieval (Mohtashami and Jaggi, NeurIPS 2023, arXiv 2305.16300): a number in repetitive text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILLER = (
 
 
 class Passkey(Retrieval):
-    """The easy case: nothing else in the context is like the fact."""
+    """Retrieval from repetitive text, the easy case: nothing else in the context resembles the fact."""
 
     option = "passkey"
 

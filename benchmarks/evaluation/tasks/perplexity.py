@@ -1,4 +1,4 @@
-"""Perplexity of a text that is read in chunks, with the cache under the policy from the first token on."""
+"""Perplexity of a text that is read in chunks, with the policy applied to the cache from the first token on."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from runahead.conversation import Conversation
 
 
 class Perplexity(Task):
-    """A token sees what the policy kept of earlier chunks, and its own chunk up to itself.
+    """Perplexity where a token sees what the policy kept of earlier chunks, and its own chunk up to itself.
 
-    A budget that is a share is one of the text read so far, so that the share holds at any time.
+    A share as budget refers to the text read so far, so that it holds at any time.
     """
 
     metric = "perplexity"
@@ -52,7 +52,7 @@ class Perplexity(Task):
         ]
 
     def check(self, contender: Contender, num_layers: int) -> None:
-        """Positions in the cache begin again: a text may have any length if what is kept and a chunk fit."""
+        """Raise a ValueError for too few positions: re-encoded ones only need to cover kept tokens and a chunk."""
         options, policies = self._options, contender.policies
         stay = policies.most_slots(num_layers, Phase.prefill) if policies.positions is Positions.reencoded else None
         num_tokens = options.tokens if stay is None else min(options.tokens, stay + options.chunk)
@@ -96,5 +96,5 @@ class Perplexity(Task):
 
     @staticmethod
     def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """Of all tokens together."""
+        """Perplexity over all tokens of the cases."""
         return math.exp(Task.combine([math.log(score) for score in scores], weights))

@@ -1,4 +1,4 @@
-"""One fact in a long context, and a question about it: what passkey and needle have in common."""
+"""Base of passkey and needle: one fact in a long context, and a question about it."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ KEY_DIGITS = 5
 
 
 class Retrieval(Task):
-    """Does the answer begin with the number that the context tells?
+    """Share of answers that begin with the number given in the context.
 
-    The question is a turn of its own: the policy has thinned the context before, without knowing it. With
-    question=with_context it is the end of the context, as in most publications; policies then keep what the question
-    asks for.
+    The question is a separate turn: the policy has thinned the context before, without knowing the question. With
+    question=with_context the question is the end of the context, as in most publications; policies then keep what the
+    question asks for.
     """
 
     metric = "found"
     option: str
-    """The section of its options."""
+    """Name of the section with the task's options."""
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options: RetrievalOptions = getattr(run, self.option)
         self._material = material
         longest = max(self._options.lengths)
         material.require_positions(f"{self.option}.lengths={longest}", longest + self._options.new_tokens)
-        for length in (min(self._options.lengths), longest):  # finds what is too short or too long
+        for length in (min(self._options.lengths), longest):  # raises if one is too short or too long
             self._made({"length": length, "depth": 0.0, "sample": self._options.samples - 1})
 
     @abstractmethod
     def fact(self, key: int) -> str:
-        """A sentence that tells the key."""
+        """A sentence that states the key."""
 
     @abstractmethod
     def question(self) -> str:
-        """What the answer follows directly."""
+        """The question, which ends where the answer begins."""
 
     @abstractmethod
     def sentences(self, sample: int) -> Iterator[str]:
-        """What else is in the context."""
+        """The sentences around the fact."""
 
     @property
     def cases(self) -> list[Case]:
@@ -81,7 +81,7 @@ class Retrieval(Task):
         if self._options.question is Question.separate:
             context_s = feed_timed(conversation, context)
             kv = KVUse.of(conversation)
-            question_s = feed_timed(conversation, question, cut_back=False)  # nothing goes by the question's votes
+            question_s = feed_timed(conversation, question, cut_back=False)  # the question must not affect what is kept
         else:
             context_s, question_s = feed_timed(conversation, context + question), 0.0
             kv = KVUse.of(conversation)
@@ -96,7 +96,7 @@ class Retrieval(Task):
         )
 
     def _made(self, case: Case) -> tuple[list[int], list[int], int]:
-        """Context, question and key of a case.
+        """Build context, question and key of a case.
 
         Raises:
             ValueError: there is no room for them, or too little text.
@@ -133,6 +133,6 @@ class Retrieval(Task):
 
 
 def number_in(answer: str) -> str | None:
-    """The digits of the first number."""
+    """The digits of the first number in an answer, or None."""
     found = re.search(r"\d+", answer)
     return None if found is None else found[0]

@@ -1,4 +1,4 @@
-"""Tokens per second with the largest batch whose KV fit into a fixed budget of bytes."""
+"""Tokens per second with the largest batch whose KV cache fits into a fixed budget of bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from runahead.engine import Engine
 from runahead.report import GenerationBatch
 
 LAYERS_IN_FLIGHT = 2
-"""Whole layers that a prefill under a policy holds at a time: as few as there can be, since nothing is sent."""
+"""Whole layers that a prefill under a policy holds at a time: the minimum, since nothing is sent."""
 
 
 class Throughput(Task):
-    """Generated tokens per second, the prompt's time included. Every row's prompt is random tokens.
+    """Generated tokens per second, including the time of the prompt. Every row's prompt is random tokens.
 
-    KV bytes are proportional to the rows, so a run of one row, which is the warm-up too, tells how many fit. What has
-    to fit is the most that is allocated at a time: while the prompt is computed, after it, or after the last token.
+    KV cache bytes are proportional to the number of rows, so a run of one row, which is also the warm-up, tells how
+    many fit. The peak has to fit: while the prompt is computed, after it, or after the last token.
     """
 
     metric = "tokens/s"
@@ -94,7 +94,7 @@ class Throughput(Task):
 
     @staticmethod
     def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """The median round."""
+        """Median over rounds."""
         return median(scores)
 
 
