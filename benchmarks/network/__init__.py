@@ -1,4 +1,4 @@
-"""Hosts on one machine, joined by links of a chosen rate: network namespaces, veth pairs and token buckets."""
+"""Network of hosts simulated on one machine: network namespaces, veth pairs, and token buckets of a chosen rate."""
 
 from benchmarks.network.noise import Noise, RateChange
 from benchmarks.network.shaped_network import ShapedNetwork

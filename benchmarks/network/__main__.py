@@ -15,7 +15,7 @@ DEFAULTS = {"gbps": None, "hosts": "2", "nproc": "1"}
 
 
 def main(args: Sequence[str]) -> int:
-    """Exit status: that of the program; 2 if the command line or the machine is wrong, 130 interrupted."""
+    """Run the command. Returns the program's exit status; 2 for a wrong command line or machine, 130 if interrupted."""
     try:
         own, program = _split(args)
         hosts, nproc, gbps = (_number(name, own[name]) for name in ("hosts", "nproc", "gbps"))
@@ -30,7 +30,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _split(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options before `--` by name, and the program after it. Raises: ValueError."""
+    """Split the arguments into options before `--`, by name, and the program after it. Raises: ValueError."""
     if "--" not in args:
         raise ValueError("no program; use: python -m benchmarks.network gbps=1 -- <script> <its arguments>")
     at = list(args).index("--")

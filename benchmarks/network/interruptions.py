@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal: they end a block as an exception would, but never half way through a change.
+"""Handling of Ctrl-C, SIGTERM and a closed terminal: raise like exceptions, or be deferred during a change.
 
-Python runs signal handlers in the main thread only, so both do nothing in other threads.
+Python runs signal handlers in the main thread only, so both context managers do nothing in other threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """In this block, signals that would end the process at once raise SystemExit(128 + number) instead."""
+    """Raise SystemExit(128 + number) in this block on signals that would end the process at once."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -33,7 +33,7 @@ def signals_raise() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Signals that arrive in this block are handled at its end."""
+    """Defer signals that arrive in this block to its end."""
     received: list[int] = []
     replaced = {}
     for number in (signal.SIGINT, *ENDING):

@@ -1,6 +1,6 @@
-"""Network namespaces that belong to a process: their names tell which, so that what a killed run left can be found.
+"""Network namespaces named after the process that owns them, so that those left by a killed run can be found.
 
-They tell the checkout, too: what is left of another one's runs is not touched.
+Names contain the checkout, too, so that namespaces of another checkout's runs are not touched.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-FOLDER = Path("/run/netns")  # where ip keeps the named ones: ip-netns(8)
+FOLDER = Path("/run/netns")  # where ip keeps named namespaces: ip-netns(8)
 CHECKOUT = f"{zlib.crc32(str(Path(__file__).resolve()).encode()):08x}"
 NAME = re.compile(rf"runahead-{CHECKOUT}-(?P<pid>\d+)-(?P<start>\d+)-.+")
 GRACE_S = 10.0
 
 
 class CommandFailed(Exception):
-    """A system tool ended with an error; the text is the command and the first line that it said."""
+    """Failure of a system tool; the text is the command and the first line of its output."""
 
 
 def system(*command: str) -> str:
-    """Standard output of `command`, which runs in a session of its own: Ctrl-C must not stop it half way.
+    """Standard output of `command`, run in a session of its own so that Ctrl-C does not stop it half way.
 
     Raises: CommandFailed.
     """
@@ -38,7 +38,7 @@ def system(*command: str) -> str:
 
 
 def owned_name(suffix: str) -> str:
-    """A name that carries this process's id and start time, since ids are used again."""
+    """Unique name with this process's id and start time, since ids are reused."""
     return f"runahead-{CHECKOUT}-{os.getpid()}-{_start_time(os.getpid())}-{suffix}"
 
 
@@ -48,7 +48,7 @@ def create(name: str) -> None:
 
 
 def remove(name: str) -> None:
-    """End the processes in `name`, then remove it with its interfaces; nothing where it is gone already."""
+    """End the processes in namespace `name` and remove it with its interfaces. Does nothing if it is gone already."""
     if not (FOLDER / name).exists():
         return
     try:
@@ -83,7 +83,7 @@ def end_processes(names: list[str], *, grace_s: float = GRACE_S) -> None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of process `pid`; None if there is none. Field 22 of proc_pid_stat(5)."""
+    """Start time of process `pid` in clock ticks since boot; None if there is none. Field 22 of proc_pid_stat(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,8 @@
-"""A noisy network: a thread takes the rate of one link after the other down and up at random.
+"""Random noise on a network: a thread changes the rate of one link after the other.
 
-The paper (Fig. 11) sends traffic both ways between a random pair of neighbours, which takes bandwidth from it; here the
-rate itself changes, both ways on one random link at a time, so that two runs with one seed meet the same noise.
+The paper (Fig. 11) sends traffic both ways between a random pair of neighbours, which takes bandwidth from it. Here the
+rate itself changes, in both directions on one random link at a time, so that two runs with the same seed get the same
+noise.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class RateChange:
 
 
 class Noise:
-    """While the `with` block runs, every 0.5 to 1.5 times `period_s` a random link gets a random rate.
+    """Context manager that gives a random link a random rate, every 0.5 to 1.5 times `period_s`.
 
-    That is `low` to `high` times the network's rate; the other links have all of it, and at the end so do all.
-    `changes` tells what was done, in order.
+    The rate is `low` to `high` times the network's. The other links have the full rate, and at the end so do all.
+    `changes` records the changes in order.
 
-    Raises: ValueError for shares or a period that make no sense; on leaving the block what stopped the thread, if
-    something did.
+    Raises: ValueError for invalid shares or an invalid period; on leaving the block, the exception that stopped the
+    thread, if any.
     """
 
     def __init__(

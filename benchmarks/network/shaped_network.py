@@ -1,8 +1,8 @@
-"""Hosts joined by links of a given rate, on one machine; made on entering a `with` block, removed on leaving it.
+"""Hosts on one machine, joined by links of a given rate; made on entering a `with` block, removed on leaving it.
 
-Two hosts: one veth pair, each end the interface `link0` of a namespace. More: a bridge in a namespace of its own and
-a veth pair from each host to it. Both ends of a link send through a token bucket (tc-tbf(8)), so it is full duplex.
-There is no added latency: Linux does that with netem, which not every kernel has.
+Two hosts have one veth pair, each end the interface `link0` of a namespace. More hosts have a bridge in a namespace of
+its own and a veth pair from each host to it. Both ends of a link send through a token bucket (tc-tbf(8)), so it is full
+duplex. There is no added latency: that needs netem, which not every kernel has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.network.namespaces import CommandFailed, system
 
 INTERFACE = "link0"
 SUBNET = "10.77.0"  # nothing outside the namespaces sees it
-# Jumbo frames: 99% of the rate is payload (1500: 96%).
+# Jumbo frames: payload is 99% of the rate (96% with an MTU of 1500).
 MTU = 9000
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux", "taskset": "util-linux"}
 
@@ -33,9 +33,10 @@ _numbers = itertools.count()
 class ShapedNetwork:
     """`num_hosts` hosts (2 to 254) on links of `gbps` (10^9 bits per second, frame headers included).
 
-    Attributes: `hosts`, their namespaces; `addresses`, theirs; `num_links`, 1 for two hosts, else one per host.
+    Attributes: `hosts`, their namespaces; `addresses`, their IP addresses; `num_links`, 1 for two hosts, else one per
+    host.
 
-    Raises: ValueError, before or instead of making anything, where this machine or user cannot.
+    Raises: ValueError, with nothing left behind, if this machine or user cannot make such a network.
     """
 
     def __init__(self, num_hosts: int = 2, *, gbps: float) -> None:
@@ -46,7 +47,7 @@ class ShapedNetwork:
         self.hosts = [namespaces.owned_name(f"{number}-{host}") for host in range(num_hosts)]
         self.addresses = [f"{SUBNET}.{host + 1}" for host in range(num_hosts)]
         self._switch = namespaces.owned_name(f"{number}-switch") if num_hosts > 2 else None
-        # Of each link the two ends, as (namespace, interface).
+        # The two ends of each link, as (namespace, interface).
         self._links = [[(self.hosts[0], INTERFACE), (self.hosts[1], INTERFACE)]]
         if self._switch:
             self._links = [[(name, INTERFACE), (self._switch, f"port{host}")] for host, name in enumerate(self.hosts)]
@@ -73,18 +74,18 @@ class ShapedNetwork:
         return len(self._links)
 
     def inside(self, host: int) -> list[str]:
-        """What a command line begins with to run on `host`."""
+        """Command prefix that runs a program on `host`."""
         return ["ip", "netns", "exec", self.hosts[host]]
 
     def set_rate(self, gbps: float, *, link: int | None = None) -> None:
-        """Change the rate of one link, or of all, in both directions; data under way is kept. Takes milliseconds."""
+        """Change the rate of one link, or of all, in both directions. Takes milliseconds; queued data is kept."""
         bucket = token_bucket(check_rate(gbps))
         for ends in self._links if link is None else [self._links[link]]:
             for name, interface in ends:
                 system("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
 
     def traffic(self) -> list[int]:
-        """Bytes that each host sent so far: payload, headers and acknowledgements.
+        """Bytes that each host has sent: payload, headers and acknowledgements.
 
         The kernel hands up to 64 KiB of one connection to the interface as one packet with one header.
         """
@@ -110,13 +111,13 @@ class ShapedNetwork:
             for name, interface in itertools.chain(*self._links):
                 if name == self._switch:
                     system("ip", "-n", name, "link", "set", interface, "master", "bridge")
-                # No IPv6 address, so the traffic is that of the programs.
+                # No IPv6 address, so that only the programs cause traffic.
                 system("ip", "-n", name, "link", "set", interface, "addrgenmode", "none")
                 system("ip", "-n", name, "link", "set", interface, "up")
             for name, address in zip(self.hosts, self.addresses, strict=True):
                 system("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE, "noprefixroute")
-                # Reno: every kernel has it. The machine's default may be one that paces itself, such as BBR, whose
-                # rate swings on a link without delay.
+                # Reno is in every kernel. The machine's default may pace itself, such as BBR, whose rate
+                # oscillates on a link without delay.
                 route = ["dev", INTERFACE, "src", address, "congctl", "reno"]
                 system("ip", "-n", name, "route", "add", f"{SUBNET}.0/24", *route)
             self.set_rate(self.gbps)
@@ -137,7 +138,7 @@ class ShapedNetwork:
 
 
 def check_machine() -> None:
-    """Raises: ValueError if this user or this machine cannot make a network."""
+    """Check that this user and this machine can make a network. Raises: ValueError."""
     if os.geteuid() != 0:
         raise ValueError("a shaped network needs root to make network namespaces; run it with sudo")
     for tool, package in TOOLS.items():
@@ -146,7 +147,7 @@ def check_machine() -> None:
 
 
 def check_rate(gbps: float) -> float:
-    """Raises: ValueError for a rate that the token bucket cannot keep."""
+    """Check that the token bucket can keep a rate. Raises: ValueError."""
     if not (math.isfinite(gbps) and 1e-3 <= gbps <= 1e3):
         raise ValueError(f"a link of {gbps} Gbit/s is not possible; use 0.001 to 1000")
     return gbps
@@ -155,10 +156,10 @@ def check_rate(gbps: float) -> float:
 def token_bucket(gbps: float) -> list[str]:
     """Arguments of tbf.
 
-    burst: what may leave at once after a pause; it also bridges late timers, so it grows with the rate. 1 ms is enough
-    up to 40 Gbit/s and is at most 1 ms that a message gains. Never under two frames.
-    limit: the queue. A host's kernel keeps its own short by itself, but one connection may put 4 MiB in before it does;
-    a queue that overflows costs retransmissions. 20 ms is for the ports of a switch at high rates.
+    burst: bytes that may leave at once after a pause. It also bridges late timers, so it grows with the rate. 1 ms is
+    enough up to 40 Gbit/s, and a message gains at most that. At least two frames.
+    limit: bytes of the queue. A host's kernel keeps its own queue short, but one connection may put 4 MiB in before
+    that; a queue that overflows costs retransmissions. 20 ms is for the ports of a switch at high rates.
     """
     bytes_per_s = gbps * 1e9 / 8
     burst = max(round(bytes_per_s * 1e-3), 2 * MTU)

@@ -1,4 +1,4 @@
-"""A distributed program on the hosts of a network: one torchrun in each, ended together."""
+"""Launcher of a distributed program on the hosts of a network: one torchrun per host, ended together."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.network import namespaces
 from benchmarks.network.interruptions import signals_deferred, signals_raise
 from benchmarks.network.shaped_network import INTERFACE, ShapedNetwork
 
-PORT = 29500  # of a namespace's own
-# Nothing resolves an address to a name in the namespaces, and PyTorch warns of that.
+PORT = 29500  # always free: every network namespace has its own ports
+# Namespaces have no name resolution for addresses, of which PyTorch warns.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-# After the first failure the other hosts may still say why they end.
+# Seconds after the first failure in which the other hosts may still report why they end.
 LAST_WORDS_S = 5.0
 
 
@@ -27,9 +27,8 @@ def run_in(
 ) -> int:
     """Run `torchrun --nnodes=<hosts> --nproc-per-node=<nproc_per_host> <args>` in `network`; wait for all.
 
-    Where there are enough cores each host keeps to its own. Output of host 0 is shown, that of the others if one
-    fails; standard input is empty. `env` is added to this process's environment. Whatever ends this call, no process
-    of it is left.
+    Each host has its own cores if there are enough. Output of host 0 is shown, that of the others if one fails;
+    standard input is empty. `env` is added to this process's environment. No process is left, however this call ends.
 
     Returns: 0, or the exit status of the host that failed first (128 + number where a signal ended it).
     """
@@ -53,14 +52,14 @@ def run_in(
 
 
 def _start(command: list[str], environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C goes to this process alone, which ends all of them."""
+    """Start a command in a session of its own: Ctrl-C reaches only this process, which ends all of them."""
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
     )
 
 
 def _on_host(network: ShapedNetwork, host: int) -> list[str]:
-    """A prefix: in the host's namespace, on its cores, and ended should this process be killed."""
+    """Command prefix that runs a program on the host and its cores, and ends it if this process is killed."""
     prefix = [*network.inside(host), "setpriv", "--pdeathsig", "TERM"]
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(network.hosts)
@@ -82,7 +81,7 @@ def _torchrun(network: ShapedNetwork, host: int, nproc_per_host: int) -> list[st
 
 
 def _wait(hosts: list[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or some while after one failed; its status."""
+    """Wait until all have ended, or until `LAST_WORDS_S` after one failed. Returns the first failure's exit status."""
     status = 0
     deadline = float("inf")
     while any(host.poll() is None for host in hosts) and time.monotonic() < deadline:
@@ -96,7 +95,7 @@ def _wait(hosts: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(network: ShapedNetwork, hosts: list[subprocess.Popen[bytes]]) -> None:
-    """torchrun itself is killed: it only watches the ranks, and would say that it was interrupted in a page of text."""
+    """End all processes. torchrun itself is killed: it only watches the ranks, and would print a long traceback."""
     for host in hosts:
         host.kill()
         host.wait()

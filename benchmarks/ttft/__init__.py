@@ -1,1 +1,1 @@
-"""Time to first token of all prefills in turn: what launch/bench.py measures."""
+"""Comparison of the time to first token of all prefills, run in turn by launch/bench.py."""

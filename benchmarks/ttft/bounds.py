@@ -1,4 +1,4 @@
-"""What compute and links allow, stated before anything is measured against it."""
+"""Bounds on TTFT from compute and links, computed before variants are measured."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from runahead.ranks.ranks import Ranks
 
 SHORTEST_PROBE = 64
 MIN_STRIDE = 32
-"""Boundaries that are searched are multiples of it, tokens, but for prompts so short that it would be coarse."""
+"""Boundaries are searched in multiples of this many tokens, except in prompts too short for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """For one length.
+    """Bounds for one prompt length.
 
     Attributes:
-        single_s: one rank alone, as its compute was measured.
-        free_s: TTFT(p): the best split when KV arrive at once.
+        single_s: TTFT on one rank, from measured compute.
+        free_s: TTFT(p), the TTFT of the best split if communication is free.
         free: that split.
         star_dense_s, star_causal_s: TTFT*(p), see `partitioner.simulation.bounds.ttft_star`.
-        flops: of the prompt; None where no formula holds.
-        peak_flops: per second, of all ranks together.
+        flops: operations of the prompt; None where no formula holds.
+        peak_flops: operations per second of all ranks together.
     """
 
     single_s: float
@@ -53,20 +53,20 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """A rank's compute as it was measured, and the bytes of KV: enough to plan without the model."""
+    """Measured compute of a rank, and the KV cache bytes per token: enough to plan without the model."""
 
     cost: MeasuredCost
     kv_bytes_per_token: int
     purpose: str
 
     def to_json(self) -> str:
-        """For `from_json`."""
+        """Serialise for `from_json`."""
         fields = {"cost": self.cost.to_json(), "kv_bytes": self.kv_bytes_per_token, "purpose": self.purpose}
         return json.dumps(fields) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Compute:
-        """Raises: ValueError: not what `to_json` gave."""
+        """Read the output of `to_json`. Raises: ValueError: the text is something else."""
         try:
             fields = json.loads(text)
             cost, kv_bytes, purpose = str(fields["cost"]), int(fields["kv_bytes"]), str(fields["purpose"])
@@ -85,7 +85,7 @@ class Compute:
         layers_in_flight: int = 3,
         backend: str = "gloo",
     ) -> Cluster:
-        """So many equal ranks; no link is free communication."""
+        """Cluster of equal ranks with this compute; without a link, communication is free."""
         return Cluster(
             compute=self.cost,
             speed=[1.0] * num_ranks,
@@ -98,10 +98,10 @@ class Compute:
 
 
 def read_compute(path: str) -> Compute | None:
-    """What an earlier run wrote; None if it is not there.
+    """Read the compute that an earlier run wrote; None if the file does not exist.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is not a measured compute.
     """
     if not Path(path).exists():
         return None
@@ -122,14 +122,14 @@ def measure_compute(
     path: str | None,
     bar: Callable[[int, str], None],
 ) -> Compute:
-    """From the file `path` if it holds that, else measured, on all ranks at once as in a run, and written there.
+    """Read the compute from the file `path` if it fits, else measure it on all ranks at once and write it there.
 
     Args:
-        longest: prompt, tokens.
-        bar: called with the number of points and the name of each point, as it begins.
+        longest: length of the longest prompt in tokens.
+        bar: function called with the number of points and the name of each point before it is measured.
 
     Raises:
-        ValueError: the file is no measured compute.
+        ValueError: the file is not a measured compute.
     """
     lengths = _doubling(min(SHORTEST_PROBE, max(1, longest // 2)), longest)
     purpose = f"{fingerprint.key()} {repeats}"
@@ -164,13 +164,13 @@ def measure_compute(
 
 
 def peak_flops(model: Model, ranks: Ranks) -> float:
-    """Operations per second of matrix products of the model's shapes, on all ranks at once, added up."""
+    """Sum over ranks of the operations per second of matrix products with the model's shapes, measured at once."""
     ranks.barrier("the peak")
     return sum(ranks.gather(ranks.on_all_ranks("the peak", lambda: matmul_rate(model)), "the peak"))
 
 
 def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, peak: float) -> Bounds:
-    """The bounds of one length."""
+    """Compute the bounds for one prompt length."""
     free, free_s = practical(compute, num_tokens, num_ranks)
     alone = ContextPartition(boundaries=(0, num_tokens))
     single_s = simulate(alone, compute.cluster(1)).ttft_s
@@ -186,7 +186,7 @@ def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, p
 
 
 def practical(compute: Compute, num_tokens: int, num_ranks: int) -> tuple[ContextPartition, float]:
-    """The split of TTFT(p), and TTFT(p) in seconds."""
+    """The split of TTFT(p), and its TTFT in seconds."""
     found = practical_bound(
         num_tokens, num_ranks, compute.cluster(num_ranks), min_stride=_stride(num_tokens, num_ranks)
     )
@@ -194,7 +194,7 @@ def practical(compute: Compute, num_tokens: int, num_ranks: int) -> tuple[Contex
 
 
 def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
-    """The split that a lookup table searched for these ranks and links would give: over as many of them as pay."""
+    """Split that a table searched for this cluster would give, over the number of ranks with the lowest TTFT."""
     plan = best_num_ranks(num_tokens, cluster, min_stride=_stride(num_tokens, cluster.num_ranks))
     best = plan.splits[plan.best].partition
     return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (cluster.num_ranks - best.num_ranks))

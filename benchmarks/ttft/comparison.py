@@ -1,4 +1,4 @@
-"""Variants against each other, from the lines that were measured."""
+"""Comparison of variants, from measured lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness.lines import Line, fits, is_above_0, is_count, is_number
 from benchmarks.ttft.variants import VARIANTS
 
 PLACE = ("model", "dtype", "ranks", "threads", "backend", "device", "hardware", "layers_in_flight", "commit")
-"""Fields of a line that must agree for figures to stand side by side."""
+"""Fields of a line that must agree for measurements to be compared."""
 
 _SECONDS = dict.fromkeys(("single_s", "free_s", "star_causal_s", "star_dense_s"), is_above_0)
 FIELDS: dict[str, Any] = {
@@ -44,12 +44,12 @@ FIELDS: dict[str, Any] = {
     "flops": lambda flops: flops is None or fits(flops, {"matmul": is_number, "attention": is_number}),
     "peak_flops": is_above_0,
 }
-"""What the tables and pictures need of a line, as in `benchmarks.harness.lines.fits`."""
+"""Fields that the tables and pictures need in a line, in the form of `benchmarks.harness.lines.fits`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of several values."""
+    """Median and range of several values."""
 
     median: float
     low: float
@@ -63,11 +63,11 @@ class Spread:
 
 @dataclass(kw_only=True)
 class Point:
-    """All runs of one variant at one length, on one network; `line` is its last line, for what runs share."""
+    """All runs of one variant at one length on one network; `line` is the last line, for fields that runs share."""
 
     line: Line
     ttft_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    """By the benchmark that it was in and the round of it."""
+    """TTFT in seconds by (benchmark job, round)."""
 
     @property
     def variant(self) -> str:
@@ -87,7 +87,7 @@ class Point:
             self.ttft_s[line["job"], run["round"]] = run["ttft_s"]
 
     def faster_than(self, other: Point) -> Spread | None:
-        """The other's seconds over this one's, round by round; None if they never ran in the same round."""
+        """Ratio of the other's TTFT to this one's, round by round; None if they share no round."""
         rounds = self.ttft_s.keys() & other.ttft_s.keys()
         ratios = [other.ttft_s[each] / self.ttft_s[each] for each in sorted(rounds)]
         return Spread.of(ratios) if ratios else None
@@ -95,7 +95,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkKind:
-    """What joined the ranks: "loopback", "one host", "given" or "netns"; `gbps` is None where nobody said."""
+    """Kind of network between ranks: "loopback", "one host", "given" or "netns"; `gbps` is None where unknown."""
 
     kind: str
     gbps: float | None = None
@@ -118,10 +118,10 @@ class NetworkKind:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Points that may be compared: one model on one machine, by one commit.
+    """Points that can be compared: one model on one machine, by one commit.
 
     Attributes:
-        place: the fields of `PLACE`, with which all agree.
+        place: fields of `PLACE`, on which all points agree.
         points: (network, length) -> variant -> point.
     """
 
@@ -129,7 +129,7 @@ class Comparison:
     points: dict[tuple[NetworkKind, int], dict[str, Point]] = field(default_factory=dict)
 
     def networks(self) -> list[NetworkKind]:
-        """Without a rate first, then from fast to slow, quiet before noisy."""
+        """Sort networks: those without a rate first, then from fast to slow, quiet before noisy."""
         found = {network for network, _ in self.points}
         return sorted(found, key=lambda each: (-(each.gbps or float("inf")), each.noise))
 
@@ -137,12 +137,12 @@ class Comparison:
         return sorted(length for at, length in self.points if at == network)
 
     def variants(self) -> list[str]:
-        """In the order of the table of variants."""
+        """Names of the measured variants, in the order of `VARIANTS`."""
         found = {name for points in self.points.values() for name in points}
         return [name for name in VARIANTS if name in found]
 
     def subject(self) -> str:
-        """What the points were measured on, in a line."""
+        """One-line description of model, ranks, machine and commit of the points."""
         place = self.place
         hardware, model = place["hardware"], place["model"]
         where = hardware["gpus"][0] if place["device"] == "cuda" else hardware["cpu"]
@@ -154,15 +154,15 @@ class Comparison:
 
 
 def read(path: str) -> list[Line]:
-    """All lines of a file, but for variants that there are no more.
+    """Read all lines of a file, except those of variants that no longer exist.
 
-    Raises: ValueError: one is no measurement of a benchmark.
+    Raises: ValueError: a line is not a measurement of a benchmark.
     """
     return [line for line in lines.read(path, fields=FIELDS) if line["variant"] in VARIANTS]
 
 
 def comparisons(found_lines: Iterable[Line]) -> list[Comparison]:
-    """Lines that belong together, in the order of their last line."""
+    """Group lines that can be compared, in the order of their last line."""
     found: dict[str, Comparison] = {}
     for line in found_lines:
         place = {name: line[name] for name in PLACE}

@@ -1,7 +1,7 @@
-"""TTFT(p) on live ranks: KV-Runahead's chunks, computed as in a run, with all KV there from the start.
+"""TTFT(p) on live ranks: KV-Runahead's chunks, computed as in a run, with all keys and values present from the start.
 
-A bound from measured compute is as old as its measurement, and a machine's speed drifts. This one runs in turn with
-what it bounds.
+A bound from measured compute is as old as its measurement, and a machine's speed drifts. This bound runs in turn with
+the variants that it bounds.
 """
 
 # Legend: B batch, N query heads, K kv heads, C chunk, H key dim, V value dim.
@@ -23,13 +23,13 @@ from runahead.timeline.clock import clock_for
 
 
 class ComputeOnly:
-    """The ranks of a chain that send nothing and wait for nothing. Every rank makes the same calls."""
+    """Ranks of a chain that neither send nor wait. Every rank makes the same calls."""
 
     def __init__(self, model: Model, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
 
     def ttft_s(self, ids: list[int], partition: ContextPartition) -> float:
-        """Seconds until the rank that takes longest is through its chunk."""
+        """Seconds that the slowest rank takes for its chunk."""
         self._ranks.barrier("all ranks to compute")
         seconds = self._ranks.on_all_ranks("the chunks alone", lambda: self._chunk_s(ids, partition))
         return max(self._ranks.gather(seconds, "the chunks' seconds"))
@@ -42,7 +42,7 @@ class ComputeOnly:
         spans = [(model.first_needed(layer, chunk.start, [0]), chunk.stop) for layer in range(model.num_layers)]
         cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=device)
         for layer in range(model.num_layers):
-            cache.layer(layer).slab_TBKX.normal_()  # what attention to it costs does not depend on the values
+            cache.layer(layer).slab_TBKX.normal_()  # the cost of attention does not depend on the values
         ids_1C = torch.tensor([ids[chunk.start : chunk.stop]], device=device)
         attention = _PrefixIsThere(cache, start=chunk.start, is_last=chunk.stop == partition.num_tokens)
         clock = clock_for(device)

@@ -1,14 +1,14 @@
-"""Floating-point operations of a prompt's prefill, by formula, and the rate of matrix products that is measured.
+"""Floating-point operations of a prompt's prefill, by formula, and the measured rate of matrix products.
 
 A product of (m, k) with (k, n) matrices is 2 m k n operations. With C tokens, L layers, N query heads of H dims (values
 of V dims), W weights in the matrices of all layers, model dim D and a vocabulary of size Y:
 
     matmul     2 C W + 2 D Y         every token through every matrix, the last one through the head
     attention  2 N (H + V) sum over layers and tokens of the keys that the token sees: C (C + 1) / 2 in a causal layer,
-               less where a layer has a window
+               less where a layer has a sliding window
 
-For Llama W is L (2 D N H + 2 D K H + 3 D F), with K key heads and an MLP of F. Norms, rotary embeddings, softmax and
-activations are left out.
+For Llama W is L (2 D N H + 2 D K H + 3 D F), with K KV heads and an MLP of width F. Norms, rotary embeddings, softmax
+and activations are left out.
 """
 
 # Legend: C tokens, I inputs of a matrix, O its outputs.
@@ -26,19 +26,19 @@ from transformers.pytorch_utils import Conv1D
 from runahead.model.model import Model
 
 PEAK_TOKENS = 1024
-"""Rows of the products whose rate is measured: about a chunk."""
+"""Rows of the matrix products whose rate is measured: about the length of a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFlops:
-    """Operations of one prompt's prefill, all ranks together."""
+    """Operations of one prompt's prefill, on all ranks together."""
 
     matmul: int
     attention: int
 
 
 def prompt_flops(model: Model, num_tokens: int) -> PromptFlops | None:
-    """By the formula of this file; None for mixtures of experts, where the weights that a token meets are not fixed."""
+    """Count operations by the formula of this file; None for mixtures of experts, whose active weights vary."""
     if any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
     head = model.module.get_output_embeddings()
@@ -55,7 +55,7 @@ def prompt_flops(model: Model, num_tokens: int) -> PromptFlops | None:
 
 
 def layer_matrices(model: Model) -> list[tuple[int, int]]:
-    """(inputs, outputs) of every matrix but the head's."""
+    """(inputs, outputs) of every weight matrix except the head's."""
     head = model.module.get_output_embeddings()
     shapes = []
     for module in model.module.modules():
@@ -63,13 +63,13 @@ def layer_matrices(model: Model) -> list[tuple[int, int]]:
             continue
         if isinstance(module, nn.Linear):
             shapes.append((module.in_features, module.out_features))
-        elif isinstance(module, Conv1D):  # GPT-2's
+        elif isinstance(module, Conv1D):  # in GPT-2
             shapes.append((module.weight.shape[0], module.weight.shape[1]))
     return shapes
 
 
 def _keys_seen(model: Model, layer: int, num_tokens: int) -> int:
-    """Pairs of a token and a key that it attends to."""
+    """Number of pairs of a token and a key that it attends to."""
     causal = num_tokens * (num_tokens + 1) // 2
     if model.first_needed(layer, num_tokens, [0]) == 0:
         return causal

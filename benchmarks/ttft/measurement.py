@@ -26,20 +26,20 @@ from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
 CARDS_SETTLE_S = 0.05
-"""Seconds after a run until its last packets are on a network card's counter."""
+"""Seconds after a run until its last packets are in a network card's counter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One prompt's first token.
+    """Measurement of one prompt's first token.
 
     Attributes:
-        first_token: its id; None where a variant does not tell.
-        boundaries: of the context partition; None without one.
-        sent_bytes: of KV that all ranks together sent; None where other things travel, which nobody counts.
-        wire_bytes: that their network cards sent, all of it; None where those serve others too.
-        kv_peak_bytes, peak_bytes: by rank, of KV and of everything.
-        kv_kept_bytes: KV after the first token, all ranks together.
+        first_token: its id; None where a variant does not report it.
+        boundaries: boundaries of the context partition; None without one.
+        sent_bytes: bytes of keys and values sent by all ranks together; None where other data is sent.
+        wire_bytes: bytes sent by the ranks' network cards; None where the cards serve other processes too.
+        kv_peak_bytes, peak_bytes: peak memory by rank, of the KV cache and in total.
+        kv_kept_bytes: KV cache bytes after the first token, all ranks together.
     """
 
     ttft_s: float
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a contender itself knows of a run."""
+    """Result of a run as reported by the variant itself."""
 
     ttft_s: float
     first_token: int | None
@@ -67,13 +67,13 @@ class _Outcome:
 class Contenders:
     """The variants of a benchmark, ready to run. Every rank makes the same calls.
 
-    Variants that share the model out over the ranks, and transformers on its own, load the weights once more.
+    Variants that distribute the model over the ranks, and plain transformers, load the weights once more.
 
     Args:
-        given: the partitioner of partition=...
+        given: the partitioner of the option partition=...
 
     Raises:
-        ValueError: a variant cannot run this model on these ranks, or the weights do not fit once more.
+        ValueError: a variant cannot run this model on these ranks, or the weights do not fit in memory once more.
     """
 
     def __init__(self, run: BenchRun, model: Model, ranks: Ranks, given: Partitioner) -> None:
@@ -100,15 +100,15 @@ class Contenders:
 
     @property
     def memory_is_of(self) -> str:
-        """What a peak of memory is of: "run" or "process"."""
+        """Scope of a memory peak: "run" or "process"."""
         return self._memory.of
 
     def set_split(self, name: str, partition: ContextPartition) -> None:
-        """The partition of a variant for prompts of this length."""
+        """Set the partition of a variant for prompts of its length."""
         self._splits[name, partition.num_tokens] = partition
 
     def run(self, name: str, ids: list[int]) -> Run:
-        """One run.
+        """Run a variant once.
 
         Raises:
             PeerFailure: as for `Engine.generate`.
@@ -155,7 +155,7 @@ class Contenders:
         )
 
     def _generate_plainly(self, ids: list[int]) -> _Outcome:
-        """On rank 0, while the others are idle."""
+        """Generate with plain transformers on rank 0, while the other ranks are idle."""
 
         def first_token() -> tuple[int, float]:
             assert self._plain is not None
@@ -188,7 +188,7 @@ class Contenders:
 
 
 def load_model(run: BenchRun, ranks: Ranks) -> Model:
-    """This rank's copy."""
+    """Load this rank's copy of the model."""
     return Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size)
 
 
@@ -199,7 +199,7 @@ def _plain(run: BenchRun, ranks: Ranks) -> PlainTransformers | None:
 
 
 def prefill_options(name: str, layers_in_flight: int) -> PrefillOptions | None:
-    """Of a variant; None if the engine does not run it."""
+    """Prefill options of a variant; None if the engine does not run it."""
     chosen = VARIANTS[name].prefill
     return None if chosen is None else PrefillOptions(layers_in_flight=layers_in_flight, **chosen)  # type: ignore[arg-type]
 
@@ -211,10 +211,10 @@ def prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def check_agreement(tokens: Mapping[str, int | None], length: int) -> None:
-    """Make sure that exact variants computed the same; others may differ.
+    """Check that exact variants computed the same first token; others may differ.
 
     Raises:
-        ValueError: names variants and their first tokens.
+        ValueError: exact variants differ; names them and their first tokens.
     """
     by_token: dict[int, list[str]] = {}
     for name, token in tokens.items():

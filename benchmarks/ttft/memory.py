@@ -1,4 +1,4 @@
-"""The most memory that a rank had in use during one run."""
+"""Peak memory of a rank during one run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What Linux takes in clear_refs to set the peak resident set size to the present one."""
+"""Value that resets the peak resident set size when written to clear_refs (Linux)."""
 
 
 class PeakMemory:
-    """Peak of this process: allocated by PyTorch on a GPU, resident (weights and what the allocator keeps included) on
-    a CPU.
+    """Peak memory of this process: allocated by PyTorch on a GPU; resident, including weights and memory that the
+    allocator keeps, on a CPU.
 
     Attributes:
-        of: "run", or "process" where a system cannot forget earlier peaks.
+        of: "run", or "process" where the system cannot reset earlier peaks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class PeakMemory:
             self._forget()
 
     def peak_bytes(self) -> int:
-        """Since `reset`, or since the process started."""
+        """Peak in bytes since `reset`, or since the process started."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         if self.of == "run":

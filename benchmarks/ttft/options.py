@@ -13,10 +13,10 @@ from runahead.config import ModelOptions, PrefillOptions, RanksOptions
 
 
 class Network(Enum):
-    """What joins the ranks.
+    """Network between the ranks.
 
-    `given`: whatever the started ranks have. `netns`: two network namespaces with a shaped link, made and removed by
-    the program, which starts the ranks itself. `inside`: what `netns` starts its ranks with.
+    `given`: the network of the started ranks. `netns`: two network namespaces with a shaped link, made and removed by
+    the program, which starts the ranks itself. `inside`: set by `netns` for the ranks that it starts.
     """
 
     given = "given"
@@ -26,13 +26,13 @@ class Network(Enum):
 
 @dataclass(kw_only=True)
 class LinkOptions:
-    """Shape of the link that bench.network=netns makes; without it `gbps` tells the rate of the given network.
+    """Shape of the link that bench.network=netns makes; otherwise `gbps` states the rate of the given network.
 
     Attributes:
-        gbps: 1e9 bits per second, or a list of rates to run one after the other.
-        compute_share: in place of `gbps`: moving the KV of the whole prompt once takes this share of TTFT(p), the time
-            to first token that compute allows. A list runs one after the other.
-        noise: the rate goes up and down at random while variants run.
+        gbps: rate in 1e9 bits per second, or a list of rates to run one after the other.
+        compute_share: alternative to `gbps`: the rate at which sending the KV cache of the whole prompt once takes this
+            share of TTFT(p), the time to first token that compute allows. A list is run one after the other.
+        noise: change the rate at random while variants run.
     """
 
     gbps: Any = None
@@ -46,18 +46,18 @@ class LinkOptions:
 
 @dataclass(kw_only=True)
 class BenchOptions:
-    """What is measured, and where the lines go.
+    """Variants and lengths to measure, and files for the results.
 
     Attributes:
         variants: names in `benchmarks.ttft.variants.VARIANTS`; they run in turn (A B C A B C).
-        lengths: of the prompt, tokens.
-        pairs: rounds: how often each variant runs. 0 states the bounds and ends.
-        warmup: runs of each variant and length before them.
-        results: JSON lines, appended to.
-        resume: leave out rounds that the file has already for the same code, machine and options. Off unless asked for:
-            who starts a benchmark again usually wants it measured again, and after an interruption says so. With
-            link.compute_share name a file with `compute` too, or else the rates are not quite the same again.
-        compute: JSON file with the measured compute of a rank: read if it holds for this model, device and longest
+        lengths: prompt lengths in tokens.
+        pairs: number of rounds, in each of which every variant runs once. 0 only prints the bounds.
+        warmup: runs of each variant and length before the rounds.
+        results: file of JSON lines to append to.
+        resume: skip rounds that the file already has for the same code, machine and options. Off by default, since a
+            benchmark that is started again is usually meant to be measured again. Together with link.compute_share give
+            a file with `compute` too, since otherwise the rates differ slightly.
+        compute: JSON file with the measured compute of a rank: read if it is for this model, device and longest
             prompt, else measured and written.
         probe_repeats: runs per point of that measurement.
     """
@@ -86,7 +86,7 @@ class BenchOptions:
 
 @dataclass(kw_only=True)
 class ChainOptions:
-    """What all variants of KV-Runahead share; see `PrefillOptions`."""
+    """Options that all variants of KV-Runahead share; see `PrefillOptions`."""
 
     layers_in_flight: int = 3
 
@@ -96,7 +96,7 @@ class ChainOptions:
 
 @dataclass(kw_only=True)
 class BenchRun:
-    """One run of launch/bench.py."""
+    """Configuration of one run of launch/bench.py."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
@@ -139,7 +139,7 @@ def ineffective_settings(run: BenchRun) -> list[str]:
 
 
 def _numbers(option: str, value: Any) -> list[float]:
-    """A number or a list of them, as a list; None is an empty one."""
+    """Convert a number or a list of numbers to a list; None gives an empty one."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     try:
         numbers = [float(each) for each in values]

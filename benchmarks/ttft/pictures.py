@@ -1,4 +1,4 @@
-"""Pictures of a comparison: a function each, None where the lines have nothing for it."""
+"""Pictures of a comparison. Each function returns None where the lines have no data for it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ LOOKS = {
     "plain_transformers": Look(SKY, "h"),
 }
 HATCHES = {"-": "", "--": "//", ":": ".."}
-"""Of bars, in place of dashes."""
+"""Hatching of bars that corresponds to the dashes of lines."""
 FREE, STAR = (0, (1, 1.5)), (0, (6, 4))
 """Dashes of TTFT(p) and of TTFT*(p)."""
 
 
 def ttft_png(comparison: Comparison) -> bytes | None:
-    """TTFT over prompt lengths on the ranks' own network, with what compute allows."""
+    """Draw TTFT over prompt lengths on the ranks' own network, with the bounds from compute."""
     network = _own_network(comparison)
     if network is None:
         return None
@@ -71,7 +71,7 @@ def ttft_png(comparison: Comparison) -> bytes | None:
 
 
 def speedup_png(comparison: Comparison) -> bytes | None:
-    """How much earlier than on one rank, over prompt lengths, round by round."""
+    """Draw speed-ups over one rank, round by round, over prompt lengths."""
     network = _own_network(comparison)
     if network is None or BASELINE not in comparison.variants():
         return None
@@ -101,7 +101,7 @@ def speedup_png(comparison: Comparison) -> bytes | None:
 
 
 def links_png(comparison: Comparison) -> bytes | None:
-    """TTFT over the rate of the link, a panel per length."""
+    """Draw TTFT over the rate of the link, a panel per length."""
     networks = [network for network in comparison.networks() if network.gbps is not None and not network.noise]
     lengths = sorted({length for network in networks for length in comparison.lengths(network)})
     if not networks:
@@ -132,7 +132,7 @@ def links_png(comparison: Comparison) -> bytes | None:
 
 
 def bytes_png(comparison: Comparison) -> bytes | None:
-    """What all ranks sent of the longest prompt, against the formulas, in KV of the whole prompt."""
+    """Draw the bytes that all ranks sent for the longest prompt, against the formulas, in units of its KV cache."""
     shown: dict[str, Point] = {}
     points = [point for at in comparison.points.values() for point in at.values()]
     for point in sorted(points, key=lambda each: (each.line["wire_bytes"] is not None, each.length)):
@@ -164,7 +164,7 @@ def bytes_png(comparison: Comparison) -> bytes | None:
 
 
 def noise_png(comparison: Comparison) -> bytes | None:
-    """By how much a link whose rate goes up and down makes the first token later."""
+    """Draw the increase of TTFT on a link whose rate varies."""
     pairs = noise_pairs(comparison)
     if not pairs:
         return None
@@ -186,7 +186,7 @@ def noise_png(comparison: Comparison) -> bytes | None:
 
 
 def _draw_noise(axes: Any, names: Sequence[str], lost: dict[tuple[NetworkKind, str], float]) -> None:
-    """Bars of one length: a group per rate."""
+    """Draw bars of one length: a group per rate."""
     networks = sorted({network for network, _ in lost}, key=lambda each: each.gbps or 0)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
@@ -211,7 +211,7 @@ PICTURES = {
 
 
 def _own_network(comparison: Comparison) -> NetworkKind | None:
-    """The one that was not shaped."""
+    """The network that was not shaped, or None."""
     return next((network for network in comparison.networks() if network.kind != "netns"), None)
 
 
@@ -221,7 +221,7 @@ def _along_lengths(comparison: Comparison, network: NetworkKind, variant: str) -
 
 
 def _draw(axes: Any, variant: str, spreads: Sequence[tuple[float, Spread]]) -> None:
-    """A line through medians, with bars from the lowest to the highest."""
+    """Draw a line through medians, with error bars from the lowest to the highest."""
     if not spreads:
         return
     look = LOOKS[variant]
@@ -263,7 +263,7 @@ def _legend(axes: Any, more: Sequence[Line2D], *, columns: int = 1) -> None:
 
 
 def _handles(all_axes: Sequence[Any], more: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
-    """Of everything drawn, without the bars of a spread, and of `more`; each label once."""
+    """Legend handles of everything drawn, without error bars, and of `more`; each label once."""
     found: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""What a user has without us: transformers alone, in one process, on the threads of all ranks."""
+"""Baseline: plain transformers in one process, on the CPU threads of all ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from runahead.model import loading
 
 
 class PlainTransformers:
-    """The model of `options` with the same weights as the runtime's, and nothing of the runtime in it.
+    """The model of `options`, with the same weights as the runtime's, run by transformers alone.
 
-    It has SDPA attention and a DynamicCache, transformers' defaults. While it runs, other ranks are to be idle.
+    It uses SDPA attention and a DynamicCache, transformers' defaults. Other ranks should be idle while it runs.
 
     Args:
-        device: where it computes.
-        num_threads: of a CPU, while it computes. More than the processors that this process may use gain nothing.
+        device: device that computes.
+        num_threads: CPU threads while it computes. More than the processors available to this process gain nothing.
 
     Raises:
         ValueError, OSError: as `loading.load`; also for a family without SDPA attention.
@@ -30,12 +30,12 @@ class PlainTransformers:
         self._device, self._num_threads = device, num_threads
 
     def ttft_s(self, ids: list[int]) -> float:
-        """Seconds from the prompt to its first token."""
+        """TTFT of the prompt in seconds."""
         return self.first_token(ids)[1]
 
     @torch.inference_mode()
     def first_token(self, ids: list[int]) -> tuple[int, float]:
-        """The most likely first token, and the seconds until it was there."""
+        """The most likely first token, and its TTFT in seconds."""
         with _threads(self._num_threads):
             began_s = time.perf_counter()
             ids_1S = torch.tensor([ids], device=self._device)

@@ -1,4 +1,4 @@
-"""Draws and tabulates what launch/bench.py measured, from its lines only:
+"""Draws and tabulates what launch/bench.py measured, from its lines alone:
 
 python -m benchmarks.ttft.plot [--results benchmarks/results/bench.jsonl] [--out docs] [--table]
 """
@@ -17,7 +17,7 @@ from runahead.files import write_whole
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 something is wrong with the lines or files, 2 the command line is wrong."""
+    """Run the command. Returns the exit status: 0 success, 1 invalid lines or files, 2 invalid command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--results", default="benchmarks/results/bench.jsonl", help="JSON lines of launch/bench.py")
     parser.add_argument("--out", default="docs", help="folder for the pictures")
@@ -57,7 +57,7 @@ def draw(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def chosen(path: str, commit: str | None, model: str | None) -> list[Comparison]:
-    """The lines of a commit and a model, or of any. Raises: ValueError: no such lines."""
+    """Comparisons of a commit and a model, or of any where None. Raises: ValueError: no such lines."""
     found = [line for line in read(path) if commit in (None, line["commit"]) and model in (None, line["model"]["name"])]
     if not found:
         wanted = "".join(f" of {name} {value}" for name, value in (("commit", commit), ("model", model)) if value)

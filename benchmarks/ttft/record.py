@@ -1,4 +1,4 @@
-"""What a line of measurements holds, and what it is told apart by."""
+"""JSON lines of a benchmark: their fields, and the keys that identify measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runahead.ranks.ranks import Ranks
 
 @dataclass
 class Record:
-    """What all lines of this benchmark share; made on rank 0."""
+    """Fields that all lines of this benchmark share; made on rank 0."""
 
     run: BenchRun
     shared: dict[str, Any]
@@ -62,7 +62,7 @@ class Record:
         return cls(run, shared)
 
     def key(self, name: str, length: int) -> str:
-        """Of a variant and length: the same for another benchmark of the same code, machine and options."""
+        """Key of a variant and length, equal for another benchmark of the same code, machine and options."""
         variant = VARIANTS[name]
         asks_partition = variant.split in (Split.given, Split.searched)
         parts = {name: value for name, value in self.shared.items() if name not in ("job", "date", "commit", "model")}
@@ -71,7 +71,7 @@ class Record:
         return lines.key(parts | options)
 
     def line(self, name: str, length: int, runs: list[Run], bounds: Bounds, model: Model) -> Line:
-        """What is written of one variant and length."""
+        """JSON line of one variant and length."""
         last, num_ranks = runs[-1], self.shared["ranks"]
         partition = even(length, num_ranks)
         if last.boundaries is not None and len(last.boundaries) == num_ranks + 1:
@@ -113,7 +113,7 @@ class Record:
 
     @staticmethod
     def of_bounds(bounds: Bounds) -> dict[str, Any]:
-        """The part of a line that was known before anything ran."""
+        """The bounds' part of a line, known before any variant ran."""
         return {
             "bounds": {
                 "single_s": bounds.single_s,

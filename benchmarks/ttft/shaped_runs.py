@@ -1,4 +1,4 @@
-"""The benchmark on two hosts with a shaped link between them: one run of the program per rate."""
+"""Benchmark on two hosts with a shaped link between them: one run of the program per rate."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runahead.model import loading
 
 HOSTS = 2
 QUICK_GBPS = 10.0
-"""For measuring compute, which sends next to nothing."""
+"""Rate of the link while compute is measured, which sends almost nothing."""
 REPLACED = ("bench.network", "bench.compute", "link.gbps", "link.compute_share", "link.noise")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rate:
-    """One run: all lengths at a rate, or one length at the rate that gives its KV a share of TTFT(p)."""
+    """Rate of one run: for all lengths, or for one length whose KV cache takes a share of TTFT(p) at this rate."""
 
     gbps: float
     share: float | None = None
@@ -35,7 +35,7 @@ def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> 
     """Run `program` with `args` in two network namespaces, one rank and one core in each, once per rate.
 
     Raises:
-        ValueError: this user or machine cannot make such a network, or a rate is beyond what it can keep.
+        ValueError: this user or machine cannot make such a network, or it cannot keep a rate.
         SystemExit: with the status of the ranks, if they failed.
     """
     if "RANK" in os.environ:
@@ -43,7 +43,7 @@ def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> 
     check_machine()
     for gbps in run.link.gbps:
         check_rate(gbps)
-    loading.load_config(run.model, progress=True)  # what has to be fetched cannot be from within
+    loading.load_config(run.model, progress=True)  # download first: the namespaces have no internet
     own = [arg for arg in args if arg.partition("=")[0].lstrip("+") not in REPLACED]
     with tempfile.TemporaryDirectory() as folder:
         compute = Path(run.bench.compute or Path(folder) / "compute.json")
@@ -60,7 +60,7 @@ def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> 
 
 
 def _rates(run: BenchRun, compute: Compute) -> list[_Rate]:
-    """The rates at which moving the KV of a whole prompt once takes these shares of TTFT(p)."""
+    """Rates at which sending the KV cache of a whole prompt once takes the given shares of TTFT(p)."""
     rates = []
     for length in run.bench.lengths:
         _, free_s = practical(compute, length, HOSTS)

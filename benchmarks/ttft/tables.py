@@ -1,4 +1,4 @@
-"""The measured figures as tables: for a terminal while a benchmark runs, in Markdown for documents."""
+"""Tables of measurements: for a terminal while a benchmark runs, and in Markdown for documents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOTES = (
 
 
 def rows(points: dict[str, Point], order: Sequence[str]) -> Rows:
-    """A row per variant of one length and network."""
+    """Rows of one length and network, one per variant."""
     found: Rows = []
     for name in order:
         if name not in points:
@@ -74,7 +74,7 @@ def _ratio(faster: Point | None, other: Point | None) -> str:
 
 
 def _of_bound(point: Point, bound: Point | None) -> str:
-    """TTFT(p) over this TTFT: as both were measured in the same rounds, else as it was predicted."""
+    """TTFT(p) over this TTFT: measured in the same rounds if possible, else predicted."""
     spread = None if bound is None or bound is point else point.faster_than(bound)
     if spread is None:
         return f"{point.line['bounds']['free_s'] / point.seconds.median:.0%}"
@@ -82,12 +82,12 @@ def _of_bound(point: Point, bound: Point | None) -> str:
 
 
 def spread_text(spread: Spread) -> str:
-    """A ratio with its range."""
+    """Format a ratio with its range."""
     return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
 
 
 def bounds_rows(lines: Sequence[Line]) -> Rows:
-    """A row per length: what compute allows."""
+    """Rows of the bounds from compute, one per length."""
     found: Rows = [
         ("tokens", "TTFT(1)", "TTFT(p)", "TTFT*(p) causal", "TTFT*(p) dense", "matmul", "attention", "at peak")
     ]
@@ -106,7 +106,7 @@ def bounds_rows(lines: Sequence[Line]) -> Rows:
 
 
 def document(compared: Sequence[Comparison]) -> str:
-    """All tables in Markdown, with headings of the third and fourth level."""
+    """Format all tables in Markdown, with headings of the third and fourth level."""
     parts = []
     for comparison in compared:
         parts.append(f"### {comparison.subject()}\n")
@@ -128,7 +128,7 @@ def document(compared: Sequence[Comparison]) -> str:
 
 
 def noise_rows(comparison: Comparison) -> Rows:
-    """A row per network, length and variant that ran with noise and without."""
+    """Rows per network, length and variant that ran both with and without noise."""
     found: Rows = [("variant", "tokens", "network", "quiet", "noise", "degradation")]
     for (network, length), variant, quiet, noisy in noise_pairs(comparison):
         lost = noisy.seconds.median / quiet.seconds.median - 1
@@ -146,7 +146,7 @@ def noise_rows(comparison: Comparison) -> Rows:
 
 
 def noise_pairs(comparison: Comparison) -> list[tuple[tuple[NetworkKind, int], str, Point, Point]]:
-    """(quiet network, length), variant, its quiet point and its noisy one."""
+    """((quiet network, length), variant, its quiet point, its noisy point) for all that ran both ways."""
     pairs = []
     for (network, length), points in comparison.points.items():
         noisy = comparison.points.get((network.with_noise(), length), {})

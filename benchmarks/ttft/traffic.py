@@ -1,4 +1,4 @@
-"""Bytes that ranks send: what the paper's formulas say, and what a network card counted."""
+"""Bytes that ranks send: by the paper's formulas, and by the counters of network cards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runahead.thinning.rank_policies import RankPolicies
 
 
 def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
-    """2 x KV heads x head dim x item size x layers, for layers and for keys and values that are alike; one row."""
+    """KV cache bytes of one token in one row: 2 x KV heads x head dim x item size x layers if all layers are alike."""
     return sum(shape.bytes_per_token() for shape in shapes)
 
 
 def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, policies: Sequence[Policy] = ()) -> int:
-    """Bytes of one prompt that all ranks together send: KV, or hidden states in tensor parallelism.
+    """Bytes that all ranks together send for one prompt: keys and values, or hidden states in tensor parallelism.
 
     Layers with a sliding window send less than a chain's formula says.
     """
@@ -38,7 +38,7 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
 
 
 def _tokens(traffic: Traffic, partition: ContextPartition, *, in_last_layer: bool) -> int:
-    """Tokens whose KV travel in one layer, all ranks together."""
+    """Tokens whose keys and values are sent in one layer, all ranks together."""
     if traffic is Traffic.chain:
         return chain_tokens(partition)
     if traffic is Traffic.gathered:
@@ -49,8 +49,10 @@ def _tokens(traffic: Traffic, partition: ContextPartition, *, in_last_layer: boo
 
 
 def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool) -> int:
-    """Of 2p chunks rank i has p - 1 - i and p + i. Every other rank needs the early one, only later ranks the late one;
-    in the last layer only the last rank, which has the prompt's end, needs any.
+    """Tokens whose keys and values are sent in one layer if each rank receives only those that it needs.
+
+    Rank i has chunks p - 1 - i and p + i of 2p. Every other rank needs the early one, only later ranks need the late
+    one; in the last layer only the last rank, which has the prompt's end, needs any.
     """
     p, chunks = num_ranks, even(num_tokens, 2 * num_ranks).chunk_lengths
     early, late = chunks[p - 1 :: -1], chunks[p:]
@@ -60,13 +62,13 @@ def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool
 
 
 def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num_layers: int) -> list[int]:
-    """Of each layer: every rank but the last passes on what its own and all earlier chunks have left there."""
+    """Tokens sent in each layer: every rank but the last passes on what is kept of its own and all earlier chunks."""
     left = RankPolicies.everywhere(policies).by_layer(partition, num_layers)
     return [chain_tokens(each) for each in left]
 
 
 class NetworkCards:
-    """What this host's network cards have sent, headers included, if this rank is alone on its host.
+    """Counter of bytes that this host's network cards have sent, headers included, if this rank is alone on its host.
 
     The loopback interface does not count.
     """
@@ -75,7 +77,7 @@ class NetworkCards:
         self.counts = ranks.size > 1 and ranks.local_size == 1
 
     def sent_bytes(self) -> int | None:
-        """Since the host started; None where other ranks would be counted too."""
+        """Bytes sent since the host started; None where other ranks would be counted too."""
         if not self.counts:
             return None
         counters = psutil.net_io_counters(pernic=True)

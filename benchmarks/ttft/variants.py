@@ -1,4 +1,4 @@
-"""What launch/bench.py can compare: one table of the ways to a first token."""
+"""Table of the variants that launch/bench.py compares."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from policies.base import Policy
 from policies.pyramidinfer import PyramidInfer
 
 MEAN_KEEP = 0.6
-"""Of PyramidInfer: share of the prompt's KV that it keeps."""
+"""Mean share of the prompt's KV cache that PyramidInfer keeps."""
 
 
 class Split(Enum):
-    """Where a variant's context partition comes from."""
+    """Source of a variant's context partition."""
 
     own = "the strategy's own"
     given = "partition=..."
@@ -24,7 +24,7 @@ class Split(Enum):
 
 
 class Traffic(Enum):
-    """What travels between ranks, as a formula counts it."""
+    """Data sent between ranks, which determines the formula for its bytes."""
 
     nothing = "nothing"
     chain = "the sum of the inner boundaries"
@@ -36,14 +36,14 @@ class Traffic(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One contender.
+    """A variant to compare.
 
     Attributes:
-        what: in a few words, for readers.
-        prefill: options of `PrefillOptions`; None is not run by the engine, but by the benchmark itself.
-        split: where its partition comes from.
-        traffic: what it moves.
-        narrows: PyramidInfer is at work, so that what comes out is not exact.
+        what: short description for readers.
+        prefill: options of `PrefillOptions`; None if the benchmark itself runs the variant, not the engine.
+        split: source of its context partition.
+        traffic: data that it sends.
+        narrows: whether PyramidInfer is applied, so that the output is not exact.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Variant:
 
     @property
     def policies(self) -> list[Policy]:
-        """At work on every rank."""
+        """Cache policies, the same on every rank."""
         return [PyramidInfer(mean_keep=MEAN_KEEP)] if self.narrows else []
 
 
@@ -113,11 +113,11 @@ VARIANTS: dict[str, Variant] = {
 }
 
 BASELINE, OURS, BOUND = "single", "kvr_s", "compute_only"
-"""What speed-ups are over, what the others are compared with, and what nobody with these ranks can beat."""
+"""Names of the baseline of speed-ups, of the variant that is compared with others, and of the lower bound on TTFT."""
 
 
 def check_names(names: list[str]) -> None:
-    """Raises: ValueError, in one sentence, for a name that the table does not have, or has twice in the list."""
+    """Check variant names. Raises: ValueError, in one sentence, for an unknown or a repeated name."""
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         raise ValueError(f"bench.variants has {', '.join(unknown)}, which is not one of {', '.join(VARIANTS)}")
