@@ -1,1 +1,1 @@
-"""One question each: `python -m benchmarks.studies.<name>`."""
+"""Studies, one question each: `python -m benchmarks.studies.<name>`."""

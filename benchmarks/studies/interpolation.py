@@ -1,10 +1,10 @@
-"""KVR-P against KVR-S by simulation: what do lengths that were left out of a table lose?
+"""KVR-P against KVR-S by simulation: the loss in TTFT at prompt lengths that are not in a lookup table.
 
     python -m benchmarks.studies.interpolation --ranks 2 4 8 --gbps 800 100 25 10
 
 Plans a 7B model (Llama 7B, and the same with 8 KV heads) with tables of several spacings, as
 `python -m partitioner.search search.objective=modelled` does, with lengths added (its default) and with none. Then
-looks up a length in the geometric middle between any two of a table's and one at three quarters of the way, and
+looks up a length at the geometric mean of any two neighbours in a table and one at three quarters of the way, and
 compares TTFT with that of a search at that length, seeded by the lookup among others. Prints the largest and the median
 loss and writes a JSON line per table to benchmarks/results/interpolation.jsonl.
 """
@@ -37,7 +37,7 @@ SPACINGS = {
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per table, as it is given and with lengths added."""
+    """Measure one line per table, as given and with lengths added."""
     options = run.options
     cases = list(product(options.spacings, options.heads, options.gbps, options.ranks))
     for spacing, heads, gbps, ranks in run.bar(cases, "table"):
@@ -50,7 +50,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def table(found: list[Line]) -> str:
-    """A row per table, and the largest and the median loss of those with lengths added."""
+    """Rows of all tables, and the largest and the median loss of those with lengths added."""
     rows: Rows = [("table", "lengths", "largest loss", "median")]
     for line in found:
         losses, added = line["losses"].values(), "as given" if line["max_loss"] is None else "lengths added"

@@ -1,18 +1,18 @@
-"""Decoding with KV in host memory, on a GPU: time per token against what memory and the host's link allow.
+"""Decoding with the KV cache in host memory on a GPU: time per token against the bound of memory and host link.
 
     python -m benchmarks.studies.offloading --shape llama2-7b --contexts 2048 8192 32768 --batch 1 4 20
     python -m benchmarks.studies.offloading --shape llama2-13b --layers 10 --trace trace.json
     python -m benchmarks.studies.offloading --draw-only
 
-Weights and KV are random, of a real model's shapes: a decoding step takes as long whatever they say, and no prompt has
-to be computed first. What they say decides how many tokens are within alpha: with random KV more than max_fetch
-allows, so what is measured as "infinigen" fetches as much as it may.
+Weights, keys and values are random, in a real model's shapes: the time of a decoding step does not depend on their
+values, and no prompt has to be computed first. The values determine how many tokens are within alpha: with random keys
+more than max_fetch allows, so that "infinigen" is measured while it fetches as much as it may.
 
-First of all the rates of the device's memory and of the host's link are measured. A step reads every byte that it needs
-at least once: weights, indices and what attention sees in the device's memory, what is fetched over the link. The bound
-is the longer of the two times. Variants take turns, a few tokens each, round after round, on the same KV in host
-memory (transformers' cache has its own). Appends a JSON line per variant to benchmarks/results/offloading.jsonl and
-draws docs/offloading.png from these lines.
+The rates of the device's memory and of the host's link are measured first. A step reads every byte that it needs at
+least once: weights, indices and the attended keys and values in the device's memory, fetched ones over the link. The
+bound is the longer of the two times. Variants run in turn, a few tokens each, round after round, on the same KV cache
+in host memory (transformers' cache has its own). Appends a JSON line per variant to benchmarks/results/offloading.jsonl
+and draws docs/offloading.png from these lines.
 """
 
 # Legend: B batch, N query heads, K kv heads, n stored tokens, C new tokens, V vocabulary.
@@ -84,43 +84,43 @@ LOOKS = {
     TRANSFORMERS: ("#56b4e9", "s"),
 }
 OBSERVED = 256
-"""Random queries from which indices are made."""
+"""Number of random queries from which indices are made."""
 TOLD_APART = ("device", "shape", "layers", "dtype", "batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """That one step has to move at least once: in the device's memory, and from the host to it."""
+    """Minimum bytes that one step moves: in the device's memory, and from the host to it."""
 
     device: int
     link: int = 0
 
     def seconds(self, rates: dict[str, float | None]) -> float:
-        """At the measured rates, both at the same time."""
+        """Time in seconds at the measured rates, with both transfers in parallel."""
         memory, link = rates["memory_gbs"], rates["link_gbs"]
         assert memory is not None
         return max(self.device / memory, 0.0 if link is None else self.link / link) / 1e9
 
 
 class Variant(Protocol):
-    """A way to keep KV and to decode one token per row from them."""
+    """Interface of a variant: stores a KV cache and decodes one token per row from it."""
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
-        """A layer's KV: on the device, and on the host where that is another memory."""
+        """Store a layer's keys and values: on the device, and on the host if that is a separate memory."""
         ...
 
     def step(self, ids_B1: Tensor) -> Tensor:
-        """Logits (B, V)."""
+        """Decode one token per row. Returns logits (B, V)."""
         ...
 
     def moved(self) -> Bytes: ...
 
     def kept(self) -> tuple[int, int]:
-        """Bytes for KV on the device and on the host."""
+        """KV cache bytes on the device and on the host."""
         ...
 
     def fetched_share(self) -> float | None:
-        """Of the stored tokens, a mean over all layers; None where nothing is fetched."""
+        """Share of the stored tokens that was fetched, a mean over all layers; None where nothing is fetched."""
         ...
 
 
@@ -141,7 +141,7 @@ class FullOnDevice(FullCache):
 
 
 class Retrieved:
-    """A policy that retrieves."""
+    """Decoding under a policy that retrieves."""
 
     def __init__(self, model: Model, policy: Retriever, *, context: int, batch: int, room: int) -> None:
         self.model, self.policy, self.num_tokens, self.pads, self._room = model, policy, context, [0] * batch, room
@@ -200,10 +200,10 @@ class Retrieved:
 
 
 class TransformersOffloaded:
-    """transformers' own cache on the host, as a user gets it: all KV come in every step, and go back.
+    """Decoding with transformers' offloaded cache, which copies all keys and values in and out in every step.
 
     Raises:
-        ValueError: it cannot run on this device.
+        ValueError: the cache cannot run on this device.
     """
 
     def __init__(self, model: Model, *, batch: int) -> None:
@@ -239,7 +239,7 @@ class TransformersOffloaded:
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per batch, context and variant. Raises: SystemExit: an option is out of range."""
+    """Measure one line per batch, context and variant. Raises: SystemExit: an option is out of range."""
     options = run.options
     if min(options.rounds, options.tokens, *options.contexts, *options.batch) < 1 or min(options.contexts) < OBSERVED:
         raise SystemExit(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
@@ -273,7 +273,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def random_model(options: argparse.Namespace, device: torch.device) -> Model:
-    """A Llama of the asked shape. Raises: SystemExit: no such number of layers."""
+    """Make a Llama model of the requested shape with random weights. Raises: SystemExit: invalid number of layers."""
     shape = dict(SHAPES[options.shape])
     if options.layers is not None:
         if not 1 <= options.layers <= shape["num_hidden_layers"]:
@@ -287,7 +287,7 @@ def random_model(options: argparse.Namespace, device: torch.device) -> Model:
 
 
 class Turns:
-    """Variants that decode in turn, after the same random KV."""
+    """Variants that decode in turn, after the same random keys and values."""
 
     @torch.inference_mode()
     def __init__(self, model: Model, options: argparse.Namespace, *, context: int, batch: int) -> None:
@@ -303,7 +303,7 @@ class Turns:
         self._make([*options.variants])
 
     def _make(self, names: list[str]) -> None:
-        """Those that have room; all KV on the device may leave none for the others."""
+        """Make the variants that fit in memory; one with its KV cache on the device may leave no room for others."""
         for name in names:
             try:
                 self.variants[name] = self._made(name)
@@ -331,7 +331,7 @@ class Turns:
         print(f"{self.context:,} tokens x {self.batch}: {name} left out: {why}", file=sys.stderr)
 
     def _fill(self) -> None:
-        """All layers with normally distributed keys, values and queries."""
+        """Fill all layers with normally distributed keys, values and queries."""
         model, copies, device = self.model, copies_for(self.model.device), self.model.device
         heads, observed = model.config.num_attention_heads, min(OBSERVED, self.context)
         for layer, shape in enumerate(model.kv_shapes):
@@ -348,13 +348,13 @@ class Turns:
         return HostLayer.of(replace(base), copies, room=self.room, spare=self.room)
 
     def turn(self, variant: Variant) -> float:
-        """Seconds per token."""
+        """Time per token of one turn, in seconds."""
         ids_B1 = torch.full((self.batch, 1), 7, device=self.model.device)
         synchronize(self.model.device)
         began_s = time.perf_counter()
         for _ in range(self.options.tokens):
             ids_B1 = variant.step(ids_B1).argmax(dim=-1, keepdim=True)
-            ids_B1.tolist()  # as where tokens are told
+            ids_B1.tolist()  # synchronises, as decoding does where tokens are streamed
         return (time.perf_counter() - began_s) / self.options.tokens
 
     @torch.inference_mode()
@@ -386,12 +386,12 @@ class Turns:
 
 
 def kv_bytes(model: Model, batch: int) -> int:
-    """Of one token in every row, in all layers."""
+    """KV cache bytes of one token in every row, over all layers."""
     return sum(shape.bytes_per_token(batch) for shape in model.kv_shapes)
 
 
 def measured_rates(device: torch.device) -> dict[str, float | None]:
-    """GB/s of the device's memory, reading and writing, and from page-locked host memory to it; None on a CPU."""
+    """Rates in GB/s of the device's memory (reads and writes) and of copies from pinned host memory; None on a CPU."""
     size = 2**30 if device.type == "cuda" else 2**26
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     memory = 2 * size / best_s(lambda: b.copy_(a), device) / 1e9
@@ -419,7 +419,7 @@ def synchronize(device: torch.device) -> None:
 
 @torch.inference_mode()
 def trace(run: Turns, path: Path) -> None:
-    """Two tokens as a trace for Perfetto or chrome://tracing: copies have a stream of their own there."""
+    """Write a trace of two tokens for Perfetto or chrome://tracing, in which copies have a stream of their own."""
     name = TRACED if TRACED in run.variants else next(iter(run.variants))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if run.model.device.type == "cuda":
@@ -433,7 +433,7 @@ def trace(run: Turns, path: Path) -> None:
 
 
 def table(found: Sequence[Line]) -> str:
-    """Of what was measured last for every shape, context, batch and variant."""
+    """Table of the last measurement of every shape, context, batch and variant."""
     rows = [
         f"{'tokens':>7} {'batch':>5}  {'variant':<33} {'ms a token':>10} {'bound':>8} {'of it':>6} {'fetched':>8}"
         f" {'GPU K,V':>9} {'host K,V':>9}"
@@ -454,7 +454,7 @@ def latest(found: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
 
 
 def picture(found: Sequence[Line]) -> bytes:
-    """A panel per batch, of the shape and the device that were measured last."""
+    """Draw a panel per batch, for the shape and the device that were measured last."""
     last = found[-1]
     shown = [
         line

@@ -1,10 +1,10 @@
-"""Replayed against measured TTFT: does a simulation from one device's compute predict two live ranks?
+"""Simulated against measured TTFT of two live ranks, with the simulation based on one device's compute.
 
     torchrun --nproc-per-node=2 -m benchmarks.studies.prediction --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
 
-Measures compute and runs every split, in turn, round after round, so that a machine whose speed drifts does not decide;
-then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl and
-draws docs/prediction.png.
+Measures compute and runs every split, in turn, round after round, so that drift of the machine's speed affects all
+alike; then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl
+and draws docs/prediction.png.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBES = [256, 512, 1024, 2048, 4096]
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per length and split."""
+    """Measure one line per length and split."""
     options = run.options
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
@@ -70,7 +70,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def medians(costs: list[MeasuredCost]) -> MeasuredCost:
-    """Point by point."""
+    """Cost of the medians over measurements, point by point."""
     points = {
         name: {at: median(getattr(cost, name)[at] for cost in costs) for at in getattr(costs[0], name)}
         for name in ("first_s", "between_s", "own_s", "last_s", "prefix_s")
@@ -79,7 +79,7 @@ def medians(costs: list[MeasuredCost]) -> MeasuredCost:
 
 
 def table(found: list[Line]) -> str:
-    """A row per split of the last run, and the largest and the median error."""
+    """Rows of the last run's splits, and the largest and the median error."""
     rows: Rows = [("tokens", "boundary", "predicted", "measured", "error")]
     for line in last_run(found):
         times = f"{line['predicted_s']:.2f} s", f"{median(line['measured_s']):.2f} s"
@@ -89,7 +89,7 @@ def table(found: list[Line]) -> str:
 
 
 def picture(found: list[Line]) -> bytes:
-    """Predicted over measured TTFT, of the last run."""
+    """Draw predicted over measured TTFT, for the last run."""
     points: dict[str, list[tuple[float, float]]] = {}
     for line in last_run(found):
         pair = median(line["measured_s"]), line["predicted_s"]

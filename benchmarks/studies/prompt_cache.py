@@ -3,9 +3,9 @@
     python -m benchmarks.studies.prompt_cache
     python -m benchmarks.studies.prompt_cache --draw-only
 
-Every point is a prompt of random tokens, of which some are cached in modules and the others are new. Variants run in
-turn: the full prefill, modules in host memory, modules in files that are mapped (page cache warm), and the bound: the
-new and link tokens alone, without anything to attend to. Appends a JSON line per point and draws
+Every point is a prompt of random tokens, some of which are cached in modules and the others new. Variants run in turn:
+the full prefill, modules in host memory, modules in memory-mapped files (page cache warm), and the bound: the new and
+link tokens alone, without anything to attend to. Appends a JSON line per point and draws
 docs/prompt_cache_ttft.png.
 """
 
@@ -35,7 +35,7 @@ ANSWER_TOKENS = 5
 
 @dataclass(frozen=True)
 class Point:
-    """A prompt: tokens in modules, of which the first few of each are computed again, and new tokens."""
+    """Numbers of tokens in a prompt: in modules, of which the first few of each are computed again, and new ones."""
 
     cached: int
     new: int
@@ -65,14 +65,14 @@ def prompt_of(point: Point, vocab_size: int) -> ReusingPrompt:
 
 
 def measure(run: Run, model: Model, ranks: Ranks, point: Point, folder: Path, *, full: bool) -> Line:
-    """Runs of every variant, interleaved."""
+    """Run every variant in turn."""
     prompt = prompt_of(point, model.vocab_size)
     options = GenerationOptions(max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
     in_host = SegmentStore(model)
     plain = Engine(model, ranks)
 
     def mapped() -> GenerationBatch:
-        # A store of its own, so that nothing of it is in this process' memory yet.
+        # A new store, so that nothing of it is in this process's memory yet.
         store = SegmentStore(model, folder, StoreLimits(host_bytes=0))
         return Engine(model, ranks, store=store).generate([prompt], options)
 
@@ -100,7 +100,7 @@ def measure(run: Run, model: Model, ranks: Ranks, point: Point, folder: Path, *,
 
 
 def lines_of(run: Run) -> Iterator[Line]:
-    """One line per point: prompts of several lengths, and prompts of one length with several cached shares."""
+    """Measure one line per point: prompts of several lengths, and prompts of one length with several cached shares."""
     options = run.options
     by_length = [Point(length, options.new, options.modules) for length in options.lengths]
     cached = [round(share * options.of) for share in options.shares]
@@ -122,18 +122,18 @@ def lines_of(run: Run) -> Iterator[Line]:
 
 
 def last_job(found: Sequence[Line]) -> list[Line]:
-    """The lines of the last run."""
+    """Lines of the last run."""
     return [line for line in found if line["job"] == found[-1]["job"]]
 
 
 def ttft(line: Line, variant: str) -> float | None:
-    """The median in seconds."""
+    """Median TTFT of a variant in seconds, or None if it was not run."""
     runs = line["runs"].get(variant)
     return median(run["ttft_s"] for run in runs) if runs else None
 
 
 def table(found: list[Line]) -> str:
-    """Markdown: a row per point of the last run."""
+    """Format a Markdown table, one row per point of the last run."""
     rows = [
         "| cached | new | computed | full prefill | host memory | speed-up | files | bound | lookup, host |",
         "|---" * 9 + "|",
@@ -150,7 +150,7 @@ def table(found: list[Line]) -> str:
 
 
 def picture(found: list[Line]) -> bytes:
-    """The picture of the last run."""
+    """Draw the picture of the last run."""
     return ttft_png(last_job(found))
 
 

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/studies/prompt_cache.py, from its lines."""
+"""Picture of benchmarks/studies/prompt_cache.py, from its lines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CURVES = {
 
 
 def ttft_png(lines: Sequence[Line]) -> bytes:
-    """TTFT against length, with quadratic and linear lines, and against the cached share of one length.
+    """Draw TTFT against length, with quadratic and linear guides, and against the cached share at one length.
 
-    Prompts of that length alone have no full prefill of their own, but for the one that is among the lengths too.
+    Prompts of that one length have no full prefill of their own, except the one that is also among the lengths.
     """
     share_of = max((_tokens(line) for line in lines if "full" not in line["runs"]), default=0)
     figure = new_figure(11.5, 4.6)
@@ -57,7 +57,7 @@ def ttft_png(lines: Sequence[Line]) -> bytes:
 
 
 def _guides(axes: Any, by_length: Sequence[Line]) -> None:
-    """A quadratic through the full prefill's last point, a line through that of host memory."""
+    """Draw a quadratic through the full prefill's last point and a line through that of host memory."""
     x = [_tokens(line) for line in by_length]
     for variant, power, name in (("full", 2, "quadratic"), ("host", 1, "linear")):
         last = _ttft(by_length[-1], variant)

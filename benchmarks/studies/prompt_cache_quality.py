@@ -1,10 +1,10 @@
-"""What reuse of modules costs in quality: plain prompts, independent modules, link tokens, a sink prefix, scaffolds.
+"""Quality cost of module reuse: plain prompts, independent modules, link tokens, a sink prefix, scaffolds.
 
     python -m benchmarks.studies.prompt_cache_quality
 
-Three questions to a real model, each with a context that is cut into modules. Perplexity: of the text that follows.
-Copy-NLL: a passage is in the first module, and how well does the model expect it after the last one? Keys: every
-document tells a number of its own, and one of them is asked for. Prints a table and appends JSON lines.
+Measures three tasks on a real model, each with a context that is cut into modules. Perplexity: of the text that
+follows. Copy-NLL: the loss of a passage of the first module, repeated after the last one. Keys: every document states a
+number, and one of them is asked for. Prints a table and appends JSON lines.
 """
 
 # Legend: C new tokens, V vocabulary.
@@ -39,7 +39,7 @@ PEOPLE = ("Alice", "Bertram", "Clara", "Daniel", "Edith", "Frank", "Grace", "Hen
 
 @dataclass(frozen=True)
 class Variant:
-    """How modules are encoded: `link` first tokens of each computed again, `sinks` seen by all, `joint` as one."""
+    """Encoding of modules: `link` first tokens of each computed again, `sinks` seen by all, `joint` ones as one."""
 
     name: str
     link: int = 0
@@ -58,7 +58,7 @@ VARIANTS = (
 
 
 def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant) -> ReusingPrompt:
-    """A context with modules between these edges, and new tokens after it. The last of the context is new, too."""
+    """Cut a context into modules at these edges, with new tokens after it. The context's last token counts as new."""
     again: dict[int, int] = {len(ids) - 1: ids[-1]}
     uses = []
     spans = [(0, len(ids))] if variant.joint else list(pairwise(edges))
@@ -86,7 +86,7 @@ def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: V
 
 @torch.inference_mode()
 def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt, num_last: int) -> float:
-    """Nats per token of the prompt's last tokens."""
+    """Mean loss of the prompt's last tokens, in nats per token."""
     reuse = Reuse([prompt], store, model, ranks)
     reuse.encode_missing()
     count = len(prompt.new_ids)
@@ -104,11 +104,11 @@ def edges_of(num_tokens: int, modules: int) -> list[int]:
 
 
 Measure = Callable[[int, Variant, SegmentStore], float]
-"""(sample, variant, segments that are encoded already) -> a value."""
+"""Function of (sample, variant, store of segments already encoded) that returns a value."""
 
 
 def text_loss(model: Model, ranks: Ranks, ids: list[int], modules: int, samples: int, kind: str) -> Measure:
-    """Losses of the passage again, or of the text that follows."""
+    """Make a measure of the loss of the repeated passage, or of the text that follows."""
     apart = (len(ids) - CONTEXT - FOLLOWING) // max(1, samples - 1)
 
     def measure(sample: int, variant: Variant, store: SegmentStore) -> float:
@@ -116,14 +116,14 @@ def text_loss(model: Model, ranks: Ranks, ids: list[int], modules: int, samples:
         context, following = window[:CONTEXT], window[CONTEXT:]
         new = context[:PASSAGE] if kind == "copy" else following
         prompt = cut(context, edges_of(CONTEXT, modules), new, variant)
-        # The first token follows the context's end, which tells nothing of it.
+        # The end of the context does not predict the first token, which is left out.
         return loss(model, ranks, store, prompt, len(new) - 1)
 
     return measure
 
 
 def documents(model: Model, text: list[int], count: int, sample: int) -> tuple[list[int], list[int], list[int], str]:
-    """Context, edges of its documents, a question, and the answer."""
+    """Make a context of documents. Returns its token ids, the documents' edges, a question, and the answer."""
     draw = random.Random(f"{count} {sample}")
     encode = lambda told: model.tokenizer(told, add_special_tokens=False).input_ids  # noqa: E731
     people = draw.sample(PEOPLE, count)
@@ -145,7 +145,7 @@ def documents(model: Model, text: list[int], count: int, sample: int) -> tuple[l
 
 
 def key_hit(model: Model, ranks: Ranks, text: list[int], count: int) -> Measure:
-    """1 if the number is told."""
+    """Make a measure of 1 if the answer contains the number, else 0."""
 
     def measure(sample: int, variant: Variant, store: SegmentStore) -> float:
         ids, edges, question, answer = documents(model, text, count, sample)
@@ -158,7 +158,7 @@ def key_hit(model: Model, ranks: Ranks, text: list[int], count: int) -> Measure:
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per task and variant."""
+    """Measure one line per task and variant."""
     options = run.options
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device)
@@ -182,7 +182,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def table(found: list[Line]) -> str:
-    """Markdown: a row per variant, of the last run."""
+    """Format a Markdown table, one row per variant of the last run."""
     results = last_run(found)
     tasks = list(dict.fromkeys(line["task"] for line in results))
     rows = ["| | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]

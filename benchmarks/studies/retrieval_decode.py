@@ -1,13 +1,13 @@
-"""Time per token while decoding, over the prompt's length: retrieving policies against the full cache.
+"""Decoding time per token over the prompt's length: retrieving policies against the full cache.
 
     python -m benchmarks.studies.retrieval_decode --lengths 1024 2048 4096 8192
     python -m benchmarks.studies.retrieval_decode --draw-only
 
-The bound is in bytes, since a step of one token reads each of them once: weights and all KV for the full cache;
-weights, the query projections once more for predictions, partial keys, and the KV that were fetched. Its gain is the
-ratio of the two, and what is printed beside a measured gain is the share of it that was reached.
+The bound is in bytes, since a step of one token reads each of them once: weights and the whole KV cache for the full
+cache; weights, the query projections once more for predictions, partial keys, and the fetched keys and values under a
+policy. Its gain is the ratio of the two, of which the measured gain reaches the printed share.
 
-Policies take turns, a few tokens each, round after round. Appends a JSON line per length and policy to
+Policies run in turn, a few tokens each, round after round. Appends a JSON line per length and policy to
 benchmarks/results/retrieval_decode.jsonl and draws docs/retrieval_decode.png from these lines.
 """
 
@@ -55,14 +55,14 @@ LOOKS = {
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per length and policy."""
+    """Measure one line per length and policy."""
     options = run.options
     torch.set_num_threads(1)
     keep_freed_memory()  # as the runtime does
     model = Model.load(ModelOptions(), torch.device("cpu"))
     text = text_ids(model, options.text)
     for length in options.lengths:
-        ids = (text * (length // len(text) + 1))[:length]  # time does not depend on what it says
+        ids = (text * (length // len(text) + 1))[:length]  # time does not depend on the text
         prompt = RetrievedPrompt(model, ids)
         conversations = {name: prompt.under(POLICIES[name]()) for name in options.policies}
         full = FullCache.of(prompt.under(Offload()), options.tokens * (options.rounds + 1))
@@ -79,7 +79,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
-    """Seconds per token of a turn; every round decodes other tokens."""
+    """Make a function that measures seconds per token of a turn; every round decodes other tokens."""
 
     def turn(number: int) -> float:
         start = 50 + number * num_tokens
@@ -92,12 +92,12 @@ def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -
 
 
 def full_bytes(model: Model, length: int) -> int:
-    """That one step reads with the full cache."""
+    """Bytes that one step reads with the full cache."""
     return weight_bytes(model) + length * sum(shape.bytes_per_token() for shape in model.kv_shapes)
 
 
 def weight_bytes(model: Model) -> int:
-    """Of every matrix that a token is multiplied with; an embedding that is tied to the output counts once."""
+    """Bytes of all matrices that a token is multiplied with; an embedding tied to the output counts once."""
     parameters = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
     embedding = model.module.get_input_embeddings().weight
     tied = embedding.data_ptr() == model.module.get_output_embeddings().weight.data_ptr()
@@ -105,7 +105,7 @@ def weight_bytes(model: Model) -> int:
 
 
 def bytes_of(model: Model, conversation: Conversation) -> int:
-    """That one step reads under a retrieving policy: as the full cache where a layer attends to everything."""
+    """Bytes that one step reads under a retrieving policy; a layer that attends to everything counts in full."""
     assert isinstance(conversation.cache, RetrievedCache)
     retrieval, total = conversation.cache.retrieval, weight_bytes(model)
     shares = retrieval.report().fetched_share
@@ -123,14 +123,14 @@ def bytes_of(model: Model, conversation: Conversation) -> int:
 
 
 def fetched_share(conversation: Conversation) -> float:
-    """Mean over all layers, those that attend to everything among them."""
+    """Fetched share of tokens, a mean over all layers; layers that attend to everything count as 1."""
     assert isinstance(conversation.cache, RetrievedCache)
     shares = conversation.cache.retrieval.report().fetched_share
     return sum(1.0 if share is None else share for share in shares) / len(shares)
 
 
 def latest_run(found: list[Line]) -> dict[int, dict[str, Line]]:
-    """Lines by length and policy: of every length those that were measured last, in turn."""
+    """Lines by length and policy: for every length those of its last run."""
     dates = {line["length"]: line["date"] for line in found}
     latest: dict[int, dict[str, Line]] = {}
     for line in found:
@@ -140,12 +140,12 @@ def latest_run(found: list[Line]) -> dict[int, dict[str, Line]]:
 
 
 def gain(full: Line, line: Line) -> float:
-    """Full cache's time over a policy's, the median of the rounds' ratios."""
+    """Ratio of the full cache's time to a policy's, the median over rounds."""
     return median(a / b for a, b in zip(full["tpot_s"], line["tpot_s"], strict=True))
 
 
 def table(found: list[Line]) -> str:
-    """A row per length and policy of the last runs."""
+    """Rows of the last runs, one per length and policy."""
     latest = latest_run(found)
     rows = [f"{'tokens':>7}  {'policy':<24} {'ms a token':>10}  {'gain':>5}  {'bound':>5}  {'reached':>7}  fetched"]
     for length, by_policy in latest.items():
@@ -163,7 +163,7 @@ def table(found: list[Line]) -> str:
 
 
 def picture(found: list[Line]) -> bytes:
-    """Time per token, and the gain over the full cache with its bound."""
+    """Draw time per token, and the gain over the full cache with its bound."""
     latest = latest_run(found)
     figure = new_figure(10.4, 4.4)
     left, right = panels(figure, 2, 1, 2)

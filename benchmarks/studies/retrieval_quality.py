@@ -1,15 +1,15 @@
-"""What retrieval costs in quality, over its settings: a passage that comes again, and text that goes on.
+"""Quality cost of retrieval over its settings: the loss of a repeated passage and of the text that follows.
 
     python -m benchmarks.studies.retrieval_quality --text wikitext2.txt --lengths 4096 --samples 2
     python -m benchmarks.studies.retrieval_quality --text wikitext2.txt --groups pool --lengths 2048
     python -m benchmarks.studies.retrieval_quality --draw-only
 
-A sample is a piece of the text as the prompt. After it come, token by token as in decoding, a passage of that prompt
-again (copy-NLL) and the tokens that really follow (perplexity). Groups of settings: `default`; `alpha` and `ratio`, the
+A sample is a piece of the text as the prompt. After it a passage of the prompt (copy-NLL) and the tokens that really
+follow (perplexity) are fed one by one, as in decoding. Groups of settings: `default`; `alpha` and `ratio`, the
 paper's Fig. 17, the latter with and without skewing (Fig. 13); `pool`, a pool of 80% of the prompt under each victim,
 with and without pinned sinks (Table 2); `others`, policies to compare with.
 
-Appends a JSON line per sample and setting to benchmarks/results/retrieval_quality.jsonl, leaving out those that are
+Appends a JSON line per sample and setting to benchmarks/results/retrieval_quality.jsonl, skipping those that are
 there already, draws docs/retrieval_quality.png from these lines and prints them as a table.
 """
 
@@ -45,7 +45,7 @@ POOL_SHARE = 0.8
 
 
 def infinigen(**options: Any) -> dict[str, Any]:
-    """By its layers' own queries, the default on a CPU, unless they are to be predicted."""
+    """Options of InfiniGen, by default with its layers' own queries, as on a CPU, instead of predicted ones."""
     return {"name": "infinigen", "ahead": False} | options
 
 
@@ -60,11 +60,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
     "others": [{"name": name, "fetch": fetch} for name in ("exact_topk", "quest") for fetch in (0.1, 0.05)],
 }
-"""A pool is named by its victim here; its bytes depend on the prompt."""
+"""Groups of settings. A pool is named by its victim; its bytes depend on the prompt."""
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per sample and setting, the full cache first."""
+    """Measure one line per sample and setting, the full cache first."""
     options = run.options
     if options.text is None:
         raise SystemExit("--text=<file> is needed, unless --draw-only")
@@ -85,14 +85,14 @@ def measure(run: Run) -> Iterator[Line]:
         missing = [line for line in steps if not run.has(line)]
         if missing:
             ids, following = piece[:length], piece[length:]
-            first = [length // 12, length // 2, 5 * length // 6][number % 3]  # of the passage: early, middle, late
+            first = [length // 12, length // 2, 5 * length // 6][number % 3]  # passage start: early, middle, late
             prompt = RetrievedPrompt(model, ids)
             for line in missing:
                 yield line | scores(prompt, line["setting"], [ids[first : first + PASSAGE], following])
 
 
 def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[int]]) -> dict[str, Any]:
-    """NLL in nats of each tail's tokens, and what was fetched for them."""
+    """Measure the NLL in nats of each tail's tokens, and the share that was fetched for them."""
     nlls, shares, masses = [], [], []
     if setting == FULL:
         conversation = prompt.under(Offload())
@@ -124,13 +124,13 @@ def _pool(prompt: RetrievedPrompt, victim: str) -> dict[str, Any]:
 
 
 def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
-    """The mean over a tail: its first token is expected after the prompt."""
+    """Mean negative log-likelihood of a tail in nats; the prompt's logits predict its first token."""
     logits_CV = torch.cat([first_1V, rest_1CV[0]])
     return float(torch.nn.functional.cross_entropy(logits_CV, torch.tensor(ids)))
 
 
 def combined(found: list[Line]) -> dict[tuple[int, str], Line]:
-    """Means over samples that the full cache has too, by length and setting, and by how much they are above its own."""
+    """Means by length and setting, over samples that the full cache has too, and their differences to its means."""
     known = {(line["text"], line["length"], line["start"], str(line["setting"])): line for line in found}
     groups: dict[tuple[int, str], list[Line]] = {}
     for (*sample, setting), line in known.items():
@@ -165,7 +165,7 @@ def table(found: list[Line]) -> str:
 
 
 def picture(found: list[Line]) -> bytes:
-    """Copy-NLL beyond the full cache's, over alpha and over the share of columns, at the length with most settings."""
+    """Draw copy-NLL beyond the full cache's over alpha and share of columns, at the length with the most settings."""
     means = combined(found)
     lengths = [length for length, _ in means]
     length = max(set(lengths), key=lengths.count)

@@ -1,4 +1,4 @@
-"""One prompt's KV, computed once and then decoded from under many retrieving policies."""
+"""KV cache of one prompt, computed once and decoded from under many retrieving policies."""
 
 # Legend: B batch, V vocabulary.
 
@@ -19,15 +19,15 @@ from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies
 
 LAST_TOKENS = 512
-"""Of the prompt, those that are computed again for every policy: their queries are what indices are made of."""
+"""Number of last prompt tokens that are computed again for every policy; indices are made of their queries."""
 
 
 class RetrievedPrompt:
-    """A prompt of one row, prefilled as far as no policy has a say."""
+    """A prompt of one row, prefilled up to the tokens that depend on the policy."""
 
     def __init__(self, model: Model, ids: Sequence[int]) -> None:
         self.model, self.ids = model, list(ids)
-        # A policy that keeps everything and chooses nothing, so that what follows can be under any other.
+        # This policy keeps everything and selects nothing, so that decoding can continue under any other.
         self._start = Conversation(model, RankPolicies.everywhere([Offload()]))
         if len(ids) > LAST_TOKENS:
             self._start.feed(torch.tensor([self.ids[:-LAST_TOKENS]]), cut_back=False)

@@ -1,9 +1,9 @@
-"""What a lookup table is worth on two live ranks: KVR-S, and KVR-P without the entry, against KVR-E and one rank.
+"""Gain of a lookup table on two live ranks: KVR-S, and KVR-P without the entry, against KVR-E and one rank.
 
     torchrun --nproc-per-node=2 -m benchmarks.studies.split_quality --table tables/smollm2-cpu-2.json --lengths 4096
 
-Measures the compute of one rank first and says how much faster than even chunks it lets any split be, then runs all
-variants in turn (A B C A B C). Appends a JSON line per length to benchmarks/results/split_quality.jsonl.
+Measures the compute of one rank first and prints the largest speed-up over even chunks that any split can reach, then
+runs all variants in turn (A B C A B C). Appends a JSON line per length to benchmarks/results/split_quality.jsonl.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBES = [256, 512, 1024, 2048, 4096]
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per length."""
+    """Measure one line per length."""
     lookup_table = LookupTable.load(run.options.table)
     with Ranks.start(RanksOptions(threads=1)) as ranks:
         model = Model.load(ModelOptions(), ranks.device, ranks_on_host=ranks.local_size)
@@ -83,7 +83,7 @@ def _splits(table: LookupTable, length: int, num_ranks: int) -> dict[str, Contex
 
 
 def table(found: list[Line]) -> str:
-    """The last measurement of each length: medians, and ratios pair by pair."""
+    """Medians and pairwise ratios of each length's last measurement."""
     told = []
     for line in newest(found, "length").values():
         told.append(_bound_text(line["length"], line["allowed_over_even"]))

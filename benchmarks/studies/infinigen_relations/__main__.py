@@ -1,19 +1,19 @@
-"""What InfiniGen rests on, as relations: similar inputs of consecutive layers, and columns that tell scores apart.
+"""InfiniGen's premises as relations: similar inputs of consecutive layers, and columns that distinguish scores.
 
     python -m benchmarks.studies.infinigen_relations --text book.txt --samples 4 --prompt 3840
     python -m benchmarks.studies.infinigen_relations --distances --text book.txt
     python -m benchmarks.studies.infinigen_relations --draw-only
 
-A sample is a piece of the text: a prompt, and tokens after it that ask what of it they attend to. "Sample text" is
-another text, whose first tokens queries are collected from offline. Measured are
+A sample is a piece of the text: a prompt, and tokens after it whose attention to the prompt is measured. "Sample text"
+is another text, from whose first tokens queries are collected offline. Measured are
 
-- the cosine between inputs of consecutive layers, and between what their attention and FFN add (the paper's Table 1);
-- the attention probability on the 5% of the prompt that partial keys choose, over the share of columns (as Fig. 13),
-  for several ways to choose a basis and columns;
-- with --distances: the same for tokens further and further after the prompt.
+- the cosine between inputs of consecutive layers, and between the outputs of their attention and FFN (paper, Table 1);
+- the attention probability on the 5% of the prompt that partial keys select, over the share of columns (paper,
+  Fig. 13), for several ways to choose a basis and columns;
+- with --distances: the same for tokens at growing distances after the prompt.
 
-Bounds come with them: the best choice ("oracle"), and choices by all columns. Appends a JSON line per sample to
-benchmarks/results/infinigen_relations.jsonl, leaving out those that are there already, draws
+Bounds come with them: the best selection ("oracle"), and selections by all columns. Appends a JSON line per sample to
+benchmarks/results/infinigen_relations.jsonl, skipping those that are there already, draws
 docs/infinigen_columns.png and docs/infinigen_similarity.png from these lines alone, and prints them as tables.
 """
 
@@ -39,13 +39,13 @@ from runahead import Model, ModelOptions
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 DISTANCES = (0, 256, 768, 1792)
-"""Distances after the prompt; from each on, as many tokens ask as the shortest window has."""
+"""Distances after the prompt in tokens; from each on, as many tokens are measured as the shortest window has."""
 WINDOWS = (256, 1024, 2048)
 CHUNK = 512
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per sample of the text."""
+    """Measure one line per sample of the text."""
     options = run.options
     model = Model.load(ModelOptions(), torch.device("cpu"))
     about = {

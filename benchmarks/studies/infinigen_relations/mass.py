@@ -1,11 +1,11 @@
-"""How much attention goes to the tokens that partial keys would fetch, and how alike consecutive layers' inputs are.
+"""Attention mass on the tokens that partial keys would fetch, and similarity of consecutive layers' inputs.
 
-A text is read in one piece. At some tokens after its first part, the prompt, every layer is asked: of the attention
-probability that this token's queries give to all tokens before it, how much is on those that would have been fetched,
-if queries come from the layer before, keys from some columns of the prompt's, and a fixed share is fetched?
+A text is read in one forward pass. For some tokens after its first part, the prompt, every layer measures the attention
+probability that this token's queries give to all tokens before it, and the share of it on the tokens that would be
+fetched: with queries predicted from the layer before, keys reduced to some columns, and a fixed share of tokens.
 """
 
-# Legend: N query heads, K kv heads, G = N / K, g 1 or G, S tokens, P tokens that ask, X queries that a basis is made
+# Legend: N query heads, K kv heads, G = N / K, g 1 or G, S tokens, P measured tokens, X queries that a basis is made
 # of, n tokens before, m fetched ones, r columns, D model dim, H head dim, V value dim.
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from runahead.model.model import Model
 from runahead.model.narrowing import decoder_layers
 
 SINKS = 4
-"""First tokens: always fetched, and left out of what is said of keys."""
+"""Number of first tokens that are always fetched, and left out of statistics of keys."""
 OBSERVED = 256
-"""Of the prompt, the last tokens' queries."""
+"""Number of last prompt tokens whose queries are observed."""
 WINDOW = 256
-"""Positions after the prompt that queries are turned to."""
+"""Number of positions after the prompt to which queries are rotated."""
 SAMPLE_POSITIONS = 16
-"""Of these, those that each of a sample's queries is turned to."""
+"""Number of these positions to which each of a sample's queries is rotated."""
 FIRST_LAYER = 3
-"""That is asked: from there on inputs of consecutive layers are alike."""
+"""First layer that is measured: from there on inputs of consecutive layers are similar."""
 
 ORACLE, ALL_COLUMNS, OWN_INPUT = "oracle", "all columns", "own input"
 NORMED_BEFORE = "all columns, input as the layer before norms it"
 REFERENCES = (ORACLE, OWN_INPUT, ALL_COLUMNS, NORMED_BEFORE)
-"""The best choice; choices by full keys with the layer's own queries, predicted ones, and ones as in the paper."""
+"""References: the best selection; selection by full keys and own, predicted, or the paper's predicted queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,13 @@ class Variant:
     """A way to make partial keys.
 
     Attributes:
-        queries: of which A is made: "none" (no skewing); "sample": another text's, where they are; "sample turned": to
-            after the prompt; "prompt": the prompt's last ones; "prompt turned"; "hindsight": those that will ask.
-        with_keys: A from Q^T Q and K^T K, each divided by its trace, rather than from Q^T Q alone.
-        by_size: columns by mean |q| + mean |k| of the whole prompt, as in the paper; else by `column_weights`, of the
-            prompt's last queries turned to after it.
-        per_query_head: an A, and columns, for each query head rather than for each KV head.
+        queries: queries that A is made of: "none" (no skewing); "sample": another text's, at their own positions;
+            "sample turned": the same, rotated to positions after the prompt; "prompt": the prompt's last ones; "prompt
+            turned": the same, rotated; "hindsight": those of the measured tokens.
+        with_keys: make A from Q^T Q and K^T K, each divided by its trace, rather than from Q^T Q alone.
+        by_size: choose columns by mean |q| + mean |k| of the whole prompt, as in the paper; else by `column_weights` of
+            the prompt's last queries, rotated to positions after the prompt.
+        per_query_head: use one A and one choice of columns per query head rather than per KV head.
     """
 
     queries: str
@@ -98,13 +99,13 @@ VARIANTS = (
 
 @dataclass(kw_only=True)
 class Reading:
-    """What was seen of one text.
+    """Measurements of one text.
 
     Attributes:
-        mass: by reference, or by variant and ratio of columns: the share of attention probability in every layer that
-            was asked, a mean over heads and tokens.
-        similarity: by what is compared: the cosine of a layer's and the one before's, from layer 1 on, a mean over
-            tokens.
+        mass: by reference, or by variant and ratio of columns: the share of attention probability on fetched tokens in
+            every measured layer, a mean over heads and tokens.
+        similarity: by compared quantity: the cosine between a layer's and the previous layer's, from layer 1 on, a mean
+            over tokens.
     """
 
     mass: dict[tuple[str, float], list[float]] = field(default_factory=dict)
@@ -130,16 +131,16 @@ def read(
     first_asking: int = 0,
     layers: Sequence[int] | None = None,
 ) -> Reading:
-    """Read a text and ask.
+    """Read a text and measure attention mass and similarities.
 
     Args:
-        ids_S: the prompt's tokens and those after it, of which every so many ask.
-        samples: "sample": of another text with queries where they are; "sample turned": at position 0.
-        ratios: of columns.
-        share: of the prompt's tokens that are fetched, beside the sinks.
-        window: positions after the prompt, its first one being 0, that queries are turned to.
-        first_asking: of the tokens after the prompt.
-        layers: that are asked; by default all from `FIRST_LAYER` on.
+        ids_S: the prompt's tokens and those after it, of which every `every`th is measured.
+        samples: queries of another text, by name: "sample" at their own positions; "sample turned" at position 0.
+        ratios: shares of columns in partial keys.
+        share: share of the prompt's tokens that is fetched, in addition to the sinks.
+        window: positions after the prompt, its first one being 0, to which queries are rotated.
+        first_asking: index, among the tokens after the prompt, of the first one to measure.
+        layers: layers to measure; by default all from `FIRST_LAYER` on.
     """
     reading, num_tokens = Reading(), len(ids_S)
     cache = KVCache(
@@ -169,7 +170,7 @@ def read(
 
 
 class _Asking(CausalAttention):
-    """Attention that asks, once it has attended."""
+    """Causal attention that also measures the attention mass of fetched tokens in each layer."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class _Asking(CausalAttention):
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """While it is open, what goes into the attention modules of Llama's kind is seen too."""
+        """Record the inputs of attention modules of Llama's kind within this context."""
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
             self._normed = [*self._normed[-1:], args[0] if args else keywords["hidden_states"]]
@@ -249,11 +250,11 @@ class _Asking(CausalAttention):
                 note(variant.name, need(asking_KGPH @ a_KgHr @ partial_KgrS + hidden_PS), ratio)
 
     def _predicted(self, layer: int) -> Tensor:
-        """Queries (N, P, H) from the input of the layer before."""
+        """Queries (N, P, H) predicted from the input of the layer before."""
         return self.prediction.queries(layer, self._inputs[0])[0, :, self.asking_P]
 
     def _predicted_by_the_paper(self, layer: int) -> Tensor:
-        """Queries (N, P, H) from what the layer before has normed for its own attention."""
+        """Queries (N, P, H) predicted as in the paper, from the layer before's normed attention input."""
         linear, dim = self._attentions[layer].get_submodule("q_proj"), self.model.kv_shapes[layer].key_dim
         q_1NSH = linear(self._normed[0]).unflatten(-1, (-1, dim)).transpose(1, 2)
         positions_1S = torch.arange(q_1NSH.shape[2], device=q_1NSH.device)[None]
@@ -289,14 +290,14 @@ class _Asking(CausalAttention):
         return a_KgHH, column_weights(q_KgXH, k_KgnH)
 
     def _turned(self, layer: int, q_NXH: Tensor) -> Tensor:
-        """The prompt's last queries, spread over the positions after it."""
+        """The prompt's last queries (N, X, H), rotated to positions spread over the window after it."""
         count = q_NXH.shape[1]
         places_X = torch.arange(count, device=q_NXH.device)
         by_1X = (self.window.start + places_X * len(self.window) // count + count - places_X)[None]
         return self.rotaries[layer].turned(q_NXH[None], by_1X)[0]
 
     def _of_sample(self, name: str, layer: int) -> Tensor:
-        """Queries (K, X, H)."""
+        """Queries (K, X, H) of a sample, rotated to positions in the window if they are at position 0."""
         q_KHH = self.samples[name].queries[layer]
         if not self.samples[name].at_position_0:
             return q_KHH
@@ -306,7 +307,7 @@ class _Asking(CausalAttention):
 
 
 def need(scores_KGPS: Tensor) -> Tensor:
-    """By how much a token's score is below the largest of the same query, (K, P, S): of the group's heads the least."""
+    """Scores minus the largest of the same query, the maximum over the heads of a group, (K, P, S)."""
     return (scores_KGPS - scores_KGPS.amax(dim=-1, keepdim=True)).amax(dim=1)
 
 
@@ -316,7 +317,7 @@ def _of_trace_1(products_HH: Tensor) -> Tensor:
 
 @contextmanager
 def _similarities(modules: Sequence[nn.Module], reading: Reading) -> Iterator[None]:
-    """While it is open, cosines of consecutive layers are noted, for layers of Llama's kind."""
+    """Record cosines of consecutive layers within this context, for layers of Llama's kind."""
     last: dict[str, Tensor] = {}
 
     def note(what: str, x_1SD: Tensor) -> None:

@@ -31,12 +31,12 @@ DRAWN = {
     PROMPT_BY_SIZE: ("the prompt's last queries where they are, by |q| + |k|", "#cc79a7", "--"),
     HINDSIGHT: ("the queries that will ask", MUTED, ":"),
 }
-"""Variant -> label, colour, dashes."""
+"""Label, colour and dashes of each variant."""
 SIMILARITY = {"block input": INK, "attention input": ACCENT, "attention output": "#0072b2", "FFN output": "#009e73"}
 
 
 def groups(lines: Sequence[Line], kind: str) -> list[list[Line]]:
-    """Lines that differ in where their sample begins alone, in the order of their prompts' lengths."""
+    """Group lines that differ only in where their sample begins, ordered by prompt length."""
     found: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         if line["kind"] == kind:
@@ -45,7 +45,7 @@ def groups(lines: Sequence[Line], kind: str) -> list[list[Line]]:
 
 
 def mass(group: Sequence[Line], name: str, ratio: float | None = None, at: str | None = None) -> float:
-    """The mean over a group's lines; of a distance, if `at` names one."""
+    """Mean mass over a group's lines; at distance `at` if given."""
     found = [line["mass"] if at is None else line["mass"][at] for line in group]
     return mean(float(each[name] if ratio is None else each[name][str(ratio)]) for each in found)
 
@@ -61,7 +61,7 @@ def subject(group: Sequence[Line]) -> str:
 
 
 def columns_png(lines: Sequence[Line]) -> bytes | None:
-    """Mass over the share of columns, a panel per text and length."""
+    """Draw mass over the share of columns, a panel per text and length."""
     found = groups(lines, "columns")
     if not found:
         return None
@@ -87,7 +87,7 @@ def columns_png(lines: Sequence[Line]) -> bytes | None:
 
 
 def similarity_png(lines: Sequence[Line]) -> bytes | None:
-    """Cosines over layers, of the longest prompt."""
+    """Draw cosines over layers, for the longest prompt."""
     found = groups(lines, "columns")
     if not found:
         return None
@@ -104,7 +104,7 @@ def similarity_png(lines: Sequence[Line]) -> bytes | None:
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """All figures, as Markdown."""
+    """Format all measurements as Markdown tables."""
     rows = []
     for group in groups(lines, "columns"):
         shares = ratios(group)

@@ -1,16 +1,17 @@
-"""Do SnapKV and StreamingLLM keep the tokens that kvpress keeps, and who is right about padding?
+"""Agreement of SnapKV and StreamingLLM with kvpress on the kept tokens, and on left-padded batches.
 
     python -m benchmarks.studies.kvpress
     python -m benchmarks.studies.kvpress --lengths 1024 2048 --budgets 0.2 0.5 --text book.txt
 
-kvpress 0.5 needs another transformers than Runahead, so it gets an environment of its own in the cache folder
-(RUNAHEAD_CACHE), made with pip on the first run. Both read the same folder of weights and the same prompts. Then:
+kvpress 0.5 needs another version of transformers than Runahead, so it gets a virtual environment in the cache folder
+(RUNAHEAD_CACHE), made with pip on the first run. Both read the same folder of weights and the same prompts. Measured
+are:
 
 - per layer and KV head, the share of the tokens that both keep, with our options set to kvpress's definitions, and with
   one of them at a time set to another value;
-- prompts of different lengths as one left-padded batch against each of them alone, for both.
+- prompts of different lengths as one left-padded batch, against each of them alone, for both.
 
-Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl; docs/kvpress.md says what they mean.
+Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl, which docs/kvpress.md discusses.
 """
 
 # Legend: B batch, K kv heads, m kept slots, T tokens after the prompt, V vocabulary.
@@ -50,18 +51,18 @@ WINDOW, KERNEL, SINKS = 64, 5, 4
 """kvpress's defaults. It pools by the mean over neighbours, which commutes with the mean over a group's query heads."""
 ALIKE: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL, "pooling": Pooling.avg}
 DIFFERENT = {
-    "pool=max": ALIKE | {"pooling": Pooling.max},  # the name that result lines have
+    "pool=max": ALIKE | {"pooling": Pooling.max},  # as in the result lines
     "kernel=7": ALIKE | {"kernel": 7},
     "window=32": ALIKE | {"window": 32},
     "our defaults": {},
 }
 FOLLOWING = 32
-"""Tokens decoded after a padded batch."""
+"""Number of tokens decoded after a padded batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Prompts through a policy of a budget in tokens, by kvpress and by us."""
+    """Prompts under a policy with a budget in tokens, for kvpress and for Runahead."""
 
     policy: str
     budget: int
@@ -76,7 +77,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The same for cases that are the same for kvpress."""
+        """Key that is equal for cases that are the same for kvpress."""
         return repr(self.request())
 
     def our_policy(self) -> Policy:
@@ -86,7 +87,7 @@ class Case:
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per comparison."""
+    """Measure one line per comparison."""
     options, model_options = run.options, ModelOptions()
     python = environment(cache_folder() / f"kvpress-0.5-torch-{_torch_version()}")
     loaded = loading.load(model_options, device=torch.device("cpu"), attn_implementation="sdpa")
@@ -114,7 +115,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def table(found: list[Line]) -> str:
-    """Of the last run: the share of kept tokens that both keep, and rows of a padded batch against each alone."""
+    """Tables of the last run: shares of kept tokens that both keep, and rows of a padded batch against each alone."""
     same: Rows = [("policy", "definitions", "prompt", "budget", "both keep", "lowest head")]
     padded: Rows = [("policy", "prompt", "kept as alone", "kvpress", "padding kept by kvpress", "logits off by")]
     for line in last_run(found):
@@ -134,7 +135,7 @@ def _torch_version() -> str:
 
 
 def environment(folder: Path) -> Path:
-    """kvpress's Python; its environment is made if it is not whole.
+    """Python of kvpress's environment, which is made first unless it is complete.
 
     Raises:
         SystemExit: pip failed.
@@ -143,7 +144,7 @@ def environment(folder: Path) -> Path:
     if not whole.exists():
         print(f"Making kvpress's environment in {folder} ...", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
-        # torch by its version alone first: where pip is offered a CPU build of it, it takes that, and keeps it.
+        # Install torch by its version alone first: pip then takes a CPU build if one is offered, and keeps it.
         torch_is = f"torch=={_torch_version()}"
         for packages in ([torch_is], [torch_is, *REQUIREMENTS]):
             done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-input", *packages], check=False)
@@ -156,7 +157,7 @@ def environment(folder: Path) -> Path:
 def agreement_cases(
     ids: list[int], lengths: list[int], budgets: list[float], prompts: int
 ) -> Iterator[tuple[Case, str]]:
-    """(case, which of our definitions differ), over prompts of one row."""
+    """(case, name of the definition that differs) for all prompts of one row."""
     for length in lengths:
         stride = max(1, (len(ids) - length) // prompts)
         for start in range(0, stride * prompts, stride):
@@ -181,7 +182,7 @@ def padded_cases(ids: list[int], lengths: list[int], budget: int) -> Iterator[tu
 
 
 def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What kvpress says in its own environment, by `Case.key`, and the versions there."""
+    """Run kvpress in its own environment. Returns its results by `Case.key`, and the versions there."""
     requests = {case.key: case.request() for case in cases}
     with tempfile.TemporaryDirectory() as scratch:
         request, answer = Path(scratch) / "request.pt", Path(scratch) / "answer.pt"
@@ -194,7 +195,7 @@ def ask(python: Path, model: str, cases: list[Case]) -> tuple[dict[str, Any], di
 
 
 def kept_by_us(model: Model, case: Case) -> tuple[list[Tensor], Tensor]:
-    """Per row the positions (layers, K, m) that are kept after the prompt, and logits (B, T, V) of what follows it."""
+    """Positions (layers, K, m) kept of each row's prompt, and logits (B, T, V) of the tokens that follow."""
     longest = max(map(len, case.rows))
     pads = [longest - len(row) for row in case.rows]
     conversation = Conversation(model, RankPolicies(last=[case.our_policy()]))
@@ -209,7 +210,7 @@ def kept_by_us(model: Model, case: Case) -> tuple[list[Tensor], Tensor]:
 
 
 def shares(ours_LKm: Tensor, theirs_LKm: Tensor) -> Tensor:
-    """Of the tokens kept in each layer and KV head (L, K), the share that both keep."""
+    """Share of the tokens kept in each layer and KV head that both keep, (L, K)."""
     assert ours_LKm.shape == theirs_LKm.shape, (ours_LKm.shape, theirs_LKm.shape)
     both = [
         [len(set(a) & set(b)) / len(a) for a, b in zip(ours, theirs, strict=True)]
@@ -219,7 +220,7 @@ def shares(ours_LKm: Tensor, theirs_LKm: Tensor) -> Tensor:
 
 
 def agreement(model: Model, case: Case, theirs: dict[str, Any]) -> dict[str, Any]:
-    """How far both keep the same tokens of a prompt."""
+    """Compare the tokens of a prompt that kvpress and Runahead keep."""
     shares_LK = shares(kept_by_us(model, case)[0][0], theirs["positions"][0])
     return {
         "policy": case.policy,
@@ -234,7 +235,7 @@ def agreement(model: Model, case: Case, theirs: dict[str, Any]) -> dict[str, Any
 def padding(
     model: Model, batch: Case, alone: list[Case], theirs: dict[str, Any], theirs_alone: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Rows of a padded batch against each of them alone: kept tokens, and logits of what follows."""
+    """Compare rows of a padded batch with each of them alone: kept tokens, and logits of the tokens that follow."""
     ours_positions, ours_logits = kept_by_us(model, batch)
     ours_alone = [kept_by_us(model, case) for case in alone]
     rows = []
@@ -264,7 +265,7 @@ def padding(
 
 
 def _nll(logits_TV: Tensor, target_T: Tensor) -> float:
-    """Mean over the tokens that follow, in nats."""
+    """Mean negative log-likelihood over the tokens that follow, in nats."""
     return torch.nn.functional.cross_entropy(logits_TV[: len(target_T)].float(), target_T).item()
 
 

@@ -1,11 +1,11 @@
-"""What kvpress keeps of given prompts, in an environment of its own that __main__.py makes.
+"""Tokens that kvpress keeps of given prompts; runs in kvpress's environment, which __main__.py makes.
 
     python -m benchmarks.studies.kvpress.kept REQUEST ANSWER
 
 Both are files of torch.save. REQUEST: {"model": folder, "cases": [{"press", "options", "budget", "rows", "following"},
-...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come behind.
-ANSWER: per case {"positions": per row (layers, KV heads, budget), ascending, below 0 on padding, "logits": by the mask
-that decoding is given, (rows, following, vocabulary)}, and the versions of what ran.
+...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come after
+them. ANSWER: per case {"positions": per row (layers, KV heads, budget), ascending, negative on padding, "logits": by
+the mask that decoding is given, (rows, following, vocabulary)}, and the versions of the packages.
 """
 
 # Legend: B batch, S prompt tokens, K kv heads, m kept slots, H head dim, T tokens after the prompt, V vocabulary.
@@ -40,20 +40,20 @@ def main() -> None:
 
 
 def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> dict[str, Any]:
-    """One batch of prompts through one press. `wholes` are all KV of prompts that were seen."""
+    """Run one batch of prompts through one press. `wholes` caches the full KV caches of prompts."""
     rows = case["rows"]
     longest = max(map(len, rows))
     pads_B = torch.tensor([longest - len(row) for row in rows])
     ids_BS = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask_BS = (torch.arange(longest) >= pads_B[:, None]).long()
-    # Positions are given, as a caller who minds padding does; a plain forward would count padding.
+    # Positions are given, as by a caller who accounts for padding; a plain forward would count padding.
     prompt = {
         "input_ids": ids_BS,
         "attention_mask": mask_BS,
         "position_ids": (torch.arange(longest) - pads_B[:, None]).clamp_min(0),
         "logits_to_keep": 1,
     }
-    # A share that comes to the budget, however it is rounded.
+    # A ratio that gives the budget however it is rounded.
     press = PRESSES[case["press"]](compression_ratio=1 - (case["budget"] + 0.5) / longest, **case["options"])
     if repr(rows) not in wholes:
         wholes[repr(rows)] = DynamicCache()
@@ -69,7 +69,7 @@ def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> di
 
 
 def positions(whole: DynamicCache, cache: DynamicCache, pads: list[int]) -> list[Tensor]:
-    """Per row the positions (layers, K, m) of what is stored, found by its keys: compressing changes none of them."""
+    """Per row the positions (layers, K, m) of stored tokens, found by their keys, which compression does not change."""
     found = [[] for _ in pads]  # type: ignore[var-annotated]
     for all_of, kept in zip(whole.layers, cache.layers, strict=True):
         for row, pad in enumerate(pads):

@@ -1,10 +1,10 @@
-"""The paper's relations by simulation: KV-Runahead against TSP, zigzag and its bounds, far beyond this machine.
+"""The paper's relations by simulation: KV-Runahead against TSP, zigzag and its bounds, at scales beyond one machine.
 
     python -m benchmarks.studies.paper_relations
     python -m benchmarks.studies.paper_relations --draw-only
 
-Simulates everything and writes a JSON line per configuration to benchmarks/results/paper_relations.jsonl, as a whole;
-draws docs/paper_relations_*.png and prints the tables of docs/paper_relations.md from these lines.
+Simulates everything and rewrites benchmarks/results/paper_relations.jsonl with a JSON line per configuration; draws
+docs/paper_relations_*.png and prints the tables of docs/paper_relations.md from these lines.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition, even
 
 MATMUL_FLOPS = 200e12
-"""Of 312e12 that an A100 is rated for in fp16."""
+"""Achieved FLOP/s of matrix products on an A100 in fp16, of 312e12 at peak."""
 FUSED_FLOPS = 120e12
-"""Of a causal flash kernel, counting what causality leaves."""
+"""Achieved FLOP/s of a causal flash kernel, counting only pairs within the causal mask."""
 MEMORY_BPS = 2e12
 UNFUSED_BYTES = 20
-"""Of scores, masks and weights that attention without a fused kernel moves per query, key and head."""
+"""Bytes that attention without a fused kernel moves per query, key and head: scores, masks and weights."""
 UNFUSED_STEP_S, FUSED_STEP_S = 50e-6, 20e-6
-"""Launch overhead of each step of a layer."""
+"""Launch overhead in seconds of each step of a layer."""
 LATENCY_S = 10e-6
 BYTES = 2
-"""Of a number in fp16."""
+"""Bytes per number in fp16."""
 
 RANKS = [2, 4, 8]
 TRANSFER_EVALUATIONS = 300
 FAR_EVALUATIONS = 150
 NOISE = 0.5
-"""Bandwidth that is left to a pair of ranks beside other traffic."""
+"""Share of the bandwidth that is left to a pair of ranks beside other traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Shape:
         return 2 * self.kv_dim * BYTES
 
     def compute(self, *, published: bool) -> ComputeCost:
-        """An A100: with dense attention in single operations as published, or with a causal fused kernel."""
+        """Cost of an A100: with dense attention in single operations as published, or with a causal fused kernel."""
         pair_flops = 4 * self.head_dim
         unfused_flops = pair_flops / (UNFUSED_BYTES / MEMORY_BPS + pair_flops / MATMUL_FLOPS)
         fitted = FittedCost.from_shape(
@@ -81,7 +81,7 @@ class Shape:
             step_s=UNFUSED_STEP_S if published else FUSED_STEP_S,
             dense=published,
         )
-        # A weight of two bytes is read in the time of this many multiply-adds with it.
+        # Reading a weight of two bytes takes as long as this many multiply-adds with it.
         return WeightBound(fitted, MATMUL_FLOPS * BYTES / (2 * MEMORY_BPS))
 
 
@@ -91,14 +91,14 @@ SHAPES = {
     "Llama 7B, GQA8": replace(LLAMA_7B, kv_dim=1024),
     "Llama 7B, MQA": replace(LLAMA_7B, kv_dim=128),
     "Llama 3 8B": Shape(model_dim=4096, kv_dim=1024, mlp_dim=14336, vocab_size=128256),
-    # Its MLP has two matrices of 4 x 4544 rows, not three: two thirds of that.
+    # Its MLP has two matrices of 4 x 4544 rows, not three, so two thirds of that.
     "Falcon 7B": Shape(model_dim=4544, kv_dim=64, mlp_dim=4 * 4544 * 2 // 3, vocab_size=65024, head_dim=64),
 }
 
 
 @dataclass(frozen=True)
 class WeightBound:
-    """A cost in which matrix products take at least as long as reading the weights, that is, `shortest` tokens."""
+    """Cost in which matrix products take at least as long as reading the weights, that is, as `shortest` tokens."""
 
     fitted: FittedCost
     shortest: float
@@ -125,7 +125,7 @@ class WeightBound:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Models x lengths x bandwidths x RANKS."""
+    """Grid of configurations: models x lengths x bandwidths x RANKS."""
 
     name: str
     models: list[str]
@@ -156,7 +156,7 @@ SLOWER = Grid(
     tokens=TODAY.tokens,
     GBps=[100, 4, 0.4, 0.1],
 )
-"""Of links, for the number of ranks; no other methods."""
+"""Further bandwidths, for the choice of the number of ranks; without other methods."""
 QUICK = [
     replace(PUBLISHED, models=["Llama 7B"], tokens=[1 * K, 8 * K, 12 * K, 16 * K], GBps=[300, 10]),
     replace(TODAY, models=["Llama 7B", "Llama 3 8B"], tokens=[1 * K, 8 * K], GBps=[300, 1]),
@@ -188,7 +188,7 @@ def min_stride(num_tokens: int) -> int:
 
 
 def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iterator[Line]:
-    """All bandwidths and numbers of ranks for one prompt."""
+    """Simulate all bandwidths and numbers of ranks for one prompt."""
     most, stride = max(ranks), min_stride(num_tokens)
     wide = cluster_of(model, most, study.GBps[0], published=study.published)
     free = {p: practical_bound(num_tokens, p, wide, min_stride=stride) for p in ranks}
@@ -202,7 +202,7 @@ def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iter
         for GBps in study.GBps
     }
     for p in ranks:
-        # The search for the bound is no better than the searches that it is to bound.
+        # The search for the bound is heuristic too, so its result is compared with the splits that it bounds.
         splits = [relayed[GBps].splits[p].partition for GBps in study.GBps]
         uncommunicative = wide.without_communication()
         bound_s = min([free[p].cost_s, *(simulate(split, uncommunicative).ttft_s for split in splits)])
@@ -233,7 +233,7 @@ def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iter
 
 
 def _others(model: str, num_tokens: int, p: int, GBps: float, seeds: list[ContextPartition]) -> dict[str, float]:
-    """Direct transfer through one port per rank and on a wire per pair, and the peers, which send directly too."""
+    """TTFT of direct transfer, with one port per rank or a wire per pair, and of the peers, which send directly too."""
     ttft_s = {}
     for place, shared in (("", True), (", wire per pair", False)):
         cluster = cluster_of(model, p, GBps, published=False, transfer=Transfer.direct, shared=shared)
@@ -254,7 +254,7 @@ def _others(model: str, num_tokens: int, p: int, GBps: float, seeds: list[Contex
 
 
 def noise_lines(published: list[Line]) -> Iterator[Line]:
-    """Fig. 11: splits that were found for quiet links, while a neighbouring pair has little bandwidth in both ways."""
+    """Simulate Fig. 11: splits searched for quiet links, while a neighbouring pair has little bandwidth both ways."""
     for line in published:
         p, tokens = line["ranks"], line["tokens"]
         if line["model"] != "Llama 7B" or p < 4 or tokens < 8 * K or line["GBps"] < 10:
@@ -273,7 +273,7 @@ def noise_lines(published: list[Line]) -> Iterator[Line]:
 
 
 def far_line() -> Line:
-    """Many more ranks and tokens than anybody here can measure."""
+    """Simulate a large configuration: 64 ranks and a million tokens."""
     model, tokens, p, GBps = "Llama 3 8B", 1024 * K, 64, 25
     cluster = cluster_of(model, p, GBps, published=False)
 
@@ -315,7 +315,7 @@ def far_line() -> Line:
 
 
 def simulate_all(studies: list[Grid], ranks: list[int], *, far: bool) -> list[Line]:
-    """The lines, with a progress bar on standard error."""
+    """Simulate all lines, with a progress bar on standard error."""
     lines: list[Line] = []
     prompts = [(study, model, tokens) for study in studies for model in study.models for tokens in study.tokens]
     with tqdm(total=len(prompts) + far, unit="prompt") as progress:
@@ -331,7 +331,7 @@ def simulate_all(studies: list[Grid], ranks: list[int], *, far: bool) -> list[Li
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """All lines; a few of them with --quick."""
+    """Simulate all lines; a few of them with --quick."""
     if run.options.quick:
         yield from simulate_all(QUICK, [2, 4], far=False)
     else:

@@ -1,4 +1,4 @@
-"""The pictures of docs/paper_relations.md, from the lines of paper_relations.jsonl."""
+"""Pictures of docs/paper_relations.md, from the lines of paper_relations.jsonl."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from runahead.picture_style import (
 Text = Callable[[Line], str]
 
 SAID = {(4, 12288): 1.42, (8, 16384): 1.41}
-"""The paper's speed-ups over TSP for Llama 7B at 300 GB/s: (ranks, tokens)."""
+"""Speed-ups over TSP reported in the paper for Llama 7B at 300 GB/s, by (ranks, tokens)."""
 BLUE, ORANGE, GREEN, PINK, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9"
-"""Of Okabe and Ito: told apart by colour-blind readers."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
 WIDEST = 0.4
-"""Lead at which a map's colour is full."""
+"""Lead at which a map's colour is saturated."""
 
 
 def _values(lines: list[Line], name: str) -> list[Any]:
@@ -133,7 +133,7 @@ def winners_png(lines: list[Line]) -> bytes:
     models, counts = list(dict.fromkeys(line["model"] for line in found)), _values(found, "ranks")
     figure = new_figure(4.6 * len(counts), 1.95 * len(models) + 1.1)
     leads = {id(line): lead(found, line) for line in found}
-    # Blue ahead, orange behind, white equal.
+    # Purple for ahead, orange for behind, white for equal.
     scale, norm = matplotlib.colormaps["PuOr"], TwoSlopeNorm(0, -WIDEST, WIDEST)
 
     def text(line: Line) -> str:
@@ -220,7 +220,7 @@ def ranks_png(lines: list[Line]) -> bytes:
 
 
 def _map(axes: Any, lines: list[Line], colour: Callable[[Line], Any], text: Text) -> None:
-    """A cell per line: prompt lengths by bandwidths, the fastest links on top."""
+    """Draw a cell per line: prompt lengths by bandwidths, the fastest links on top."""
     lengths, links = _values(lines, "tokens"), _values(lines, "GBps")[::-1]
     for line in lines:
         x, y, shade = lengths.index(line["tokens"]), links.index(line["GBps"]), tuple(colour(line))

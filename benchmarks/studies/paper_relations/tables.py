@@ -1,4 +1,4 @@
-"""The tables of docs/paper_relations.md, as Markdown, from the lines of paper_relations.jsonl."""
+"""Tables of docs/paper_relations.md in Markdown, from the lines of paper_relations.jsonl."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ ZIGZAG = ("zigzag all-gather", "zigzag ring")
 SHORT = {"TSP dense": "t", "TSP causal": "t", "zigzag all-gather": "z", "zigzag ring": "z", "one rank": "1"}
 WIRED = ", wire per pair"
 EQUAL = 0.01
-"""Methods whose TTFT differs by less are called equal."""
+"""Relative difference of TTFT below which methods are called equal."""
 
 
 def of(lines: Iterable[Line], **values: Any) -> list[Line]:
-    """The lines with these values."""
+    """Lines with these values."""
     return [line for line in lines if all(line.get(name) == value for name, value in values.items())]
 
 
 def fastest(line: Line, names: Sequence[str]) -> tuple[str, float]:
-    """The first of some methods, and its TTFT."""
+    """The fastest of some methods, and its TTFT in seconds."""
     name = min(names, key=line["ttft_s"].__getitem__)
     return name, line["ttft_s"][name]
 
 
 def lead(lines: list[Line], line: Line, *, place: str = "") -> tuple[float, str]:
-    """By which factor KVR-S is ahead of the best other method, and which that is; below 1 it is behind.
+    """Speed-up of KVR-S over the best other method, and that method's name; below 1 KVR-S is slower.
 
-    Each on as many of the ranks as suit it: a chain can leave the others next to nothing, and peers may do so too.
+    Each method uses as many of the ranks as suit it: a chain can leave the others almost nothing, and so can peers.
 
     Args:
-        place: of the links, as methods' names end; empty for one port per rank.
+        place: suffix of methods' names for the kind of links; empty for one port per rank.
     """
     alike = of(lines, **{name: line[name] for name in ("study", "model", "GBps", "tokens")})
     usable = [each for each in alike if each["ranks"] <= line["ranks"]]
@@ -53,7 +53,7 @@ def ratio(line: Line, slow: str, fast: str) -> float:
 
 
 def tables(lines: list[Line]) -> str:
-    """All of them; a table whose lines are not there is left out."""
+    """Format all tables; a table whose lines are missing is left out."""
     made = [table(lines) for table in (_paper, _noise, _winners, _today, _transfer, _far)]
     return "\n\n".join(each for each in made if each)
 
@@ -196,7 +196,7 @@ def _transfer(lines: list[Line]) -> str:
 
 
 def best_ranks(lines: list[Line], line: Line) -> tuple[int, int]:
-    """For one prompt and bandwidth: the best number of ranks with searched splits, and with even ones."""
+    """Best numbers of ranks for one prompt and bandwidth: with searched splits, and with even ones."""
     alike = of(lines, **{name: line[name] for name in ("study", "model", "GBps", "tokens")})
     one_s = line["ttft_s"]["one rank"]
     searched, evens = (

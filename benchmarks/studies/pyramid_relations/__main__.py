@@ -1,17 +1,17 @@
-"""PyramidInfer's Table 3 and Fig. 8 as relations: the shape of the pyramid, and how many recent tokens vote.
+"""PyramidInfer's Table 3 and Fig. 8 as relations: the shape of the pyramid, and the number of recent tokens that vote.
 
     python -m benchmarks.studies.pyramid_relations --text book.txt --samples 16
     python -m benchmarks.studies.pyramid_relations --draw-only
 
-A sample is a piece of the text: a passage, then other text. After the prompt, of which the policy chose what stays,
-three things are measured without cutting back any more:
+A sample is a piece of the text: a passage, then other text. After the prompt, of which the policy kept some tokens,
+three quantities are measured without evicting any more:
 
 - perplexity of the text that follows, as in the paper;
-- copy-NLL: the loss of the passage's second time, in nats per token, for which it has to be looked up;
-- KV bytes allocated, against all KV.
+- copy-NLL: the loss of the repeated passage in nats per token, which requires looking it up;
+- KV cache bytes allocated, against those of the full cache.
 
 Bounds come with them: the full cache, and a prompt without the passage ("unseen"). Appends a JSON line per sample and
-policy to benchmarks/results/pyramid_relations.jsonl, leaving out those that are there already, draws
+policy to benchmarks/results/pyramid_relations.jsonl, skipping those that are there already, draws
 docs/pyramid_shape.png and docs/pyramid_recent_ratio.png from these lines alone, and prints them as tables.
 """
 
@@ -43,7 +43,7 @@ FULL, UNSEEN = "full", "unseen"
 
 
 def configurations() -> dict[str, dict[str, Any]]:
-    """PyramidInfer's options by name; the bounds have none."""
+    """PyramidInfer's options by name; empty for the bounds."""
     found: dict[str, dict[str, Any]] = {FULL: {}, UNSEEN: {}}
     given = [{"schedule": shape, "mean_keep": keep, "recent_ratio": 0.2} for keep in MEAN_KEEPS for shape in SHAPES]
     given += [{"schedule": "cosine", "recent_ratio": ratio} for ratio in (*RECENT_RATIOS, 0.8)]
@@ -54,7 +54,7 @@ def configurations() -> dict[str, dict[str, Any]]:
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """One line per sample of the text and policy."""
+    """Measure one line per sample of the text and policy."""
     options = run.options
     model = Model.load(ModelOptions(), torch.device("cpu"))
     about = {
@@ -74,7 +74,7 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def scores(model: Model, ids_S: Tensor, passage: int, filler: int, name: str) -> dict[str, Any]:
-    """One sample under one policy."""
+    """Measure one sample under one policy."""
     options = configurations()[name]
     policies = RankPolicies(last=[PyramidInfer(**options)]) if options else RankPolicies()
     prompt_S = ids_S[passage if name == UNSEEN else 0 : passage + filler]

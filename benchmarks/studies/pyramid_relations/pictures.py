@@ -15,19 +15,19 @@ BLUE, GREEN = "#0072b2", "#009e73"
 KEEP_COLOURS = (GREEN, ACCENT, BLUE)
 SHAPE_NAMES = {"power": "less at first\n(power)", "uniform": "uniform", "more": "more at first"}
 RECENT_RATIO = 0.2
-"""Of the comparison of shapes."""
+"""Recent ratio in the comparison of shapes."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A mean over samples, and the standard error of its difference to another policy's on the same samples."""
+    """Mean over samples, and the standard error of its difference to another policy's on the same samples."""
 
     mean: float
     error: float = 0.0
 
 
 class Samples:
-    """The lines of one text and one length, by policy and sample."""
+    """Lines of one text and one length, by policy and sample."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         newest = lines[-1]
@@ -38,10 +38,10 @@ class Samples:
                 self._by_policy.setdefault(line["policy"], {})[line["start"]] = line
         complete = [set(by_start) for by_start in self._by_policy.values()]
         self.starts = sorted(set.intersection(*complete))
-        """Of samples that every policy has."""
+        """Start positions of the samples that every policy has."""
 
     def policies(self, **options: Any) -> list[tuple[str, dict[str, Any]]]:
-        """Name and options of those that have these options."""
+        """Names and options of policies that have these options."""
         found = []
         for name, by_start in self._by_policy.items():
             has = next(iter(by_start.values()))["options"]
@@ -53,11 +53,11 @@ class Samples:
         return [float(self._by_policy[policy][start][what]) for start in self.starts]
 
     def kept(self, policy: str) -> float:
-        """KV bytes allocated, as a share of all KV."""
+        """KV cache bytes allocated, as a share of the full cache."""
         return mean(self.column(policy, "kv_bytes")) / mean(self.column(policy, "full_kv_bytes"))
 
     def layers(self, policy: str) -> list[float]:
-        """Tokens kept by layer, as a share of the prompt."""
+        """Tokens kept per layer, as shares of the prompt."""
         lines = [self._by_policy[policy][start] for start in self.starts]
         return [mean(layer) for layer in zip(*([n / x["prompt_tokens"] for n in x["kept_tokens"]] for x in lines))]  # noqa: B905
 
@@ -76,7 +76,7 @@ class Samples:
         return Value(mean(values), stdev(differences) / math.sqrt(len(differences)))
 
     def subject(self, reference: str) -> str:
-        """Of a picture whose bars are errors of differences to `reference`."""
+        """Subtitle of a picture whose error bars are those of differences to `reference`."""
         about = self.about
         return (
             f"{about['model']}, {about['text']}, {len(self.starts)} samples of {about['passage']} + {about['filler']} "
@@ -99,7 +99,7 @@ def by_recent_ratio(samples: Samples, **options: Any) -> list[tuple[float, str]]
 
 
 def shape_png(lines: Sequence[Line]) -> bytes:
-    """Tokens kept by layer, perplexity and copy-NLL, by shape at equal means."""
+    """Draw kept tokens by layer, perplexity and copy-NLL, by shape at equal means."""
     samples = Samples(lines)
     figure = new_figure(11.4, 4.3)
     pyramid, perplexity, copy = panels(figure, 3, 1, 3)
@@ -128,7 +128,7 @@ def shape_png(lines: Sequence[Line]) -> bytes:
 
 
 def recent_ratio_png(lines: Sequence[Line]) -> bytes:
-    """KV cache bytes, perplexity and copy-NLL over the recent ratio."""
+    """Draw KV cache bytes, perplexity and copy-NLL over the recent ratio."""
     samples = Samples(lines)
     figure = new_figure(11.4, 4.3)
     kept, perplexity, copy = panels(figure, 3, 1, 3)
@@ -158,7 +158,7 @@ def recent_ratio_png(lines: Sequence[Line]) -> bytes:
 
 
 def _legend(figure: Any, all_axes: Sequence[Any]) -> None:
-    """Below all panels, each name once."""
+    """Add a legend below all panels, each name once."""
     found: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -168,14 +168,14 @@ def _legend(figure: Any, all_axes: Sequence[Any]) -> None:
 
 
 def _bounds(samples: Samples, perplexity: Any, copy: Any) -> None:
-    """Lines of the full cache, and of a prompt without the passage."""
+    """Draw lines of the full cache, and of a prompt without the passage."""
     perplexity.axhline(samples.perplexity("full").mean, color=MUTED, linestyle="--", linewidth=1, label="full cache")
     copy.axhline(samples.copy_nll("full").mean, color=MUTED, linestyle="--", linewidth=1, label="full cache")
     copy.axhline(samples.copy_nll("unseen").mean, color=MUTED, linestyle=":", linewidth=1, label="passage unseen")
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """All figures, as Markdown."""
+    """Format all measurements as Markdown tables."""
     samples = Samples(lines)
     rows = [
         samples.subject("the row without one"),
