@@ -16,6 +16,7 @@ from launch.inputs.options import PartitionName, RunOptions
 from launch.program.compose import Program
 from launch.program.ending import say
 from launch.program.run import run_program
+from launch.program.text_table import text_table
 from runahead.config import PrefillOptions
 
 if TYPE_CHECKING:
@@ -279,7 +280,6 @@ def _rounds_left(run: BenchRun, record: Record) -> dict[int, int]:
 
 
 def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
-    from benchmarks.harness.text_table import text
     from benchmarks.ttft.record import Record
     from benchmarks.ttft.tables import bounds_rows
     from partitioner.table.fingerprint import link_text
@@ -288,17 +288,16 @@ def _print_bounds(record: Record, bounds: dict[int, Bounds]) -> None:
     peak = next(iter(bounds.values())).peak_flops
     link = "" if record.link is None else f"; link {link_text(record.link)}"
     print(f"Bounds from measured compute; matrix products {peak / 1e9:,.1f} GFLOP/s on all ranks{link}")
-    print(text(bounds_rows(stated)), flush=True)
+    print(text_table(bounds_rows(stated)), flush=True)
 
 
 def _table_of(written: list[Line], length: int) -> str:
-    from benchmarks.harness.text_table import text
     from benchmarks.ttft.comparison import comparisons
     from benchmarks.ttft.tables import COLUMNS, rows
 
     [comparison] = comparisons(written)
     [(network, _)] = comparison.points
-    table = text([COLUMNS, *rows(comparison.points[network, length], [line["variant"] for line in written])])
+    table = text_table([COLUMNS, *rows(comparison.points[network, length], [line["variant"] for line in written])])
     return f"{length} tokens, {network}\n{table}"
 
 

@@ -110,7 +110,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
     from itertools import groupby
 
     from benchmarks.evaluation import summary
-    from benchmarks.harness.text_table import text
+    from launch.program.text_table import text_table
 
     plan = ranks.on_rank_0("the evaluation's options", lambda: _prepare(run, ranks))
     missing = plan.missing()
@@ -120,7 +120,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> list[Line]:
     found = plan.of(found)
     rows = summary.rows(found)
     for name, of_task in groupby(rows, key=lambda row: row.task):
-        print(f"{name}\n{text(summary.table(list(of_task)))}", flush=True)
+        print(f"{name}\n{text_table(summary.table(list(of_task)))}", flush=True)
     if run.report is not None:
         _write(run, plan, found)
     return found

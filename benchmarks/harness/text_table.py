@@ -1,20 +1,10 @@
-"""Tables for terminals and in Markdown: rows of cells, starting with the head."""
+"""Tables in Markdown and their cells; launch/program/text_table.py formats the same rows for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Rows = list[tuple[str, ...]]
-
-
-def text(table: Rows) -> str:
-    """Format aligned columns: the first one left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    return "".join(f"{line}\n" for line in lines)
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

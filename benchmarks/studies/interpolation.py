@@ -17,7 +17,8 @@ from statistics import median
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, option
-from benchmarks.harness.text_table import Rows, text
+from benchmarks.harness.text_table import Rows
+from launch.program.text_table import text_table
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.options import Objective, SearchOptions
@@ -58,7 +59,7 @@ def table(found: list[Line]) -> str:
         rows.append((name, str(line["lengths"]), f"{max(losses):.2%}", f"{median(losses):.2%}"))
     worst = [max(line["losses"].values()) for line in found if line["max_loss"] is not None]
     summary = f"largest loss {max(worst):.2%}, median {median(worst):.2%}" if worst else "none"
-    return f"{text(rows)}with lengths added, over {len(worst)} tables: {summary}"
+    return f"{text_table(rows)}with lengths added, over {len(worst)} tables: {summary}"
 
 
 def _cluster(heads: str, gbps: float, ranks: int, step_s: float) -> Cluster:

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, last_run, option
-from benchmarks.harness.text_table import Rows, text
+from benchmarks.harness.text_table import Rows
+from launch.program.text_table import text_table
 from partitioner.cost.link import Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import LiveCost, ping, probe_compute
@@ -85,7 +86,7 @@ def table(found: list[Line]) -> str:
         times = f"{line['predicted_s']:.2f} s", f"{median(line['measured_s']):.2f} s"
         rows.append((str(line["length"]), str(line["boundaries"][1]), *times, f"{line['error']:+.1%}"))
     errors = sorted(abs(line["error"]) for line in last_run(found))
-    return f"{text(rows)}largest error {errors[-1]:.1%}, median {median(errors):.1%}, n={len(errors)}"
+    return f"{text_table(rows)}largest error {errors[-1]:.1%}, median {median(errors):.1%}, n={len(errors)}"
 
 
 def picture(found: list[Line]) -> bytes:

@@ -159,12 +159,6 @@ class SegmentStore:
             used[Tier.disk.value] = sum(size for _, size, _ in self._files())
         return used
 
-    def forget(self, *tiers: Tier) -> None:
-        """Remove all segments from these tiers in memory, including pinned ones."""
-        for tier in tiers:
-            if tier in self._memory:
-                self._memory[tier] = _MemoryTier(self._memory[tier].limit_bytes)
-
     def _promoted(self, segment: Segment, key: str, found: Found) -> SegmentKV:
         """Copy a found segment to all faster tiers that have room. Returns the copy in the fastest one."""
         kv = found.kv
