@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Text:
     """A text and its name in messages."""
 

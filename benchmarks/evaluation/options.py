@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from runahead.config import ModelOptions, RanksOptions
+from runahead.config import ModelOptions, RanksOptions, choice, require
 
 TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "throughput")
 
@@ -73,14 +73,15 @@ class RetrievalOptions:
 
     def check(self, name: str) -> None:
         """Raise a ValueError for a wrong value; `name` is the task's name in the message."""
-        if isinstance(self.question, str):
-            self.question = Question[self.question]
+        self.question = choice(f"{name}.question", Question, self.question)
         _require_least(name, self, samples=1, new_tokens=2)
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"{name}.lengths={self.lengths} must be a list of whole numbers of at least 1")
-        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"{name}.depths={self.depths} must be a list of shares from 0 to 1")
-        self.lengths, self.depths = sorted(set(self.lengths)), sorted(set(self.depths))
+        lengths, depths = self.lengths, self.depths
+        require(
+            min(lengths, default=0) >= 1, f"{name}.lengths", lengths, "must be a list of whole numbers of at least 1"
+        )
+        in_range = bool(depths) and all(0 <= depth <= 1 for depth in depths)
+        require(in_range, f"{name}.depths", depths, "must be a list of shares from 0 to 1")
+        self.lengths, self.depths = sorted(set(lengths)), sorted(set(depths))
 
 
 @dataclass(kw_only=True)
@@ -104,14 +105,12 @@ class ThroughputOptions:
 
     def __post_init__(self) -> None:
         _require_least("throughput", self, prompt_tokens=1, new_tokens=2, max_batch=1, rounds=1)
-        if self.kv_bytes is not None and self.kv_bytes < 1:
-            raise ValueError(f"throughput.kv_bytes={self.kv_bytes} must be at least 1")
+        if self.kv_bytes is not None:
+            _require_least("throughput", self, kv_bytes=1)
+            return
         row = self.prompt_tokens + self.new_tokens
-        if self.kv_bytes is None and self.kv_tokens < row:
-            raise ValueError(
-                f"throughput.kv_tokens={self.kv_tokens} must hold at least one row of {row} tokens "
-                "(throughput.prompt_tokens + throughput.new_tokens)"
-            )
+        rule = f"must hold at least one row of {row} tokens (throughput.prompt_tokens + throughput.new_tokens)"
+        require(self.kv_tokens >= row, "throughput.kv_tokens", self.kv_tokens, rule)
 
 
 @dataclass(kw_only=True)
@@ -145,8 +144,7 @@ class EvaluateRun:
         self.policies, self.tasks, self.budgets = (
             list(value) if isinstance(value, list) else [value] for value in (self.policies, self.tasks, self.budgets)
         )
-        if not self.policies:
-            raise ValueError("policies=[] must name at least one policy, such as policies=[full,snapkv]")
+        require(bool(self.policies), "policies", [], "must name at least one policy, such as policies=[full,snapkv]")
         unknown = [str(name) for name in self.tasks if name not in TASK_NAMES]
         if unknown:
             raise ValueError(f"tasks has {', '.join(unknown)}, which is not one of {', '.join(TASK_NAMES)}")
@@ -154,8 +152,8 @@ class EvaluateRun:
             raise ValueError(f"tasks=[{','.join(self.tasks)}] must name at least one task, and each only once")
         for budget in self.budgets:
             _check_budget(budget)
-        if len(set(map(repr, self.budgets))) < len(self.budgets):
-            raise ValueError(f"budgets={self.budgets} must hold each value only once")
+        is_unique = len(set(map(repr, self.budgets))) == len(self.budgets)
+        require(is_unique, "budgets", self.budgets, "must hold each value only once")
         self.passkey.check("passkey")
         self.needle.check("needle")
         if self.lines is None and self.report is not None:
@@ -165,19 +163,18 @@ class EvaluateRun:
             raise ValueError(f"report={self.report} and lines={self.lines} would overwrite each other; rename one")
 
 
+def _require_least(section: str, options: object, **least: int) -> None:
+    for name, bound in least.items():
+        value = getattr(options, name)
+        require(value >= bound, f"{section}.{name}", value, f"must be at least {bound}")
+
+
 def _check_budget(budget: Any) -> None:
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
         raise ValueError(
             f"budgets has {budget}, which is neither a whole number of tokens of at least 1 nor a share in (0, 1]"
         )
-
-
-def _require_least(section: str, options: object, **least: int) -> None:
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value < bound:
-            raise ValueError(f"{section}.{name}={value} must be at least {bound}")
 
 
 def ineffective_settings(run: EvaluateRun) -> list[str]:

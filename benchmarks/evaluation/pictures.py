@@ -73,7 +73,7 @@ def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
                     markersize=6,
                 )
         better = "lower is better" if TASKS[task].lower_is_better else "higher is better"
-        dress(axes, title=TITLES[task], x="K,V kept, % of the full cache's bytes", y=f"{_unit(task)} ({better})")
+        dress(axes, title=TITLES[task], x="K,V kept, % of the full cache's bytes", y=f"{TASKS[task].metric} ({better})")
         axes.set_xlim(0, max(105.0, 1.03 * max(100 * row.kv_share for row in of_task)))
         _set_scores(axes, task, [row.score for row in of_task])
     _legend(figure, looks, with_full=any(row.policy == FULL for row in rows))
@@ -181,10 +181,6 @@ def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
         axes.yaxis.set_minor_formatter(lambda value, _: "")
     elif task != "perplexity":
         axes.set_ylim(0, 1.1 * max(scores))
-
-
-def _unit(task: str) -> str:
-    return "found" if TASKS[task].metric == "found" else TASKS[task].metric
 
 
 def _legend(figure: Any, looks: dict[str, Look], *, with_full: bool = False) -> None:

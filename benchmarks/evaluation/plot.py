@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.evaluation import record, summary
+from benchmarks.evaluation import summary
 from benchmarks.evaluation.pictures import pictures
-from benchmarks.evaluation.summary import Row
-from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
 from benchmarks.harness.text_table import markdown
 from runahead.files import write_whole
@@ -30,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     path = Path(options.lines)
     try:
-        found = record.latest(read(path))
+        found = summary.latest(summary.read(path))
         if not found:
             raise ValueError(f"{path} has no lines; measure some with launch/evaluate.py")
         if options.table:
@@ -47,29 +45,19 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(path: Path) -> list[Line]:
-    """Read all lines of a file. Raises: ValueError: a line is not a measurement of an evaluation."""
-    return lines.read(path, option="lines", kind="task", fields=record.FIELDS)
-
-
 def draw(found: Sequence[Line], stem: Path) -> list[Path]:
     """Write the pictures that there are lines for, as <stem>_<picture>.png.
 
     Raises: OSError.
     """
-    made: list[Row] = summary.rows(found)
+    line = found[-1]
+    subject = f"{line['model']}, {line['dtype']} on {line['device']}"
     written = []
-    for name, image in pictures(made, subject(found)).items():
+    for name, image in pictures(summary.rows(found), subject).items():
         path = stem.with_name(f"{stem.name}_{name}.png")
         write_whole(path, image)
         written.append(path)
     return written
-
-
-def subject(found: Sequence[Line]) -> str:
-    """Subtitle of the pictures: model, dtype and device."""
-    line = found[-1]
-    return f"{line['model']}, {line['dtype']} on {line['device']}"
 
 
 if __name__ == "__main__":

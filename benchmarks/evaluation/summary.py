@@ -1,15 +1,17 @@
-"""Summary of measured lines: one row per task, policy and budget, for the report and the table."""
+"""Summary of measured lines: one row per task, policy and budget, for the report, the table and the pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.tasks import TASKS
-from benchmarks.harness.lines import Line
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line, is_above_0, is_number, is_text, or_none
 from benchmarks.harness.text_table import Rows, mebibytes
 from policies.base import Budget
 from runahead.picture_style import seconds
@@ -19,55 +21,70 @@ FULL = "full"
 CELL = ("length", "depth")
 """Fields that identify a cell of a heat map, in tasks that have them."""
 
+FIELDS: dict[str, Any] = {
+    "task": lambda task: isinstance(task, str) and task in TASKS,
+    "policy": is_text,
+    "budget": or_none(is_above_0),
+    "case": lambda case: isinstance(case, dict) and not any(isinstance(each, list | dict) for each in case.values()),
+    "score": is_number,
+    "weight": is_above_0,
+    "num_tokens": is_above_0,
+    "kept_tokens": [is_number],
+    "kv_bytes": is_number,
+    "full_kv_bytes": is_above_0,
+    "ttft_s": is_number,
+    "tpot_s": or_none(is_number),
+    "details": {},
+    **dict.fromkeys(("key", "comparison", "model", "dtype", "device"), is_text),
+}
+"""Fields that the report and the pictures need in a line, in the form of `benchmarks.harness.lines.fits`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Summary of one policy and budget in one task.
+    """Summary of one policy and budget in one task, with the fields of the JSON report.
 
     Attributes:
+        metric: the task's score, with its unit.
+        measurements: number of lines.
         kv_share: KV cache bytes over those of the full cache.
         kept_shares: per layer, kept tokens over tokens of the context.
+        batch: number of rows that fit into the budget of throughput; None in other tasks.
         cells: scores by length and depth, means over samples; empty in tasks without them.
     """
 
     task: str
+    metric: str
     policy: str
     budget: Budget | None
     score: float
-    number: int
+    measurements: int
+    kv_share: float
     kv_bytes: float
     full_kv_bytes: float
     kept_shares: list[float]
     ttft_s: float
     tpot_s: float | None
+    batch: int | None
     cells: dict[tuple[int, float], float]
-    details: dict[str, Any]
-
-    @property
-    def kv_share(self) -> float:
-        return self.kv_bytes / self.full_kv_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """The row as a mapping for the JSON report."""
-        cells = [
-            {"length": length, "depth": depth, "score": score} for (length, depth), score in sorted(self.cells.items())
-        ]
-        return {
-            "task": self.task,
-            "metric": TASKS[self.task].metric,
-            "policy": self.policy,
-            "budget": self.budget,
-            "score": self.score,
-            "measurements": self.number,
-            "kv_share": self.kv_share,
-            "kv_bytes": self.kv_bytes,
-            "full_kv_bytes": self.full_kv_bytes,
-            "kept_shares": self.kept_shares,
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            **self.details,
-            **({"cells": cells} if cells else {}),
-        }
+        """The row as a mapping for the JSON report, without the fields that its task does not have."""
+        cells = [dict(zip((*CELL, "score"), (*cell, score), strict=True)) for cell, score in sorted(self.cells.items())]
+        fields = asdict(self) | {"cells": cells}
+        return {name: value for name, value in fields.items() if name not in ("batch", "cells") or value}
+
+
+def read(path: Path) -> list[Line]:
+    """Read all lines of a file. Raises: ValueError: a line is not a measurement of an evaluation."""
+    return lines.read(path, option="lines", kind="task", fields=FIELDS)
+
+
+def latest(found: Sequence[Line]) -> list[Line]:
+    """For every task, the lines comparable with its last one; the last line of each repeated measurement."""
+    comparison = {line["task"]: line["comparison"] for line in found}
+    by_key = {line["key"]: line for line in found if line["comparison"] == comparison[line["task"]]}
+    return list(by_key.values())
 
 
 def rows(found: Sequence[Line]) -> list[Row]:
@@ -86,45 +103,51 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
     for line in group:
         if all(name in line["case"] for name in CELL):
             by_cell.setdefault((line["case"]["length"], line["case"]["depth"]), []).append(line["score"])
+    kv_bytes, full_kv_bytes = (_mean([line[name] for line in group]) for name in ("kv_bytes", "full_kv_bytes"))
     return Row(
         task=task,
+        metric=TASKS[task].metric,
         policy=policy,
         budget=budget,
         score=TASKS[task].combine([line["score"] for line in group], [line["weight"] for line in group]),
-        number=len(group),
-        kv_bytes=_mean([line["kv_bytes"] for line in group]),
-        full_kv_bytes=_mean([line["full_kv_bytes"] for line in group]),
+        measurements=len(group),
+        kv_share=kv_bytes / full_kv_bytes,
+        kv_bytes=kv_bytes,
+        full_kv_bytes=full_kv_bytes,
         kept_shares=[_mean(layer) for layer in zip(*shares, strict=True)],
         ttft_s=median(line["ttft_s"] for line in group),
         tpot_s=median(tpots) if tpots else None,
+        batch=group[-1]["details"].get("rows"),
         cells={cell: _mean(scores) for cell, scores in by_cell.items()},
-        details={"batch": group[-1]["details"]["rows"]} if "rows" in group[-1]["details"] else {},
     )
 
 
 def table(of_task: Sequence[Row]) -> Rows:
     """Make the table of one task's rows, for a terminal or Markdown."""
-    batches = any("batch" in row.details for row in of_task)
-    head = ["policy", "budget", TASKS[of_task[0].task].metric, "K,V kept", "K,V", "median TTFT", "median TPOT", "n"]
-    made = [tuple([*head, *(["batch"] if batches else [])])]
-    for row in of_task:
-        cells = [
-            row.policy,
-            budget_text(row.budget),
-            score_text(row),
-            f"{row.kv_share:.1%}",
-            mebibytes(row.kv_bytes),
-            seconds(row.ttft_s),
-            "-" if row.tpot_s is None else seconds(row.tpot_s),
-            str(row.number),
-        ]
-        made.append(tuple([*cells, *([str(row.details.get("batch", "-"))] if batches else [])]))
-    return made
+    made: Rows = [
+        ("policy", "budget", of_task[0].metric, "K,V kept", "K,V", "median TTFT", "median TPOT", "n", "batch"),
+        *(
+            (
+                row.policy,
+                budget_text(row.budget),
+                score_text(row),
+                f"{row.kv_share:.1%}",
+                mebibytes(row.kv_bytes),
+                seconds(row.ttft_s),
+                "-" if row.tpot_s is None else seconds(row.tpot_s),
+                str(row.measurements),
+                "-" if row.batch is None else str(row.batch),
+            )
+            for row in of_task
+        ),
+    ]
+    has_batches = any(row.batch is not None for row in of_task)
+    return made if has_batches else [cells[:-1] for cells in made]
 
 
 def score_text(row: Row) -> str:
     """Format a score in the task's unit."""
-    if TASKS[row.task].metric == "found":
+    if row.metric == "found":
         return f"{row.score:.0%}"
     return f"{row.score:.3f}" if row.score < 10 else f"{row.score:.1f}"
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.evaluation import plot
-from launch.evaluate import EVALUATE, evaluate, main
+from benchmarks.evaluation.evaluate import evaluate
+from benchmarks.evaluation.plan import Plan
+from launch.evaluate import EVALUATE, main
 from runahead import Ranks
 
 PNG = b"\x89PNG\r\n"
@@ -136,10 +138,8 @@ def test_what_decides_a_measurement_is_in_its_key(evaluated: Path, folder: Path,
     run = EVALUATE.compose(
         arguments(folder, text_file, evaluated, "perplexity.chunk=16", "tasks=[perplexity,copy]", f"lines={lines}")
     )
-    from launch.evaluate import _prepare
-
     with Ranks.start(run.ranks) as ranks:
-        missing = _prepare(run, ranks).missing()
+        missing = Plan.of(run, ranks).missing()
     assert [name for name, _, _ in missing] == ["perplexity"] * CONTENDERS
 
 

@@ -129,8 +129,8 @@ def test_the_fact_is_at_its_depth_and_the_length_is_kept(
         told = material.tokenizer.decode(context)
         keys.add(key)
         assert 0.8 * case["length"] < len(context) + len(question) <= case["length"]
-        assert told.count(task.fact(key)) == 1 and task.question() not in told
-        before, _, after = [len(material.ids(part)) for part in told.partition(task.fact(key))]
+        assert told.count(task.fact.format(key=key)) == 1 and task.question not in told
+        before, _, after = [len(material.ids(part)) for part in told.partition(task.fact.format(key=key))]
         assert abs(before / (before + after) - depth) < 0.2
     assert len(keys) == 4
 

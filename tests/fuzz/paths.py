@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.evaluation import plot as evaluation_plot
+from benchmarks.evaluation import summary
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import read_compute
 from launch.inputs.options import PromptOptions
@@ -60,7 +60,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "policy.skew": Skew.load,
     "bench.compute": read_compute,
     "bench.results": comparison.read,
-    "lines": lambda path: evaluation_plot.read(Path(path)),
+    "lines": lambda path: summary.read(Path(path)),
     "points": lambda path: Points(Path(path), {}).read(),
     "compute": lambda path: read_measured(Path(path), "x"),
     "model.path": _model,

@@ -9,8 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evaluation import plot as evaluation_plot
-from benchmarks.evaluation import record, summary
+from benchmarks.evaluation import summary
 from benchmarks.harness import lines
 from benchmarks.harness.text_table import markdown
 from benchmarks.ttft import comparison, plot
@@ -197,11 +196,11 @@ def check_evaluation_lines(content: bytes, folder: Path) -> Outcome:
     path.write_bytes(content)
 
     def use(found: list[lines.Line]) -> None:
-        rows = summary.rows(record.latest(found))
+        rows = summary.rows(summary.latest(found))
         for task in {row.task for row in rows}:
             markdown(summary.table([row for row in rows if row.task == task]))
 
-    return judged(lambda: evaluation_plot.read(path), use, names=[str(path)], folder=folder)
+    return judged(lambda: summary.read(path), use, names=[str(path)], folder=folder)
 
 
 def as_json(value: Any) -> bytes:
@@ -257,7 +256,7 @@ TARGETS = (
     ),
     Target(
         name="lines of evaluations",
-        reads="benchmarks/evaluation/plot.py read",
+        reads="benchmarks/evaluation/summary.py read",
         inputs=changed_bytes([as_lines(EVALUATION_LINES)]) | changed_json(EVALUATION_LINES),
         check=check_evaluation_lines,
         share=6,

@@ -1,12 +1,11 @@
-"""Tasks, one file each. To add one: a file, an entry in TASKS here, and its options and name in options.py."""
+"""The table of tasks. To add one: a class, an entry in TASKS here, and its options and name in options.py."""
 
 from __future__ import annotations
 
 from benchmarks.evaluation.tasks.base import Task
 from benchmarks.evaluation.tasks.copying import Copying
-from benchmarks.evaluation.tasks.needle import Needle
-from benchmarks.evaluation.tasks.passkey import Passkey
 from benchmarks.evaluation.tasks.perplexity import Perplexity
+from benchmarks.evaluation.tasks.retrieval import Needle, Passkey
 from benchmarks.evaluation.tasks.throughput import Throughput
 
 TASKS: dict[str, type[Task]] = {

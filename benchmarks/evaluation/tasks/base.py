@@ -92,12 +92,16 @@ class Task(ABC):
         metric: name of the score, with its unit.
         lower_is_better: whether a lower score is better.
         needs_text: whether the task needs the user's text.
+        cases: the cases to measure, in order.
+        settings: options that all cases share and that affect their scores, as JSON.
     """
 
     metric: ClassVar[str]
     lower_is_better: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
+    cases: list[Case]
+    settings: dict[str, Any]
 
     @abstractmethod
     def __init__(self, run: EvaluateRun, material: Material) -> None:
@@ -105,16 +109,6 @@ class Task(ABC):
 
     def check(self, contender: Contender, num_layers: int) -> None:  # noqa: B027 (most know without the policy)
         """Raise a ValueError if the model has too few positions for this task under this policy."""
-
-    @property
-    @abstractmethod
-    def cases(self) -> list[Case]:
-        """The cases to measure, in order."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Options that all cases share and that affect their scores, as JSON."""
 
     @abstractmethod
     def cost(self, case: Case) -> float:

@@ -7,7 +7,6 @@ model with the full KV cache only needs to look up the next token of the passage
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
@@ -36,6 +35,8 @@ class Copying(Task):
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options = options = run.copy
+        self.cases = [{"sample": sample} for sample in range(options.samples)]
+        self.settings = asdict(options)  # the number of samples determines their positions
         num_tokens = options.passage + options.filler
         material.require_text("copy", num_tokens, "a shorter copy.passage or copy.filler")
         material.require_positions(
@@ -54,14 +55,6 @@ class Copying(Task):
         windows = [ids[start : start + num_tokens] for start in range(0, apart * options.samples or 1, apart or 1)]
         self._contexts = [material.prefix + window for window in windows]
         self._passages = [window[: options.passage] for window in windows]
-
-    @property
-    def cases(self) -> list[Case]:
-        return [{"sample": sample} for sample in range(self._options.samples)]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return asdict(self._options)  # the number of samples determines their positions
 
     def cost(self, case: Case) -> float:
         return 2.0 * self._options.passage + self._options.filler + COST_OF_NEW * PROBE_TOKENS

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
@@ -39,6 +37,8 @@ class Perplexity(Task):
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options = options = run.perplexity
+        self.cases = [{"sample": sample} for sample in range(options.samples)]
+        self.settings = {"tokens": options.tokens, "chunk": options.chunk}
         material.require_text(
             "perplexity",
             options.tokens * options.samples,
@@ -61,16 +61,6 @@ class Perplexity(Task):
             num_tokens + PROBE_TOKENS,
             "use fewer, or policies of a fixed size such as {name:streaming_llm,budget:1024,positions:reencoded}",
         )
-
-    @property
-    def cases(self) -> list[Case]:
-        return [{"sample": sample} for sample in range(self._options.samples)]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        options = asdict(self._options)
-        del options["samples"]
-        return options
 
     def cost(self, case: Case) -> float:
         return 2.0 * self._options.tokens + COST_OF_NEW * PROBE_TOKENS

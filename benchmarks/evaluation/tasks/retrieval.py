@@ -1,4 +1,4 @@
-"""Base of passkey and needle: one fact in a long context, and a question about it."""
+"""Retrieval of one fact from a long context: passkey, in repetitive text, and needle, in the user's text."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import random
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from itertools import product
-from typing import Any
+from itertools import cycle, product
+from typing import ClassVar
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun, Question, RetrievalOptions
-from benchmarks.evaluation.tasks.base import (
-    COST_OF_NEW,
-    Case,
-    KVUse,
-    Outcome,
-    Runtime,
-    Task,
-    feed_timed,
-    tpot_s,
-)
+from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, KVUse, Outcome, Runtime, Task, feed_timed, tpot_s
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 
 KEY_DIGITS = 5
+FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+")
+SENTENCES_APART = 20
+"""Distance between the starts of two samples' texts, in sentences."""
 
 
 class Retrieval(Task):
@@ -34,43 +35,35 @@ class Retrieval(Task):
     The question is a separate turn: the policy has thinned the context before, without knowing the question. With
     question=with_context the question is the end of the context, as in most publications; policies then keep what the
     question asks for.
+
+    Attributes:
+        option: name of the section with the task's options.
+        fact: text that states the key, which takes the place of {key}.
+        question: the question, which ends where the answer begins.
     """
 
     metric = "found"
-    option: str
-    """Name of the section with the task's options."""
+    option: ClassVar[str]
+    fact: ClassVar[str]
+    question: ClassVar[str]
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options: RetrievalOptions = getattr(run, self.option)
         self._material = material
-        longest = max(self._options.lengths)
+        samples, lengths = self._options.samples, self._options.lengths
+        self.cases = [
+            {"length": length, "depth": depth, "sample": sample}
+            for sample, length, depth in product(range(samples), lengths, self._options.depths)
+        ]
+        self.settings = {"question": self._options.question.name, "new_tokens": self._options.new_tokens}
+        longest = max(lengths)
         material.require_positions(f"{self.option}.lengths={longest}", longest + self._options.new_tokens)
-        for length in (min(self._options.lengths), longest):  # raises if one is too short or too long
-            self._made({"length": length, "depth": 0.0, "sample": self._options.samples - 1})
-
-    @abstractmethod
-    def fact(self, key: int) -> str:
-        """A sentence that states the key."""
-
-    @abstractmethod
-    def question(self) -> str:
-        """The question, which ends where the answer begins."""
+        for length in (min(lengths), longest):  # raises if one is too short or too long
+            self._made({"length": length, "depth": 0.0, "sample": samples - 1})
 
     @abstractmethod
     def sentences(self, sample: int) -> Iterator[str]:
         """The sentences around the fact."""
-
-    @property
-    def cases(self) -> list[Case]:
-        options = self._options
-        return [
-            {"length": length, "depth": depth, "sample": sample}
-            for sample, length, depth in product(range(options.samples), options.lengths, options.depths)
-        ]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"question": self._options.question.name, "new_tokens": self._options.new_tokens}
 
     def cost(self, case: Case) -> float:
         return case["length"] + COST_OF_NEW * self._options.new_tokens
@@ -105,7 +98,7 @@ class Retrieval(Task):
         draw = random.Random(f"{self.option} {length} {depth} {sample}")
         key = draw.randrange(10 ** (KEY_DIGITS - 1), 10**KEY_DIGITS)
         ids, prefix = self._material.ids, self._material.prefix
-        fact, question = ids(" " + self.fact(key)), ids(self.question())
+        fact, question = ids(" " + self.fact.format(key=key)), ids(self.question)
         room = length - len(prefix) - len(fact) - len(question)
         before: list[list[int]] = []
         for sentence in self.sentences(sample):
@@ -115,9 +108,10 @@ class Retrieval(Task):
             before.append(more)
             room -= len(more)
         else:
+            assert self._material.text is not None, "only a user's text ends"
             raise ValueError(
-                f"{self._text_name()} is too short for {self.option}.lengths={length}; give a longer text.file or a "
-                "smaller length"
+                f"{self._material.text.name} is too short for {self.option}.lengths={length}; give a longer text.file "
+                "or a smaller length"
             )
         if not before:
             raise ValueError(
@@ -127,9 +121,35 @@ class Retrieval(Task):
         context = [token for part in (prefix, *before[:place], fact, *before[place:]) for token in part]
         return context, question, key
 
-    def _text_name(self) -> str:
-        assert self._material.text is not None, "only a user's text ends"
-        return self._material.text.name
+
+class Passkey(Retrieval):
+    """Passkey retrieval (Mohtashami and Jaggi, NeurIPS 2023, arXiv 2305.16300): a number in repetitive text.
+
+    This is the easy case: nothing else in the context resembles the fact.
+    """
+
+    option = "passkey"
+    fact = "The pass key is {key}. Remember it. {key} is the pass key."
+    question = " What is the pass key? The pass key is"
+
+    def sentences(self, sample: int) -> Iterator[str]:
+        return cycle(FILLER)
+
+
+class Needle(Retrieval):
+    """Needle in a haystack (Kamradt, 2023): a sentence unrelated to the user's text, which competes for attention."""
+
+    option = "needle"
+    needs_text = True
+    fact = "The registration number of the old lighthouse is {key}."
+    question = (
+        "\n\nQuestion: What is the registration number of the old lighthouse?\nAnswer: The registration number is"
+    )
+
+    def sentences(self, sample: int) -> Iterator[str]:
+        assert self._material.text is not None
+        found = SENTENCE_ENDS.split(self._material.text.content.strip())
+        return iter([" ".join(sentence.split()) for sentence in found[sample * SENTENCES_APART :]])
 
 
 def number_in(answer: str) -> str | None:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
@@ -32,6 +31,9 @@ class Throughput(Task):
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options = options = run.throughput
+        self.cases = [{"round": number} for number in range(options.rounds)]
+        self.settings = asdict(options)
+        del self.settings["rounds"]
         material.require_positions(
             "throughput.prompt_tokens + throughput.new_tokens", options.prompt_tokens + options.new_tokens
         )
@@ -41,16 +43,6 @@ class Throughput(Task):
             for _ in range(options.max_batch)
         ]
         self._row_bytes: dict[str, int] = {}
-
-    @property
-    def cases(self) -> list[Case]:
-        return [{"round": number} for number in range(self._options.rounds)]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        options = asdict(self._options)
-        del options["rounds"]
-        return options
 
     def cost(self, case: Case) -> float:
         return COST_OF_NEW * self._options.new_tokens + self._options.prompt_tokens * 8.0

@@ -1,0 +1,93 @@
+"""An evaluation from its options to its report: what launch/evaluate.py does on its rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from benchmarks.evaluation import plot, summary
+from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.plan import Plan, Step
+from benchmarks.evaluation.tasks.base import Runtime
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line
+from launch.inputs.text_files import EXAMPLE_TEXT
+from launch.program.ending import say
+from launch.program.progress import Bar
+from launch.program.text_table import text_table
+from runahead.config import GenerationOptions
+from runahead.conversation import Conversation
+from runahead.files import write_whole
+from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
+
+
+def evaluate(run: EvaluateRun, ranks: Ranks) -> None:
+    """Make the missing measurements, print and write the results and draw the pictures.
+
+    Raises:
+        ValueError, OSError: for a user's mistakes.
+    """
+    plan = ranks.on_rank_0("the evaluation's options", lambda: Plan.of(run, ranks))
+    missing = plan.missing()
+    if not missing:
+        say(f"nothing to do: {run.lines} has all of it; remove it to measure again")
+    found = plan.select([*plan.done, *_measure(run, ranks, plan, missing)])
+    for name, of_task in groupby(summary.rows(found), key=lambda row: row.task):
+        print(f"{name}\n{text_table(summary.table(list(of_task)))}", flush=True)
+    if run.report is not None:
+        _write(run, run.report, plan, found)
+
+
+def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]) -> list[Line]:
+    """Make the missing measurements and write the line of each at once."""
+    if not missing:
+        return []
+    model = Model.load(run.model, ranks.device, progress=True)
+    for contender in plan.contenders:
+        contender.policies.check(model)
+    runtime = Runtime(model=model, ranks=ranks)
+    _warm_up(model, plan)
+    found: list[Line] = []
+    with Bar("evaluating", shown=ranks.rank == 0) as bar:
+        bar.total = sum(plan.tasks[name].cost(case) for name, case, _ in missing)
+        for number, (name, case, contender) in enumerate(missing, start=1):
+            task = plan.tasks[name]
+            case_text = ", ".join(f"{field} {value}" for field, value in case.items())
+            bar.say(f"{number} of {len(missing)}: {name} {case_text}, {contender.name}")
+            line = plan.line(name, case, contender, task.run(runtime, contender, case), model)
+            if run.lines is not None:
+                lines.append(run.lines, [line])
+            found.append(line)
+            bar.advance(task.cost(case))
+    return found
+
+
+def _warm_up(model: Model, plan: Plan) -> None:
+    """Generate a few tokens under every policy, so that no measurement includes one-time costs."""
+    for contender in plan.contenders:
+        conversation = Conversation(model, contender.policies)
+        conversation.feed(torch.zeros(1, 8, dtype=torch.long))
+        conversation.generate(GenerationOptions(max_new_tokens=2, ignore_eos=True))
+
+
+def _write(run: EvaluateRun, path: str, plan: Plan, found: Sequence[Line]) -> None:
+    """Write the report and the pictures beside it."""
+    pictures = plot.draw(found, Path(path).with_suffix(""))
+    report = {
+        "model": found[-1]["model"],
+        "dtype": found[-1]["dtype"],
+        "text": run.text.file or EXAMPLE_TEXT,
+        "tasks": {name: task.settings for name, task in plan.tasks.items()},
+        "results": [row.as_json() for row in summary.rows(found)],
+        "lines": run.lines,
+        "pictures": [picture.name for picture in pictures],
+        "commit": plan.commit,
+        "date": plan.date,
+        **plan.about,
+    }
+    write_whole(path, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,159 @@
+"""Plan of an evaluation: its measurements, their keys, and the JSON line of each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.evaluation import summary
+from benchmarks.evaluation.contenders import Contender, contenders
+from benchmarks.evaluation.material import Material, Text
+from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.tasks import TASKS, Task
+from benchmarks.evaluation.tasks.base import Case, Outcome
+from benchmarks.harness import lines, machine
+from benchmarks.harness.lines import Line
+from launch.inputs.text_files import text_or_example
+from partitioner.table.fingerprint import now
+from runahead.files import ensure_writable
+from runahead.model import loading
+from runahead.model.model import Model, max_positions
+from runahead.ranks.ranks import Ranks
+from runahead.report import library_versions
+
+MEASURED = ("runahead", "policies", "benchmarks/evaluation")
+"""Folders whose code affects measurements; a digest of them is part of every key."""
+
+Step = tuple[str, Case, Contender]
+"""One measurement: the name of a task, one of its cases, and a policy under a budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All measurements of an evaluation, known before the model is loaded, so that a finished run need not load it.
+
+    Attributes:
+        contenders: policies under their budgets.
+        tasks: tasks by name.
+        about: settings that must agree for two measurements to be compared.
+        date, commit: when and by which code it was measured, for readers.
+        done: lines of measurements made before.
+    """
+
+    contenders: list[Contender]
+    tasks: dict[str, Task]
+    about: dict[str, Any]
+    date: str
+    commit: str | None
+    done: list[Line]
+
+    @classmethod
+    def of(cls, run: EvaluateRun, ranks: Ranks) -> Plan:
+        """Check the options and the text, and plan the measurements.
+
+        Raises:
+            ValueError, OSError: for a user's mistakes.
+        """
+        if ranks.size > 1:
+            raise ValueError(
+                f"policies are evaluated on one rank but {ranks.size} were started; use python launch/evaluate.py"
+            )
+        chosen = contenders(run.policies, run.budgets)
+        for option, path in (("report", run.report), ("lines", run.lines)):
+            if path is not None:
+                ensure_writable(path, option=option)
+        done = [] if run.lines is None else summary.read(Path(run.lines))
+        kinds = {name: TASKS[name] for name in run.tasks}
+        text = None
+        if any(kind.needs_text for kind in kinds.values()):
+            text = Text(*text_or_example(run.text.file, "text.file"))
+        config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+        tokenizer = loading.load_tokenizer(run.model)
+        speechless = [name for name, kind in kinds.items() if kind.needs_tokenizer]
+        if tokenizer is None and speechless:
+            raise ValueError(
+                f"tasks has {', '.join(speechless)}, which needs a tokenizer, and this model has none; use "
+                "tasks=throughput"
+            )
+        material = Material(
+            tokenizer=tokenizer, vocab_size=config.vocab_size, max_positions=max_positions(config), text=text
+        )
+        tasks = {name: kind(run, material) for name, kind in kinds.items()}
+        for task in tasks.values():
+            for contender in chosen:
+                task.check(contender, config.num_hidden_layers)
+        about = {
+            "model_options": repr(run.model),
+            "model_config": _digest(config.to_json_string()),
+            "text": None if text is None else _digest(text.content),
+            "code": machine.code(MEASURED),
+            "hardware": machine.hardware(),
+            "versions": library_versions(),
+            "device": ranks.device.type,
+            "threads": None if ranks.device.type == "cuda" else torch.get_num_threads(),
+        }
+        return cls(contenders=chosen, tasks=tasks, about=about, date=now(), commit=machine.commit(), done=done)
+
+    def missing(self) -> list[Step]:
+        """Measurements that no line has yet. All policies take turns in a case, so that load affects all of them."""
+        known = {line["key"] for line in self.done}
+        return [step for step in self._steps() if self._key(*step) not in known]
+
+    def select(self, found: Sequence[Line]) -> list[Line]:
+        """Lines of this plan, in its order."""
+        by_key = {line["key"]: line for line in found}
+        keys = [self._key(*step) for step in self._steps()]
+        return [by_key[key] for key in keys if key in by_key]
+
+    def _steps(self) -> list[Step]:
+        return [
+            (name, case, contender)
+            for name, task in self.tasks.items()
+            for case in task.cases
+            for contender in self.contenders
+        ]
+
+    def _comparison(self, name: str) -> str:
+        """Key that measurements of a task share if they can be compared."""
+        task = self.tasks[name]
+        text = self.about["text"] if task.needs_text else None
+        return lines.key(self.about | {"text": text, "task": name, "settings": task.settings})
+
+    def _key(self, name: str, case: Case, contender: Contender) -> str:
+        """Key of one measurement."""
+        return lines.key({"comparison": self._comparison(name), "policy": contender.settings, "case": case})
+
+    def line(self, name: str, case: Case, contender: Contender, outcome: Outcome, model: Model) -> Line:
+        """JSON line of one measurement."""
+        task = self.tasks[name]
+        return {
+            "task": name,
+            "policy": contender.label,
+            "budget": contender.budget,
+            "case": case,
+            "score": outcome.score,
+            "metric": task.metric,
+            "weight": outcome.weight,
+            **asdict(outcome.kv),
+            "ttft_s": outcome.ttft_s,
+            "tpot_s": outcome.tpot_s,
+            "details": outcome.details,
+            "policy_settings": contender.settings,
+            "task_settings": task.settings,
+            "key": self._key(name, case, contender),
+            "comparison": self._comparison(name),
+            "model": model.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "date": self.date,
+            "commit": self.commit,
+            **self.about,
+        }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
