@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from benchmarks.ttft.compute_only import ComputeOnly
 from benchmarks.ttft.memory import PeakMemory
 from benchmarks.ttft.options import BenchRun
-from benchmarks.ttft.plain_transformers import PlainTransformers
-from benchmarks.ttft.traffic import NetworkCards
+from benchmarks.ttft.references import PlainTransformers, compute_only_s
+from benchmarks.ttft.traffic import wire_bytes
 from benchmarks.ttft.variants import BOUND, VARIANTS, Split, Traffic
 from runahead import context
 from runahead.config import GenerationOptions, PrefillOptions
@@ -24,9 +22,6 @@ from runahead.prefill import PREFILLS
 from runahead.prefill.tensor import shard_model
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
-
-CARDS_SETTLE_S = 0.05
-"""Seconds after a run until its last packets are in a network card's counter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +38,13 @@ class Run:
     """
 
     ttft_s: float
-    first_token: int | None
-    boundaries: list[int] | None
-    sent_bytes: int | None
-    wire_bytes: int | None
+    first_token: int | None = None
+    boundaries: list[int] | None = None
+    sent_bytes: int | None = 0
+    wire_bytes: int | None = None
     kv_peak_bytes: list[int]
-    kv_kept_bytes: int
-    peak_bytes: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """Result of a run as reported by the variant itself."""
-
-    ttft_s: float
-    first_token: int | None
-    boundaries: list[int] | None
-    sent_bytes: int | None
-    kv_peak_bytes: list[int]
-    kv_kept_bytes: int
+    kv_kept_bytes: int = 0
+    peak_bytes: list[int] = field(default_factory=list)
 
 
 class Contenders:
@@ -72,17 +55,20 @@ class Contenders:
     Args:
         given: the partitioner of the option partition=...
 
+    Attributes:
+        splits: partitions by variant and prompt length, where the variant does not have its own or `given`.
+        memory: peak memory of this rank.
+
     Raises:
         ValueError: a variant cannot run this model on these ranks, or the weights do not fit in memory once more.
     """
 
     def __init__(self, run: BenchRun, model: Model, ranks: Ranks, given: Partitioner) -> None:
-        self._ranks, self._given = ranks, given
-        self._splits: dict[tuple[str, int], ContextPartition] = {}
-        self._memory, self._cards = PeakMemory(ranks.device), NetworkCards(ranks)
+        self._model, self._ranks, self._given = model, ranks, given
+        self.splits: dict[tuple[str, int], ContextPartition] = {}
+        self.memory = PeakMemory(ranks.device)
         self._engines: dict[str, Engine] = {}
         self._plain: PlainTransformers | None = None
-        self._compute_only = ComputeOnly(model, ranks)
         for name in run.bench.variants:
             if name == BOUND:
                 continue
@@ -98,43 +84,45 @@ class Contenders:
             make = partial(Engine, own, ranks, prefill=options, partition=partial(self._split, name), policies=policies)
             self._engines[name] = ranks.on_all_ranks("the variants", make)
 
-    @property
-    def memory_is_of(self) -> str:
-        """Scope of a memory peak: "run" or "process"."""
-        return self._memory.of
-
-    def set_split(self, name: str, partition: ContextPartition) -> None:
-        """Set the partition of a variant for prompts of its length."""
-        self._splits[name, partition.num_tokens] = partition
-
     def run(self, name: str, ids: list[int]) -> Run:
         """Run a variant once.
 
         Raises:
             PeerFailure: as for `Engine.generate`.
         """
-        self._memory.reset()
-        sent = self._settled_bytes()
-        outcome = self._generate(name, ids)
-        after = self._settled_bytes()
+        self.memory.reset()
+        before = wire_bytes(self._ranks)
+        found = self._run(name, ids)
+        after = wire_bytes(self._ranks)
         shared = self._ranks.gather(
-            (self._memory.peak_bytes(), None if sent is None or after is None else after - sent), "a run's figures"
+            (self.memory.peak_bytes(), None if before is None or after is None else after - before), "a run's figures"
         )
-        wire = [wire_bytes for _, wire_bytes in shared if wire_bytes is not None]
-        return Run(
-            **vars(outcome),
+        wire = [sent for _, sent in shared if sent is not None]
+        return replace(
+            found,
             wire_bytes=sum(wire) if len(wire) == len(shared) else None,
             peak_bytes=[peak for peak, _ in shared],
         )
 
-    def _generate(self, name: str, ids: list[int]) -> _Outcome:
+    def _run(self, name: str, ids: list[int]) -> Run:
+        """Run a variant; what is the same for all variants is not measured yet."""
+        ranks = self._ranks
         if name == BOUND:
-            return self._compute(ids)
+            partition = self._split(name, len(ids), ranks.size)
+            ttft_s = compute_only_s(self._model, ranks, ids, partition)
+            return Run(ttft_s=ttft_s, boundaries=list(partition.boundaries), kv_peak_bytes=[0] * ranks.size)
         if name not in self._engines:
-            return self._generate_plainly(ids)
+
+            def first_token() -> tuple[int, float]:
+                assert self._plain is not None
+                return self._plain.first_token(ids)
+
+            ranks.barrier("all ranks to be idle")  # while rank 0 generates
+            token, ttft_s = ranks.on_rank_0("plain transformers", first_token)
+            return Run(ttft_s=ttft_s, first_token=token, kv_peak_bytes=[0] * ranks.size)
         batch = self._engines[name].generate([ids], GenerationOptions(max_new_tokens=1))
         activations = VARIANTS[name].traffic is Traffic.activations
-        return _Outcome(
+        return Run(
             ttft_s=batch.ttft_s,
             first_token=batch.generations[0].new_token_ids[0],
             boundaries=batch.boundaries,
@@ -143,48 +131,12 @@ class Contenders:
             kv_kept_bytes=sum(rank.kv_kept_bytes for rank in batch.ranks),
         )
 
-    def _compute(self, ids: list[int]) -> _Outcome:
-        partition = self._split(BOUND, len(ids), self._ranks.size)
-        return _Outcome(
-            ttft_s=self._compute_only.ttft_s(ids, partition),
-            first_token=None,
-            boundaries=list(partition.boundaries),
-            sent_bytes=0,
-            kv_peak_bytes=[0] * self._ranks.size,
-            kv_kept_bytes=0,
-        )
-
-    def _generate_plainly(self, ids: list[int]) -> _Outcome:
-        """Generate with plain transformers on rank 0, while the other ranks are idle."""
-
-        def first_token() -> tuple[int, float]:
-            assert self._plain is not None
-            return self._plain.first_token(ids)
-
-        self._ranks.barrier("all ranks to be idle")
-        token, ttft_s = self._ranks.on_rank_0("plain transformers", first_token)
-        return _Outcome(
-            ttft_s=ttft_s,
-            first_token=token,
-            boundaries=None,
-            sent_bytes=0,
-            kv_peak_bytes=[0] * self._ranks.size,
-            kv_kept_bytes=0,
-        )
-
     def _split(self, name: str, num_tokens: int, num_ranks: int) -> ContextPartition:
-        chosen = self._splits.get((name, num_tokens))
-        if chosen is not None:
-            return chosen
+        if (name, num_tokens) in self.splits:
+            return self.splits[name, num_tokens]
         if VARIANTS[name].split is Split.even:
             return context.even(num_tokens, num_ranks)
         return self._given(num_tokens, num_ranks)
-
-    def _settled_bytes(self) -> int | None:
-        if self._cards.counts:
-            self._ranks.barrier("the network to be quiet")
-            time.sleep(CARDS_SETTLE_S)
-        return self._cards.sent_bytes()
 
 
 def load_model(run: BenchRun, ranks: Ranks) -> Model:

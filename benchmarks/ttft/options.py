@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.ttft.variants import VARIANTS, Split, check_names
 from launch.inputs.options import PartitionName, PartitionOptions
-from runahead.config import ModelOptions, PrefillOptions, RanksOptions
+from runahead.config import ModelOptions, PrefillOptions, RanksOptions, choice, require
 
 
 class Network(Enum):
@@ -73,15 +73,14 @@ class BenchOptions:
     network: Network = Network.given
 
     def __post_init__(self) -> None:
-        if isinstance(self.network, str):
-            self.network = Network[self.network]
+        self.network = choice("bench.network", Network, self.network)
         check_names(self.variants)
-        if not self.lengths or min(self.lengths) < 2:
-            raise ValueError(f"bench.lengths={self.lengths} must be a list of whole numbers of at least 2")
+        shortest = min(self.lengths, default=0)
+        require(shortest >= 2, "bench.lengths", self.lengths, "must be a list of whole numbers of at least 2")
         self.lengths = sorted(set(self.lengths))
         for name, least in (("pairs", 0), ("warmup", 0), ("probe_repeats", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"bench.{name}={getattr(self, name)} must be at least {least}")
+            value = getattr(self, name)
+            require(value >= least, f"bench.{name}", value, f"must be at least {least}")
 
 
 @dataclass(kw_only=True)
@@ -145,6 +144,6 @@ def _numbers(option: str, value: Any) -> list[float]:
         numbers = [float(each) for each in values]
     except (TypeError, ValueError):
         numbers = [0.0]
-    if any(not 0 < number < math.inf for number in numbers):
-        raise ValueError(f"{option}={value} must be a number above 0, or a list such as [10,1,0.1]")
+    are_rates = all(0 < number < math.inf for number in numbers)
+    require(are_rates, option, value, "must be a number above 0, or a list such as [10,1,0.1]")
     return numbers

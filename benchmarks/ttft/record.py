@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.harness import lines, machine
@@ -20,59 +20,64 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 
+def shared_fields(run: BenchRun, ranks: Ranks, fingerprint: Fingerprint, memory_is_of: str) -> dict[str, Any]:
+    """Fields that all lines of a benchmark share; rank 0 calls it."""
+    kind = "netns" if run.bench.network is Network.inside else "given"
+    if kind == "given" and ranks.local_size == ranks.size:
+        kind = "loopback" if ranks.backend == "gloo" else "one host"
+    date = now()
+    return {
+        "job": f"{date} {secrets.token_hex(3)}",
+        "date": date,
+        "commit": machine.commit(),
+        "code": machine.code(),
+        "hardware": machine.hardware(),
+        "versions": fingerprint.versions,
+        "network": {
+            "kind": kind,
+            "gbps": run.link.gbps[0] if run.link.gbps else None,
+            "compute_share": run.link.compute_share[0] if run.link.compute_share else None,
+            "noise": run.link.noise,
+        },
+        "model": {"name": fingerprint.name, **asdict(fingerprint.model)},
+        "dtype": fingerprint.dtype,
+        "ranks": ranks.size,
+        "hosts": ranks.size // ranks.local_size,
+        "threads": fingerprint.threads,
+        "backend": ranks.backend,
+        "device": ranks.device.type,
+        "layers_in_flight": run.prefill.layers_in_flight,
+        "memory_is_of": memory_is_of,
+    }
+
+
 @dataclass
 class Record:
-    """Fields that all lines of this benchmark share; made on rank 0."""
+    """JSON lines of one benchmark, and what they hold.
+
+    Attributes:
+        shared: fields that all lines share, from `shared_fields`.
+        link: the link between ranks, if there is one; set once it is measured.
+        bounds: bounds by prompt length; set once compute is measured.
+    """
 
     run: BenchRun
+    model: Model
     shared: dict[str, Any]
     link: Link | None = None
-
-    @classmethod
-    def of(cls, run: BenchRun, ranks: Ranks, fingerprint: Fingerprint, memory_is_of: str) -> Record:
-        on_one_host = ranks.local_size == ranks.size
-        kinds = {Network.inside: "netns", Network.given: "given"}
-        kind = kinds[run.bench.network]
-        if kind == "given" and on_one_host:
-            kind = "loopback" if ranks.backend == "gloo" else "one host"
-        date = now()
-        shared = {
-            "job": f"{date} {secrets.token_hex(3)}",
-            "date": date,
-            "commit": machine.commit(),
-            "code": machine.code(),
-            "hardware": machine.hardware(),
-            "versions": fingerprint.versions,
-            "network": {
-                "kind": kind,
-                "gbps": run.link.gbps[0] if run.link.gbps else None,
-                "compute_share": run.link.compute_share[0] if run.link.compute_share else None,
-                "noise": run.link.noise,
-            },
-            "model": {"name": fingerprint.name, **asdict(fingerprint.model)},
-            "dtype": fingerprint.dtype,
-            "ranks": ranks.size,
-            "hosts": ranks.size // ranks.local_size,
-            "threads": fingerprint.threads,
-            "backend": ranks.backend,
-            "device": ranks.device.type,
-            "layers_in_flight": run.prefill.layers_in_flight,
-            "memory_is_of": memory_is_of,
-        }
-        return cls(run, shared)
+    bounds: dict[int, Bounds] = field(default_factory=dict)
 
     def key(self, name: str, length: int) -> str:
         """Key of a variant and length, equal for another benchmark of the same code, machine and options."""
-        variant = VARIANTS[name]
-        asks_partition = variant.split in (Split.given, Split.searched)
+        asks_partition = VARIANTS[name].split in (Split.given, Split.searched)
         parts = {name: value for name, value in self.shared.items() if name not in ("job", "date", "commit", "model")}
         partition = repr(self.run.partition) if asks_partition else None
         options = {"model": repr(self.run.model), "partition": partition, "variant": name, "length": length}
         return lines.key(parts | options)
 
-    def line(self, name: str, length: int, runs: list[Run], bounds: Bounds, model: Model) -> Line:
+    def line(self, name: str, length: int, runs: list[Run]) -> Line:
         """JSON line of one variant and length."""
-        last, num_ranks = runs[-1], self.shared["ranks"]
+        last, num_ranks, model = runs[-1], self.shared["ranks"], self.model
         partition = even(length, num_ranks)
         if last.boundaries is not None and len(last.boundaries) == num_ranks + 1:
             partition = ContextPartition(boundaries=tuple(last.boundaries))
@@ -108,20 +113,20 @@ class Record:
                 "kv_peak_bytes": [max(peaks) for peaks in zip(*(each.kv_peak_bytes for each in runs), strict=True)],
                 "peak_bytes": [max(peaks) for peaks in zip(*(each.peak_bytes for each in runs), strict=True)],
             },
-            **self.of_bounds(bounds),
+            **bounds_fields(self.bounds[length]),
         }
 
-    @staticmethod
-    def of_bounds(bounds: Bounds) -> dict[str, Any]:
-        """The bounds' part of a line, known before any variant ran."""
-        return {
-            "bounds": {
-                "single_s": bounds.single_s,
-                "free_s": bounds.free_s,
-                "free_boundaries": list(bounds.free.boundaries),
-                "star_dense_s": bounds.star_dense_s,
-                "star_causal_s": bounds.star_causal_s,
-            },
-            "flops": None if bounds.flops is None else asdict(bounds.flops),
-            "peak_flops": bounds.peak_flops,
-        }
+
+def bounds_fields(bounds: Bounds) -> dict[str, Any]:
+    """Fields of a line that state the bounds, known before any variant ran."""
+    return {
+        "bounds": {
+            "single_s": bounds.single_s,
+            "free_s": bounds.free_s,
+            "free_boundaries": list(bounds.free.boundaries),
+            "star_dense_s": bounds.star_dense_s,
+            "star_causal_s": bounds.star_causal_s,
+        },
+        "flops": None if bounds.flops is None else asdict(bounds.flops),
+        "peak_flops": bounds.peak_flops,
+    }

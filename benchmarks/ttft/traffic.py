@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -16,6 +17,9 @@ from runahead.prefill.tensor import allreduce_bytes
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
+CARDS_SETTLE_S = 0.05
+"""Seconds after a run until its last packets are in a network card's counter."""
+
 
 def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
     """KV cache bytes of one token in one row: 2 x KV heads x head dim x item size x layers if all layers are alike."""
@@ -27,25 +31,20 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
 
     Layers with a sliding window send less than a chain's formula says.
     """
+    num_tokens, num_ranks = partition.num_tokens, partition.num_ranks
     if traffic is Traffic.activations:
-        return allreduce_bytes(model, partition.num_tokens, partition.num_ranks)
-    last = model.num_layers - 1
-    if traffic is Traffic.narrowed:
-        tokens = narrowed_tokens(policies, partition, model.num_layers)
-    else:
-        tokens = [_tokens(traffic, partition, in_last_layer=layer == last) for layer in range(model.num_layers)]
-    return sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
-
-
-def _tokens(traffic: Traffic, partition: ContextPartition, *, in_last_layer: bool) -> int:
-    """Tokens whose keys and values are sent in one layer, all ranks together."""
+        return allreduce_bytes(model, num_tokens, num_ranks)
+    tokens = [0] * model.num_layers
     if traffic is Traffic.chain:
-        return chain_tokens(partition)
-    if traffic is Traffic.gathered:
-        return tsp_tokens(partition.num_tokens, partition.num_ranks)
-    if traffic is Traffic.wanted:
-        return wanted_zigzag_tokens(partition.num_tokens, partition.num_ranks, in_last_layer=in_last_layer)
-    return 0
+        tokens = [chain_tokens(partition)] * model.num_layers
+    elif traffic is Traffic.gathered:
+        tokens = [tsp_tokens(num_tokens, num_ranks)] * model.num_layers
+    elif traffic is Traffic.wanted:
+        last = model.num_layers - 1
+        tokens = [wanted_zigzag_tokens(num_tokens, num_ranks, in_last_layer=n == last) for n in range(model.num_layers)]
+    elif traffic is Traffic.narrowed:
+        tokens = narrowed_tokens(policies, partition, model.num_layers)
+    return sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
 
 
 def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool) -> int:
@@ -67,18 +66,14 @@ def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num
     return [chain_tokens(each) for each in left]
 
 
-class NetworkCards:
-    """Counter of bytes that this host's network cards have sent, headers included, if this rank is alone on its host.
+def wire_bytes(ranks: Ranks) -> int | None:
+    """Bytes that this host's network cards have sent since it started, headers included; loopback does not count.
 
-    The loopback interface does not count.
+    None if this rank is not alone on its host, since the others would be counted too.
     """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.counts = ranks.size > 1 and ranks.local_size == 1
-
-    def sent_bytes(self) -> int | None:
-        """Bytes sent since the host started; None where other ranks would be counted too."""
-        if not self.counts:
-            return None
-        counters = psutil.net_io_counters(pernic=True)
-        return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
+    if ranks.size == 1 or ranks.local_size > 1:
+        return None
+    ranks.barrier("the network to be quiet")
+    time.sleep(CARDS_SETTLE_S)
+    counters = psutil.net_io_counters(pernic=True)
+    return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")

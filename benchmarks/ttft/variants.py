@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from policies.base import Policy
-from policies.pyramidinfer import PyramidInfer
+if TYPE_CHECKING:
+    from policies.base import Policy
 
 MEAN_KEEP = 0.6
 """Mean share of the prompt's KV cache that PyramidInfer keeps."""
@@ -34,7 +35,7 @@ class Traffic(Enum):
     activations = "hidden states, not K,V"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variant:
     """A variant to compare.
 
@@ -47,69 +48,46 @@ class Variant:
     """
 
     what: str
-    prefill: Mapping[str, str] | None = field(default_factory=dict)
+    prefill: Mapping[str, str] | None
     split: Split = Split.own
-    traffic: Traffic = Traffic.chain
+    traffic: Traffic = Traffic.nothing
     narrows: bool = False
 
     @property
     def policies(self) -> list[Policy]:
         """Cache policies, the same on every rank."""
+        from policies.pyramidinfer import PyramidInfer  # imports torch, which --help need not wait for
+
         return [PyramidInfer(mean_keep=MEAN_KEEP)] if self.narrows else []
 
 
-def _chain(what: str, split: Split, **prefill: str) -> Variant:
-    return Variant(what=what, prefill={"name": "kv_runahead", **prefill}, split=split)
+ALONE, CHAIN, DIRECT_CHAIN = {"name": "single"}, {"name": "kv_runahead"}, {"name": "kv_runahead", "transfer": "direct"}
+TSP, TSP_DENSE = {"name": "tsp", "attention": "causal"}, {"name": "tsp", "attention": "dense"}
+ZIGZAG, ZIGZAG_RING, ZIGZAG_DIRECT = (
+    {"name": "zigzag", "exchange": exchange} for exchange in ("all_gather", "ring", "direct")
+)
+KEEPING = f"PyramidInfer keeping {MEAN_KEEP:.0%}"
 
-
-def _tsp(what: str, attention: str) -> Variant:
-    return Variant(what=what, prefill={"name": "tsp", "attention": attention}, traffic=Traffic.gathered)
-
-
-def _zigzag(what: str, exchange: str, traffic: Traffic = Traffic.gathered) -> Variant:
-    return Variant(what=what, prefill={"name": "zigzag", "exchange": exchange}, traffic=traffic)
-
-
-VARIANTS: dict[str, Variant] = {
-    "single": Variant(what="one rank alone", prefill={"name": "single"}, traffic=Traffic.nothing),
-    "kv_runahead": _chain("KV-Runahead, split as partition= says", Split.given),
-    "kvr_e": _chain("KV-Runahead, even chunks", Split.even),
-    "kvr_s": _chain("KV-Runahead, searched split", Split.searched),
-    "kvr_free": _chain("KV-Runahead, split searched for free links", Split.free),
-    "kvr_direct": _chain("KV-Runahead, searched split, direct transfer", Split.searched, transfer="direct"),
-    "tsp": _tsp("TSP, causal kernel (tsp_causal)", "causal"),
-    "tsp_causal": _tsp("TSP, causal kernel", "causal"),
-    "tsp_dense": _tsp("TSP as published: dense attention, then the mask", "dense"),
-    "zigzag": _zigzag("zigzag chunks, all-gather", "all_gather"),
-    "zigzag_ring": _zigzag("zigzag chunks, ring", "ring"),
-    "zigzag_direct": _zigzag("zigzag chunks, what is attended to", "direct", Traffic.wanted),
-    "compute_only": Variant(
-        what="TTFT(p), measured: the chunks of kvr_s with all K,V there",
-        prefill={"name": "kv_runahead"},
-        split=Split.searched,
-        traffic=Traffic.nothing,
-    ),
-    "single_pyramidinfer": Variant(
-        what=f"one rank alone, PyramidInfer keeping {MEAN_KEEP:.0%}",
-        prefill={"name": "single"},
-        traffic=Traffic.nothing,
-        narrows=True,
-    ),
+VARIANTS = {
+    "single": Variant("one rank alone", ALONE),
+    "kv_runahead": Variant("KV-Runahead, split as partition= says", CHAIN, Split.given, Traffic.chain),
+    "kvr_e": Variant("KV-Runahead, even chunks", CHAIN, Split.even, Traffic.chain),
+    "kvr_s": Variant("KV-Runahead, searched split", CHAIN, Split.searched, Traffic.chain),
+    "kvr_free": Variant("KV-Runahead, split searched for free links", CHAIN, Split.free, Traffic.chain),
+    "kvr_direct": Variant("KV-Runahead, searched split, direct transfer", DIRECT_CHAIN, Split.searched, Traffic.chain),
+    "tsp": Variant("TSP, causal kernel (tsp_causal)", TSP, Split.own, Traffic.gathered),
+    "tsp_causal": Variant("TSP, causal kernel", TSP, Split.own, Traffic.gathered),
+    "tsp_dense": Variant("TSP as published: dense attention, then the mask", TSP_DENSE, Split.own, Traffic.gathered),
+    "zigzag": Variant("zigzag chunks, all-gather", ZIGZAG, Split.own, Traffic.gathered),
+    "zigzag_ring": Variant("zigzag chunks, ring", ZIGZAG_RING, Split.own, Traffic.gathered),
+    "zigzag_direct": Variant("zigzag chunks, what is attended to", ZIGZAG_DIRECT, Split.own, Traffic.wanted),
+    "compute_only": Variant("TTFT(p), measured: the chunks of kvr_s with all K,V there", CHAIN, Split.searched),
+    "single_pyramidinfer": Variant(f"one rank alone, {KEEPING}", ALONE, narrows=True),
     "kvr_pyramidinfer": Variant(
-        what=f"KV-Runahead, searched split, PyramidInfer keeping {MEAN_KEEP:.0%} on every rank",
-        prefill={"name": "kv_runahead"},
-        split=Split.searched,
-        traffic=Traffic.narrowed,
-        narrows=True,
+        f"KV-Runahead, searched split, {KEEPING} on every rank", CHAIN, Split.searched, Traffic.narrowed, narrows=True
     ),
-    "tensor": Variant(
-        what="tensor parallelism of transformers",
-        prefill={"name": "tensor"},
-        traffic=Traffic.activations,
-    ),
-    "plain_transformers": Variant(
-        what="transformers in one process with the threads of all ranks", prefill=None, traffic=Traffic.nothing
-    ),
+    "tensor": Variant("tensor parallelism of transformers", {"name": "tensor"}, Split.own, Traffic.activations),
+    "plain_transformers": Variant("transformers in one process with the threads of all ranks", None),
 }
 
 BASELINE, OURS, BOUND = "single", "kvr_s", "compute_only"

@@ -1,0 +1,190 @@
+"""A benchmark from its options to its lines: what launch/bench.py does on every rank."""
+
+from __future__ import annotations
+
+from benchmarks.harness import lines
+from benchmarks.harness.lines import Line
+from benchmarks.network.interruptions import signals_deferred
+from benchmarks.ttft import comparison
+from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
+from benchmarks.ttft.measurement import Contenders, Run, check_agreement, load_model, prefill_options, prompt
+from benchmarks.ttft.options import BenchRun
+from benchmarks.ttft.record import Record, bounds_fields, shared_fields
+from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
+from benchmarks.ttft.variants import VARIANTS, Split
+from launch.inputs.options import PartitionName, RunOptions
+from launch.inputs.partitions import check_table, partitioner
+from launch.program.ending import say
+from launch.program.progress import Bar
+from launch.program.text_table import text_table
+from partitioner.cost.link import Link
+from partitioner.measure import ping
+from partitioner.table.fingerprint import Fingerprint, link_text
+from runahead.config import PrefillOptions
+from runahead.context import Partitioner
+from runahead.files import ensure_writable
+from runahead.model import loading
+from runahead.model.model import max_positions
+from runahead.prefill import PREFILLS
+from runahead.ranks.ranks import Ranks
+
+
+def bench(run: BenchRun, ranks: Ranks) -> None:
+    """State the bounds, measure, print and write. Every rank makes the same call.
+
+    Raises:
+        ValueError, OSError: for a user's mistakes, or if variants disagree that must agree.
+    """
+    given = partitioner(run.partition, ranks)
+    ranks.on_rank_0("the benchmark's options", lambda: _check(run, given, ranks.size))
+    model = ranks.on_all_ranks("the model", lambda: load_model(run, ranks))
+    prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
+    check_table(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
+    contenders = Contenders(run, model, ranks, given)
+    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
+    shared = ranks.on_rank_0("the machine", lambda: shared_fields(run, ranks, fingerprint, contenders.memory.of))
+    record = Record(run, model, shared)
+    rounds_left = ranks.on_rank_0("earlier lines", lambda: _rounds_left(record))
+    if run.bench.pairs and not any(rounds_left.values()):
+        say(f"nothing to do: {run.bench.results} has {run.bench.pairs} rounds of everything (bench.resume=true)")
+        return
+
+    with Bar("measuring compute", shown=ranks.rank == 0) as bar:
+        compute = measure_compute(
+            model,
+            ranks,
+            fingerprint,
+            longest=max(run.bench.lengths),
+            repeats=run.bench.probe_repeats,
+            path=run.bench.compute,
+            bar=bar.step_of,
+        )
+    peak = peak_flops(model, ranks)
+    record.link = _link(run, ranks)
+    record.bounds = ranks.on_rank_0(
+        "the bounds",
+        lambda: {length: bounds_of(model, compute, length, ranks.size, peak) for length in run.bench.lengths},
+    )
+    if ranks.rank == 0:
+        _print_bounds(record, peak)
+    if not run.bench.pairs:
+        return
+    for length in run.bench.lengths:
+        for name in run.bench.variants:
+            _set_split(record, ranks, contenders, compute, name, length)
+    left = {length: rounds for length, rounds in rounds_left.items() if rounds}
+    with Bar("measuring", shown=ranks.rank == 0) as bar:
+        bar.total = sum(
+            record.bounds[length].single_s * (run.bench.warmup + rounds) * len(run.bench.variants)
+            for length, rounds in left.items()
+        )
+        for length, rounds in left.items():
+            _measure(record, ranks, contenders, length, rounds, bar)
+
+
+def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
+    """Check whatever can be checked before the model is loaded. Rank 0 calls it."""
+    ensure_writable(run.bench.results, option="bench.results")
+    comparison.read(run.bench.results)
+    if run.bench.compute is not None:
+        ensure_writable(run.bench.compute, option="bench.compute")
+        read_compute(run.bench.compute)
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    for name in run.bench.variants:
+        options = prefill_options(name, run.prefill.layers_in_flight)
+        if options is not None:
+            PREFILLS[options.name].check_config(config, num_ranks)
+    limit = max_positions(config)
+    longest = max(run.bench.lengths)
+    if limit is not None and longest >= limit:
+        raise ValueError(
+            f"bench.lengths goes up to {longest} tokens, but the model has {limit} positions, one of them for the "
+            "first new token; leave the longest out"
+        )
+    looks_up = {Split.given, Split.searched} if run.partition.name is PartitionName.table else {Split.given}
+    if any(VARIANTS[name].split in looks_up for name in run.bench.variants):
+        for length in run.bench.lengths:
+            given(length, num_ranks).check(length, num_ranks)
+
+
+def _rounds_left(record: Record) -> dict[int, int]:
+    """Rounds left to run, by length. All variants of a length run together, since ratios are taken within a round."""
+    options = record.run.bench
+    known = comparison.read(options.results) if options.resume else []
+    left = {}
+    for length in options.lengths:
+        done = min(lines.rounds_done(known, record.key(name, length)) for name in options.variants)
+        left[length] = max(0, options.pairs - done)
+    return left
+
+
+def _link(run: BenchRun, ranks: Ranks) -> Link | None:
+    """The link between ranks: of the shaped rate if there is one, else as measured; None for a single rank."""
+    if not run.link.gbps:
+        return ping(ranks)
+    small = ping(ranks, num_bytes=1 << 10)  # for the latency, however slow the link
+    return None if small is None else Link.from_gbps(run.link.gbps[0], latency_s=small.latency_s)
+
+
+def _print_bounds(record: Record, peak: float) -> None:
+    stated = [{"length": length, **bounds_fields(each)} for length, each in record.bounds.items()]
+    link = "" if record.link is None else f"; link {link_text(record.link)}"
+    print(f"Bounds from measured compute; matrix products {peak / 1e9:,.1f} GFLOP/s on all ranks{link}")
+    print(text_table(bounds_rows(stated)), flush=True)
+
+
+def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Compute, name: str, length: int) -> None:
+    """Set the partition of a variant that does not choose it by itself."""
+    run, split = record.run, VARIANTS[name].split
+    options = prefill_options(name, run.prefill.layers_in_flight)
+    if split is Split.free:
+        contenders.splits[name, length] = record.bounds[length].free
+    elif split is Split.searched and run.partition.name is not PartitionName.table and options is not None:
+        cluster = compute.cluster(
+            ranks.size,
+            record.link,
+            transfer=options.transfer,
+            layers_in_flight=options.layers_in_flight,
+            backend=ranks.backend,
+        )
+        contenders.splits[name, length] = ranks.on_rank_0("a split", lambda: searched(length, cluster))
+
+
+def _measure(record: Record, ranks: Ranks, contenders: Contenders, length: int, rounds: int, bar: Bar) -> None:
+    """Run all rounds of one length. An interruption keeps the finished rounds."""
+    run = record.run
+    ids = prompt(length, record.model.vocab_size, run.model.seed)
+    finished: list[dict[str, Run]] = []
+
+    def one_round(number: str) -> dict[str, Run]:
+        found = {}
+        for name in run.bench.variants:
+            bar.say(f"{length} tokens, {number}: {name}")
+            found[name] = contenders.run(name, ids)
+            bar.advance(record.bounds[length].single_s)
+        check_agreement({name: each.first_token for name, each in found.items()}, length)
+        return found
+
+    def keep() -> list[Line]:
+        written = [record.line(name, length, [each[name] for each in finished]) for name in run.bench.variants]
+        lines.append(run.bench.results, written)
+        return written
+
+    for number in range(run.bench.warmup):
+        one_round(f"warm-up {number + 1} of {run.bench.warmup}")
+    try:
+        for number in range(rounds):
+            finished.append(one_round(f"round {number + 1} of {rounds}"))
+    except BaseException as error:
+        if ranks.rank == 0 and finished and not isinstance(error, ValueError):
+            with signals_deferred():  # torchrun sends a signal more than once
+                keep()
+            bar.clear()
+            say(f"kept {len(finished)} of {rounds} rounds of {length} tokens; go on with bench.resume=true")
+        raise
+    written = ranks.on_rank_0("the lines", keep)
+    if ranks.rank == 0:
+        bar.clear()
+        [compared] = comparison.comparisons(written)
+        [((network, _), points)] = compared.points.items()
+        print(f"{length} tokens, {network}\n{text_table([COLUMNS, *rows(points, run.bench.variants)])}", flush=True)
