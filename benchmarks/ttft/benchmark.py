@@ -9,7 +9,7 @@ from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
 from benchmarks.ttft.measurement import Contenders, Run, check_agreement, load_model, prefill_options, prompt
 from benchmarks.ttft.options import BenchRun
-from benchmarks.ttft.record import Record, bounds_fields, shared_fields
+from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
 from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, RunOptions
@@ -21,7 +21,7 @@ from partitioner.cost.link import Link
 from partitioner.measure import ping
 from partitioner.table.fingerprint import Fingerprint, link_text
 from runahead.config import PrefillOptions
-from runahead.context import Partitioner
+from runahead.context import ContextPartition, Partitioner
 from runahead.files import ensure_writable
 from runahead.model import loading
 from runahead.model.model import max_positions
@@ -49,16 +49,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
         say(f"nothing to do: {run.bench.results} has {run.bench.pairs} rounds of everything (bench.resume=true)")
         return
 
-    with Bar("measuring compute", shown=ranks.rank == 0) as bar:
-        compute = measure_compute(
-            model,
-            ranks,
-            fingerprint,
-            longest=max(run.bench.lengths),
-            repeats=run.bench.probe_repeats,
-            path=run.bench.compute,
-            bar=bar.step_of,
-        )
+    compute = measure_compute(model, ranks, fingerprint, run.bench)
     peak = peak_flops(model, ranks)
     record.link = _link(run, ranks)
     record.bounds = ranks.on_rank_0(
@@ -127,7 +118,7 @@ def _link(run: BenchRun, ranks: Ranks) -> Link | None:
 
 
 def _print_bounds(record: Record, peak: float) -> None:
-    stated = [{"length": length, **bounds_fields(each)} for length, each in record.bounds.items()]
+    stated = [{"length": length, **each.as_json()} for length, each in record.bounds.items()]
     link = "" if record.link is None else f"; link {link_text(record.link)}"
     print(f"Bounds from measured compute; matrix products {peak / 1e9:,.1f} GFLOP/s on all ranks{link}")
     print(text_table(bounds_rows(stated)), flush=True)
@@ -138,15 +129,9 @@ def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Co
     run, split = record.run, VARIANTS[name].split
     options = prefill_options(name, run.prefill.layers_in_flight)
     if split is Split.free:
-        contenders.splits[name, length] = record.bounds[length].free
+        contenders.splits[name, length] = ContextPartition(boundaries=tuple(record.bounds[length].free_boundaries))
     elif split is Split.searched and run.partition.name is not PartitionName.table and options is not None:
-        cluster = compute.cluster(
-            ranks.size,
-            record.link,
-            transfer=options.transfer,
-            layers_in_flight=options.layers_in_flight,
-            backend=ranks.backend,
-        )
+        cluster = compute.cluster(ranks.size, record.link, options, ranks.backend)
         contenders.splits[name, length] = ranks.on_rank_0("a split", lambda: searched(length, cluster))
 
 

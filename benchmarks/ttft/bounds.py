@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ttft.flops import PromptFlops, matmul_rate, prompt_flops
+from benchmarks.ttft.options import BenchOptions
 from benchmarks.ttft.traffic import kv_bytes_per_token
+from launch.program.progress import Bar
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
+from partitioner.searches.evaluations import SearchResult
 from partitioner.searches.planning import best_num_ranks, practical_bound
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
-from runahead.config import Attention, Transfer
-from runahead.context import ContextPartition
+from runahead.config import Attention, PrefillOptions
+from runahead.context import ContextPartition, even
 from runahead.failures import first_line
 from runahead.files import read_user_file, write_whole
 from runahead.model.model import Model
@@ -36,7 +40,7 @@ class Bounds:
     Attributes:
         single_s: TTFT on one rank, from measured compute.
         free_s: TTFT(p), the TTFT of the best split if communication is free.
-        free: that split.
+        free_boundaries: boundaries of that split.
         star_dense_s, star_causal_s: TTFT*(p), see `partitioner.simulation.bounds.ttft_star`.
         flops: operations of the prompt; None where no formula holds.
         peak_flops: operations per second of all ranks together.
@@ -44,11 +48,16 @@ class Bounds:
 
     single_s: float
     free_s: float
-    free: ContextPartition
+    free_boundaries: list[int]
     star_dense_s: float
     star_causal_s: float
     flops: PromptFlops | None
     peak_flops: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields of a line, known before any variant ran."""
+        seconds = asdict(self)
+        return {"flops": seconds.pop("flops"), "peak_flops": seconds.pop("peak_flops"), "bounds": seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +86,17 @@ class Compute:
         return cls(cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose)
 
     def cluster(
-        self,
-        num_ranks: int,
-        link: Link | None = None,
-        *,
-        transfer: Transfer = Transfer.relay,
-        layers_in_flight: int = 3,
-        backend: str = "gloo",
+        self, num_ranks: int, link: Link | None = None, prefill: PrefillOptions | None = None, backend: str = "gloo"
     ) -> Cluster:
         """Cluster of equal ranks with this compute; without a link, communication is free."""
+        prefill = prefill or PrefillOptions()
         return Cluster(
             compute=self.cost,
             speed=[1.0] * num_ranks,
             links=None if link is None else Links(num_ranks, link),
             kv_bytes_per_token=self.kv_bytes_per_token / self.cost.num_layers,
-            transfer=transfer,
-            layers_in_flight=layers_in_flight,
+            transfer=prefill.transfer,
+            layers_in_flight=prefill.layers_in_flight,
             pass_on_as_landed=backend == "gloo",
         )
 
@@ -112,54 +116,41 @@ def read_compute(path: str) -> Compute | None:
         raise ValueError(f"bench.compute={path} cannot be read: {reason}; name another file") from error
 
 
-def measure_compute(
-    model: Model,
-    ranks: Ranks,
-    fingerprint: Fingerprint,
-    *,
-    longest: int,
-    repeats: int,
-    path: str | None,
-    bar: Callable[[int, str], None],
-) -> Compute:
-    """Read the compute from the file `path` if it fits, else measure it on all ranks at once and write it there.
-
-    Args:
-        longest: length of the longest prompt in tokens.
-        bar: function called with the number of points and the name of each point before it is measured.
+def measure_compute(model: Model, ranks: Ranks, fingerprint: Fingerprint, options: BenchOptions) -> Compute:
+    """Read the compute from bench.compute if it fits, else measure it on all ranks at once and write it there.
 
     Raises:
         ValueError: the file is not a measured compute.
     """
-    lengths = _doubling(min(SHORTEST_PROBE, max(1, longest // 2)), longest)
+    longest, repeats = max(options.lengths), options.probe_repeats
+    lengths = [min(SHORTEST_PROBE, max(1, longest // 2))]
+    while lengths[-1] < longest:
+        lengths.append(min(2 * lengths[-1], longest))
+    num_points = len(lengths) * (1 + len(lengths))
     purpose = f"{fingerprint.key()} {repeats}"
 
     def earlier() -> Compute | None:
-        found = None if path is None else read_compute(path)
+        found = None if options.compute is None else read_compute(options.compute)
         fits = found is not None and found.purpose == purpose and max(found.cost.first_s) >= longest
         return found if fits else None
 
     known = ranks.on_rank_0("the compute cost", earlier)
     if known is not None:
         return known
-    num_points = len(lengths) * (1 + len(lengths))
+    with Bar("measuring compute", shown=ranks.rank == 0) as bar:
 
-    def tick(text: str) -> None:
-        bar(num_points, text)
-        ranks.progress()
+        def tick(text: str) -> None:
+            bar.step_of(num_points, text)
+            ranks.progress()
 
-    cost = ranks.on_all_ranks(
-        "the compute cost",
-        lambda: probe_compute(model, chunks=lengths, prefixes=lengths, repeats=repeats, on_progress=tick),
-    )
-    measured = Compute(
-        cost=ranks.broadcast(cost, 0, "the compute cost"),
-        kv_bytes_per_token=kv_bytes_per_token(model.kv_shapes),
-        purpose=purpose,
-    )
-    if path is not None:
-        file = path
-        ranks.on_rank_0("the compute cost", lambda: write_whole(file, measured.to_json()))
+        cost = ranks.on_all_ranks(
+            "the compute cost",
+            lambda: probe_compute(model, chunks=lengths, prefixes=lengths, repeats=repeats, on_progress=tick),
+        )
+    cost = ranks.broadcast(cost, 0, "the compute cost")
+    measured = Compute(cost=cost, kv_bytes_per_token=kv_bytes_per_token(model.kv_shapes), purpose=purpose)
+    if options.compute is not None:
+        ranks.on_rank_0("the compute cost", partial(write_whole, options.compute, measured.to_json()))
     return measured
 
 
@@ -171,13 +162,12 @@ def peak_flops(model: Model, ranks: Ranks) -> float:
 
 def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, peak: float) -> Bounds:
     """Compute the bounds for one prompt length."""
-    free, free_s = practical(compute, num_tokens, num_ranks)
-    alone = ContextPartition(boundaries=(0, num_tokens))
-    single_s = simulate(alone, compute.cluster(1)).ttft_s
+    free = practical(compute, num_tokens, num_ranks)
+    single_s = simulate(even(num_tokens, 1), compute.cluster(1)).ttft_s
     return Bounds(
         single_s=single_s,
-        free_s=free_s,
-        free=free,
+        free_s=free.cost_s,
+        free_boundaries=list(free.partition.boundaries),
         star_dense_s=ttft_star(single_s, num_ranks, Attention.dense),
         star_causal_s=ttft_star(single_s, num_ranks, Attention.causal),
         flops=prompt_flops(model, num_tokens),
@@ -185,12 +175,10 @@ def bounds_of(model: Model, compute: Compute, num_tokens: int, num_ranks: int, p
     )
 
 
-def practical(compute: Compute, num_tokens: int, num_ranks: int) -> tuple[ContextPartition, float]:
+def practical(compute: Compute, num_tokens: int, num_ranks: int) -> SearchResult:
     """The split of TTFT(p), and its TTFT in seconds."""
-    found = practical_bound(
-        num_tokens, num_ranks, compute.cluster(num_ranks), min_stride=_stride(num_tokens, num_ranks)
-    )
-    return found.partition, found.cost_s
+    stride = _stride(num_tokens, num_ranks)
+    return practical_bound(num_tokens, num_ranks, compute.cluster(num_ranks), min_stride=stride)
 
 
 def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
@@ -202,10 +190,3 @@ def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
 
 def _stride(num_tokens: int, num_ranks: int) -> int:
     return min(MIN_STRIDE, max(1, num_tokens // (8 * num_ranks)))
-
-
-def _doubling(first: int, last: int) -> Sequence[int]:
-    lengths = [first]
-    while lengths[-1] < last:
-        lengths.append(min(2 * lengths[-1], last))
-    return lengths

@@ -106,9 +106,6 @@ class NetworkKind:
     def of(cls, line: Line) -> NetworkKind:
         return cls(**{name: line["network"][name] for name in cls.__dataclass_fields__})
 
-    def with_noise(self) -> NetworkKind:
-        return replace(self, noise=True)
-
     def __str__(self) -> str:
         if self.gbps is None:
             return self.kind
@@ -136,10 +133,35 @@ class Comparison:
     def lengths(self, network: NetworkKind) -> list[int]:
         return sorted(length for at, length in self.points if at == network)
 
+    def along_lengths(self, network: NetworkKind, variant: str) -> dict[int, Point]:
+        """Points of a variant by prompt length, in ascending order."""
+        found = {length: self.points[network, length].get(variant) for length in self.lengths(network)}
+        return {length: point for length, point in found.items() if point is not None}
+
+    def line(self, network: NetworkKind, length: int) -> Line:
+        """A line, for the bounds, on which those of a network and length agree."""
+        return next(iter(self.points[network, length].values())).line
+
+    def noise_pairs(self) -> list[tuple[NetworkKind, int, str, float, float]]:
+        """(network, length, variant, median TTFT on it, the same with noise) of all that ran both ways."""
+        pairs = []
+        for (network, length), points in self.points.items():
+            noisy = {} if network.noise else self.points.get((replace(network, noise=True), length), {})
+            pairs += [
+                (network, length, name, point.seconds.median, noisy[name].seconds.median)
+                for name, point in points.items()
+                if name in noisy
+            ]
+        return pairs
+
     def variants(self) -> list[str]:
         """Names of the measured variants, in the order of `VARIANTS`."""
         found = {name for points in self.points.values() for name in points}
         return [name for name in VARIANTS if name in found]
+
+    def versions(self) -> dict[str, Any]:
+        """Versions of the libraries, from the first line."""
+        return dict(self.line(*next(iter(self.points)))["versions"])
 
     def subject(self) -> str:
         """One-line description of model, ranks, machine and commit of the points."""

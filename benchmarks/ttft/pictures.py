@@ -10,7 +10,6 @@ from matplotlib.lines import Line2D
 
 from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
 from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
-from benchmarks.ttft.tables import noise_pairs
 from benchmarks.ttft.variants import BASELINE, VARIANTS, Traffic
 from runahead.picture_style import (
     INK,
@@ -59,13 +58,16 @@ def ttft_png(comparison: Comparison) -> bytes | None:
     figure = new_figure(7.6, 5.2)
     axes, lengths = figure.add_subplot(), comparison.lengths(network)
     for variant in comparison.variants():
-        _draw(axes, variant, [(p.length, p.seconds) for p in _along_lengths(comparison, network, variant)])
-    _draw_bounds(axes, comparison, network)
+        along = comparison.along_lengths(network, variant)
+        _draw(axes, variant, [(length, point.seconds) for length, point in along.items()])
+    bounds = [comparison.line(network, length)["bounds"] for length in lengths]
+    axes.plot(lengths, [each["free_s"] for each in bounds], color=MUTED, linestyle=FREE, linewidth=1.6)
+    axes.plot(lengths, [each["star_causal_s"] for each in bounds], color=MUTED, linestyle=STAR, linewidth=1)
     axes.set_yscale("log")
     dress(axes, x="prompt, tokens", y="time to first token")
     set_lengths(axes, lengths)
     set_seconds(axes.yaxis, log=True)
-    _legend(axes, [_line(FREE, "TTFT(p): communication off"), _line(STAR, "TTFT*(p), causal: TTFT(1) / p")])
+    _legend(axes, [axes], [_line(FREE, "TTFT(p): communication off"), _line(STAR, "TTFT*(p), causal: TTFT(1) / p")])
     set_title(figure, "Time to first token", f"{comparison.subject()}; bars: all runs")
     return png(figure)
 
@@ -76,26 +78,22 @@ def speedup_png(comparison: Comparison) -> bytes | None:
     if network is None or BASELINE not in comparison.variants():
         return None
     figure = new_figure(7.6, 5.2)
-    axes = figure.add_subplot()
-    allowed = []
-    for length in comparison.lengths(network):
-        bounds = next(iter(comparison.points[network, length].values())).line["bounds"]
-        allowed.append((length, bounds["single_s"] / bounds["free_s"]))
+    axes, lengths = figure.add_subplot(), comparison.lengths(network)
+    single = comparison.along_lengths(network, BASELINE)
     for variant in comparison.variants():
-        spreads = []
-        for point in _along_lengths(comparison, network, variant):
-            single = comparison.points[network, point.length].get(BASELINE)
-            spread = point.faster_than(single) if single is not None and variant != BASELINE else None
-            if spread is not None:
-                spreads.append((point.length, spread))
-        _draw(axes, variant, spreads)
+        along = comparison.along_lengths(network, variant) if variant != BASELINE else {}
+        ratios = [(length, along[length].faster_than(single[length])) for length in along if length in single]
+        _draw(axes, variant, [(length, ratio) for length, ratio in ratios if ratio is not None])
+    bounds = [comparison.line(network, length)["bounds"] for length in lengths]
+    allowed = [each["single_s"] / each["free_s"] for each in bounds]
     axes.axhline(1, color=INK, linewidth=1)
-    axes.plot(*zip(*allowed, strict=True), color=MUTED, linestyle=FREE, linewidth=1.6)
+    axes.plot(lengths, allowed, color=MUTED, linestyle=FREE, linewidth=1.6)
     axes.axhline(comparison.place["ranks"], color=MUTED, linestyle=STAR, linewidth=1)
     dress(axes, x="prompt, tokens", y=f"times as fast as {BASELINE}")
-    set_lengths(axes, comparison.lengths(network))
+    set_lengths(axes, lengths)
     axes.set_ylim(0, 1.3 * max(axes.get_ylim()[1], 1.0))  # room for the legend
-    _legend(axes, [_line(FREE, "TTFT(1) / TTFT(p): communication off"), _line(STAR, "number of ranks")], columns=2)
+    guides = [_line(FREE, "TTFT(1) / TTFT(p): communication off"), _line(STAR, "number of ranks")]
+    _legend(axes, [axes], guides, columns=2)
     set_title(figure, "Speed-up over one rank", f"{comparison.subject()}; ratios by round")
     return png(figure)
 
@@ -115,18 +113,16 @@ def links_png(comparison: Comparison) -> bytes | None:
         for variant in comparison.variants():
             along = [(n.gbps, comparison.points[n, length].get(variant)) for n in here]
             _draw(axes, variant, [(rate, point.seconds) for rate, point in along if rate and point is not None])
-        bounds = next(iter(comparison.points[here[0], length].values())).line["bounds"]
-        axes.axhline(bounds["free_s"], color=MUTED, linestyle=FREE, linewidth=1.6)
+        free_s = comparison.line(here[0], length)["bounds"]["free_s"]
+        axes.axhline(free_s, color=MUTED, linestyle=FREE, linewidth=1.6)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        labels = [_rate_text(network) for network in here]
         dress(axes, title=f"{tokens(length)} tokens", x="link, Gbit/s")
-        axes.set_xticks(rates, labels)
+        axes.set_xticks(rates, [_rate_text(network) for network in here])
         axes.set_xticks([], minor=True)
         set_seconds(axes.yaxis, log=True)
     all_axes[0].set_ylabel("time to first token", fontsize=9, color=INK)
-    handles, labels = _handles(all_axes, [_line(FREE, "TTFT(p): communication off")])
-    _legend_below(figure, handles, labels)
+    _legend_below(figure, all_axes, [_line(FREE, "TTFT(p): communication off")])
     set_title(figure, "Time to first token over slow links", f"{comparison.subject()}; bars: all runs")
     return png(figure)
 
@@ -165,34 +161,33 @@ def bytes_png(comparison: Comparison) -> bytes | None:
 
 def noise_png(comparison: Comparison) -> bytes | None:
     """Draw the increase of TTFT on a link whose rate varies."""
-    pairs = noise_pairs(comparison)
+    pairs = comparison.noise_pairs()
     if not pairs:
         return None
-    lengths = sorted({length for (_, length), *_ in pairs})
-    names = [name for name in comparison.variants() if any(variant == name for _, variant, *_ in pairs)]
-    lost = {(place, name): noisy.seconds.median / quiet.seconds.median - 1 for place, name, quiet, noisy in pairs}
-    most = max(len({network for (network, at), _ in lost if at == length}) for length in lengths)
-    figure = new_figure(max(7.2, 1.6 + 0.24 * len(names) * most), 1.2 + 3.0 * len(lengths))
-    all_axes = panels(figure, len(lengths), len(lengths), 1)
-    for axes, length in zip(all_axes, lengths, strict=True):
-        _draw_noise(
-            axes, names, {(network, name): share for ((network, at), name), share in lost.items() if at == length}
-        )
+    by_length: dict[int, dict[tuple[NetworkKind, str], float]] = {}
+    for network, length, name, quiet_s, noisy_s in sorted(pairs, key=lambda pair: pair[1]):
+        by_length.setdefault(length, {})[network, name] = 100 * (noisy_s / quiet_s - 1)
+    names = [name for name in comparison.variants() if any(name == pair[2] for pair in pairs)]
+    most = max(len({network for network, _ in percent}) for percent in by_length.values())
+    figure = new_figure(max(7.2, 1.6 + 0.24 * len(names) * most), 1.2 + 3.0 * len(by_length))
+    all_axes = panels(figure, len(by_length), len(by_length), 1)
+    for axes, (length, percent) in zip(all_axes, by_length.items(), strict=True):
+        _draw_noise(axes, names, percent)
         dress(axes, title=f"{tokens(length)} tokens", y="TTFT later, %", grid="y")
     all_axes[-1].set_xlabel("link, Gbit/s", fontsize=9, color=INK)
-    _legend_below(figure, *_handles(all_axes, []))
+    _legend_below(figure, all_axes, [])
     set_title(figure, "How much later with noise on the link", f"{comparison.subject()}; medians")
     return png(figure)
 
 
-def _draw_noise(axes: Any, names: Sequence[str], lost: dict[tuple[NetworkKind, str], float]) -> None:
+def _draw_noise(axes: Any, names: Sequence[str], percent: dict[tuple[NetworkKind, str], float]) -> None:
     """Draw bars of one length: a group per rate."""
-    networks = sorted({network for network, _ in lost}, key=lambda each: each.gbps or 0)
+    networks = sorted({network for network, _ in percent}, key=lambda each: each.gbps or 0)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
-        found = [(at, 100 * lost[network, name]) for at, network in enumerate(networks) if (network, name) in lost]
-        left = [at + (index - (len(names) - 1) / 2) * width for at, _ in found]
-        heights = [height for _, height in found]
+        at = [place for place, network in enumerate(networks) if (network, name) in percent]
+        left = [place + (index - (len(names) - 1) / 2) * width for place in at]
+        heights = [percent[networks[place], name] for place in at]
         look = LOOKS[name]
         axes.bar(
             left, heights, 0.9 * width, color=look.colour, label=name, hatch=HATCHES[look.dashes], edgecolor="white"
@@ -215,11 +210,6 @@ def _own_network(comparison: Comparison) -> NetworkKind | None:
     return next((network for network in comparison.networks() if network.kind != "netns"), None)
 
 
-def _along_lengths(comparison: Comparison, network: NetworkKind, variant: str) -> list[Point]:
-    at = [comparison.points[network, length] for length in comparison.lengths(network)]
-    return [points[variant] for points in at if variant in points]
-
-
 def _draw(axes: Any, variant: str, spreads: Sequence[tuple[float, Spread]]) -> None:
     """Draw a line through medians, with error bars from the lowest to the highest."""
     if not spreads:
@@ -227,12 +217,11 @@ def _draw(axes: Any, variant: str, spreads: Sequence[tuple[float, Spread]]) -> N
     look = LOOKS[variant]
     xs, values = zip(*sorted(spreads, key=lambda each: each[0]), strict=True)
     medians = [spread.median for spread in values]
-    below = [spread.median - spread.low for spread in values]
-    above = [spread.high - spread.median for spread in values]
+    errors = [[spread.median - spread.low for spread in values], [spread.high - spread.median for spread in values]]
     axes.errorbar(
         xs,
         medians,
-        yerr=[below, above],
+        yerr=errors,
         color=look.colour,
         marker=look.marker,
         linestyle=look.dashes,
@@ -246,36 +235,26 @@ def _draw(axes: Any, variant: str, spreads: Sequence[tuple[float, Spread]]) -> N
     )
 
 
-def _draw_bounds(axes: Any, comparison: Comparison, network: NetworkKind) -> None:
-    lengths = comparison.lengths(network)
-    bounds = [next(iter(comparison.points[network, length].values())).line["bounds"] for length in lengths]
-    axes.plot(lengths, [each["free_s"] for each in bounds], color=MUTED, linestyle=FREE, linewidth=1.6)
-    axes.plot(lengths, [each["star_causal_s"] for each in bounds], color=MUTED, linestyle=STAR, linewidth=1)
-
-
 def _line(dashes: Any, label: str) -> Line2D:
     return Line2D([], [], color=MUTED, linestyle=dashes, label=label)
 
 
-def _legend(axes: Any, more: Sequence[Line2D], *, columns: int = 1) -> None:
-    handles, labels = _handles([axes], more)
-    axes.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=columns)
-
-
-def _handles(all_axes: Sequence[Any], more: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
-    """Legend handles of everything drawn, without error bars, and of `more`; each label once."""
+def _legend(
+    owner: Any, all_axes: Sequence[Any], more: Sequence[Line2D], *, where: str = "upper left", columns: int = 1
+) -> None:
+    """Give axes or a figure a legend of everything drawn, without error bars, and of `more`; each label once."""
     found: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found[label] = handle[0] if isinstance(handle, ErrorbarContainer) else handle
-    ordered = [name for name in VARIANTS if name in found]
-    return [*(found[name] for name in ordered), *more], [*ordered, *(str(line.get_label()) for line in more)]
+    shown = {name: found[name] for name in VARIANTS if name in found} | {str(line.get_label()): line for line in more}
+    ncols = min(columns, len(shown))
+    owner.legend(shown.values(), shown.keys(), frameon=False, fontsize=8.5, labelcolor=INK, loc=where, ncols=ncols)
 
 
-def _legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    columns = min(len(handles), max(3, int(figure.get_figwidth() / 1.9)))
-    where = "outside lower left"
-    figure.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, loc=where, ncols=columns)
+def _legend_below(figure: Any, all_axes: Sequence[Any], more: Sequence[Line2D]) -> None:
+    columns = max(3, int(figure.get_figwidth() / 1.9))
+    _legend(figure, all_axes, more, where="outside lower left", columns=columns)
 
 
 def _rate_text(network: NetworkKind) -> str:

@@ -14,7 +14,7 @@ from benchmarks.ttft.options import BenchRun, Network
 from benchmarks.ttft.traffic import formula_bytes, kv_bytes_per_token
 from benchmarks.ttft.variants import VARIANTS, Split
 from partitioner.cost.link import BITS_PER_BYTE, Link
-from partitioner.table.fingerprint import Fingerprint, now
+from partitioner.table.fingerprint import Fingerprint
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -25,14 +25,10 @@ def shared_fields(run: BenchRun, ranks: Ranks, fingerprint: Fingerprint, memory_
     kind = "netns" if run.bench.network is Network.inside else "given"
     if kind == "given" and ranks.local_size == ranks.size:
         kind = "loopback" if ranks.backend == "gloo" else "one host"
-    date = now()
+    about = machine.about()
     return {
-        "job": f"{date} {secrets.token_hex(3)}",
-        "date": date,
-        "commit": machine.commit(),
-        "code": machine.code(),
-        "hardware": machine.hardware(),
-        "versions": fingerprint.versions,
+        "job": f"{about['date']} {secrets.token_hex(3)}",
+        **about,
         "network": {
             "kind": kind,
             "gbps": run.link.gbps[0] if run.link.gbps else None,
@@ -113,20 +109,5 @@ class Record:
                 "kv_peak_bytes": [max(peaks) for peaks in zip(*(each.kv_peak_bytes for each in runs), strict=True)],
                 "peak_bytes": [max(peaks) for peaks in zip(*(each.peak_bytes for each in runs), strict=True)],
             },
-            **bounds_fields(self.bounds[length]),
+            **self.bounds[length].as_json(),
         }
-
-
-def bounds_fields(bounds: Bounds) -> dict[str, Any]:
-    """Fields of a line that state the bounds, known before any variant ran."""
-    return {
-        "bounds": {
-            "single_s": bounds.single_s,
-            "free_s": bounds.free_s,
-            "free_boundaries": list(bounds.free.boundaries),
-            "star_dense_s": bounds.star_dense_s,
-            "star_causal_s": bounds.star_causal_s,
-        },
-        "flops": None if bounds.flops is None else asdict(bounds.flops),
-        "peak_flops": bounds.peak_flops,
-    }

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.network import Noise, ShapedNetwork, run_in
@@ -20,15 +19,6 @@ HOSTS = 2
 QUICK_GBPS = 10.0
 """Rate of the link while compute is measured, which sends almost nothing."""
 REPLACED = ("bench.network", "bench.compute", "link.gbps", "link.compute_share", "link.noise")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rate:
-    """Rate of one run: for all lengths, or for one length whose KV cache takes a share of TTFT(p) at this rate."""
-
-    gbps: float
-    share: float | None = None
-    length: int | None = None
 
 
 def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> None:
@@ -48,26 +38,28 @@ def run_on_shaped_network(run: BenchRun, program: Path, args: Sequence[str]) -> 
     with tempfile.TemporaryDirectory() as folder:
         compute = Path(run.bench.compute or Path(folder) / "compute.json")
         inside = [str(program), *own, "bench.network=inside", f"bench.compute={compute}"]
-        rates = [_Rate(gbps=gbps) for gbps in run.link.gbps]
+        rates: list[tuple[float, list[str]]] = [(gbps, []) for gbps in run.link.gbps]
         if run.link.compute_share:
             _start([*inside, "bench.pairs=0", "bench.resume=false"], QUICK_GBPS, seed=None)
             rates = _rates(run, Compute.from_json(compute.read_text(encoding="utf-8")))
-        for rate in rates:
-            more = [f"link.gbps={rate.gbps}", f"link.noise={str(run.link.noise).lower()}"]
-            if rate.share is not None:
-                more += [f"link.compute_share={rate.share}", f"bench.lengths=[{rate.length}]"]
-            _start([*inside, *more], rate.gbps, seed=run.model.seed if run.link.noise else None)
+        for gbps, more in rates:
+            link = [f"link.gbps={gbps}", f"link.noise={str(run.link.noise).lower()}"]
+            _start([*inside, *link, *more], gbps, seed=run.model.seed if run.link.noise else None)
 
 
-def _rates(run: BenchRun, compute: Compute) -> list[_Rate]:
-    """Rates at which sending the KV cache of a whole prompt once takes the given shares of TTFT(p)."""
+def _rates(run: BenchRun, compute: Compute) -> list[tuple[float, list[str]]]:
+    """Rates at which sending the KV cache of a whole prompt once takes the given shares of TTFT(p).
+
+    Returns:
+        rates in Gbit/s, each with the options of its run, which is for one length and share.
+    """
     rates = []
     for length in run.bench.lengths:
-        _, free_s = practical(compute, length, HOSTS)
         bits = length * compute.kv_bytes_per_token * BITS_PER_BYTE
+        free_s = practical(compute, length, HOSTS).cost_s
         for share in run.link.compute_share:
             gbps = check_rate(float(f"{bits / (share * free_s) / 1e9:.3g}"))
-            rates.append(_Rate(gbps=gbps, share=share, length=length))
+            rates.append((gbps, [f"link.compute_share={share}", f"bench.lengths=[{length}]"]))
     return rates
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.text_table import Rows, markdown, mebibytes
-from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.ttft.comparison import Comparison, Point
 from benchmarks.ttft.variants import BASELINE, BOUND, OURS
 from runahead.picture_style import seconds, tokens
 
@@ -70,7 +69,7 @@ def _ratio(faster: Point | None, other: Point | None) -> str:
     if faster is None or other is None or faster is other:
         return "-"
     spread = faster.faster_than(other)
-    return "-" if spread is None else spread_text(spread)
+    return "-" if spread is None else f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
 
 
 def _of_bound(point: Point, bound: Point | None) -> str:
@@ -79,11 +78,6 @@ def _of_bound(point: Point, bound: Point | None) -> str:
     if spread is None:
         return f"{point.line['bounds']['free_s'] / point.seconds.median:.0%}"
     return f"{spread.median:.1%} ({spread.low:.1%} to {spread.high:.1%})"
-
-
-def spread_text(spread: Spread) -> str:
-    """Format a ratio with its range."""
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
 
 
 def bounds_rows(lines: Sequence[Line]) -> Rows:
@@ -111,15 +105,15 @@ def document(compared: Sequence[Comparison]) -> str:
     for comparison in compared:
         parts.append(f"### {comparison.subject()}\n")
         hardware = comparison.place["hardware"]
-        versions = ", ".join(f"{name} {version}" for name, version in _versions(comparison).items())
+        versions = ", ".join(f"{name} {version}" for name, version in comparison.versions().items())
         parts.append(f"{hardware['cores']} cores, {hardware['ram_gib']} GiB; {versions}.\n")
         for network in comparison.networks():
-            at = [(length, comparison.points[network, length]) for length in comparison.lengths(network)]
+            lengths = comparison.lengths(network)
             parts.append(f"#### Bounds, {network}\n")
-            parts.append(markdown(bounds_rows([next(iter(points.values())).line for _, points in at])))
-            for length, points in at:
+            parts.append(markdown(bounds_rows([comparison.line(network, length) for length in lengths])))
+            for length in lengths:
                 parts.append(f"#### {tokens(length)} tokens, {network}\n")
-                parts.append(markdown([COLUMNS, *rows(points, comparison.variants())]))
+                parts.append(markdown([COLUMNS, *rows(comparison.points[network, length], comparison.variants())]))
         noise = noise_rows(comparison)
         if len(noise) > 1:
             parts.append("#### What noise costs\n")
@@ -130,32 +124,7 @@ def document(compared: Sequence[Comparison]) -> str:
 def noise_rows(comparison: Comparison) -> Rows:
     """Rows per network, length and variant that ran both with and without noise."""
     found: Rows = [("variant", "tokens", "network", "quiet", "noise", "degradation")]
-    for (network, length), variant, quiet, noisy in noise_pairs(comparison):
-        lost = noisy.seconds.median / quiet.seconds.median - 1
-        found.append(
-            (
-                variant,
-                tokens(length),
-                str(network),
-                seconds(quiet.seconds.median),
-                seconds(noisy.seconds.median),
-                f"{lost:+.1%}",
-            )
-        )
+    for network, length, variant, quiet_s, noisy_s in comparison.noise_pairs():
+        lost = f"{noisy_s / quiet_s - 1:+.1%}"
+        found.append((variant, tokens(length), str(network), seconds(quiet_s), seconds(noisy_s), lost))
     return found
-
-
-def noise_pairs(comparison: Comparison) -> list[tuple[tuple[NetworkKind, int], str, Point, Point]]:
-    """((quiet network, length), variant, its quiet point, its noisy point) for all that ran both ways."""
-    pairs = []
-    for (network, length), points in comparison.points.items():
-        noisy = comparison.points.get((network.with_noise(), length), {})
-        if network.noise:
-            continue
-        pairs += [((network, length), name, points[name], noisy[name]) for name in points if name in noisy]
-    return pairs
-
-
-def _versions(comparison: Comparison) -> dict[str, Any]:
-    points = next(iter(comparison.points.values()))
-    return dict(next(iter(points.values())).line["versions"])
