@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from benchmarks.network.shaped_network import ShapedNetwork
 
 
-@dataclass(frozen=True)
-class RateChange:
-    at_s: float  # from the start of the noise
+class RateChange(NamedTuple):
     link: int
     gbps: float
 
@@ -46,33 +43,28 @@ class Noise:
         self._random = random.Random(seed)
         self._low, self._high, self._period_s = low, high, period_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="link noise")
-        self._error: Exception | None = None
+        self._threads = ThreadPoolExecutor(1, "link noise")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._running = self._threads.submit(self._run)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
+        self._threads.shutdown()
+        if error is None:
+            self._running.result()
 
     def _run(self) -> None:
-        start = time.monotonic()
-        try:
-            stopped = False
-            while not stopped:
-                link = self._random.randrange(self._network.num_links)
-                gbps = self._network.gbps * self._random.uniform(self._low, self._high)
-                if self.changes and self.changes[-1].link != link:
-                    self._network.set_rate(self._network.gbps, link=self.changes[-1].link)
-                self._network.set_rate(gbps, link=link)
-                self.changes.append(RateChange(at_s=time.monotonic() - start, link=link, gbps=gbps))
-                stopped = self._stop.wait(self._period_s * self._random.uniform(0.5, 1.5))
-            self._network.set_rate(self._network.gbps)
-        except Exception as error:
-            self._error = error
+        stopped = False
+        while not stopped:
+            link = self._random.randrange(self._network.num_links)
+            gbps = self._network.gbps * self._random.uniform(self._low, self._high)
+            if self.changes and self.changes[-1].link != link:
+                self._network.set_rate(self._network.gbps, link=self.changes[-1].link)
+            self._network.set_rate(gbps, link=link)
+            self.changes.append(RateChange(link, gbps))
+            stopped = self._stop.wait(self._period_s * self._random.uniform(0.5, 1.5))
+        self._network.set_rate(self._network.gbps)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import math
 import os
 import shutil
@@ -49,6 +48,7 @@ class ShapedNetwork:
         self._switch = namespaces.owned_name(f"{number}-switch") if num_hosts > 2 else None
         # The two ends of each link, as (namespace, interface).
         self._links = [[(self.hosts[0], INTERFACE), (self.hosts[1], INTERFACE)]]
+        self._namespaces = [*self.hosts, self._switch] if self._switch else self.hosts
         if self._switch:
             self._links = [[(name, INTERFACE), (self._switch, f"port{host}")] for host, name in enumerate(self.hosts)]
         self._undo = ExitStack()
@@ -84,22 +84,11 @@ class ShapedNetwork:
             for name, interface in ends:
                 system("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", *bucket)
 
-    def traffic(self) -> list[int]:
-        """Bytes that each host has sent: payload, headers and acknowledgements.
-
-        The kernel hands up to 64 KiB of one connection to the interface as one packet with one header.
-        """
-        return [self._sent_bytes(name) for name in self.hosts]
-
-    def _sent_bytes(self, name: str) -> int:
-        (interface,) = json.loads(system("ip", "-n", name, "-json", "-statistics", "link", "show", "dev", INTERFACE))
-        return int(interface["stats64"]["tx"]["bytes"])
-
     def _make(self) -> None:
         try:
             for name in namespaces.leftovers():
                 namespaces.remove(name)
-            for name in self._namespaces():
+            for name in self._namespaces:
                 namespaces.create(name)
             if self._switch:
                 system("ip", "-n", self._switch, "link", "add", "name", "bridge", "type", "bridge")
@@ -127,12 +116,9 @@ class ShapedNetwork:
                 "and root with CAP_SYS_ADMIN and CAP_NET_ADMIN"
             ) from None
 
-    def _namespaces(self) -> list[str]:
-        return [*self.hosts, self._switch] if self._switch else self.hosts
-
     def _remove(self) -> None:
         with signals_deferred():
-            for name in self._namespaces():
+            for name in self._namespaces:
                 namespaces.remove(name)
         atexit.unregister(self._remove)
 

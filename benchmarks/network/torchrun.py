@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO
 
 from benchmarks.network import namespaces
 from benchmarks.network.interruptions import signals_deferred, signals_raise
@@ -33,44 +32,46 @@ def run_in(
     Returns: 0, or the exit status of the host that failed first (128 + number where a signal ended it).
     """
     hosts: list[subprocess.Popen[bytes]] = []
-    environment = QUIET | os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    environment = QUIET | os.environ | interface | dict(env or {})
     with signals_raise(), ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in network.hosts[1:]]
         try:
             for host, output in enumerate([None, *outputs]):
-                command = [*_on_host(network, host), *_torchrun(network, host, nproc_per_host), *args]
+                command = [*_command(network, host, nproc_per_host), *args]
                 with signals_deferred():
-                    hosts.append(_start(command, environment | dict(env or {}), output))
+                    # In a session of its own: Ctrl-C reaches only this process, which ends all of them.
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env=environment,
+                        start_new_session=True,
+                    )
+                    hosts.append(process)
             status = _wait(hosts)
         finally:
             with signals_deferred():
                 _end(network, hosts)
-        if status:
-            for host, output in enumerate(outputs, start=1):
-                _show(output, host)
+        for host, output in enumerate(outputs, start=1):
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+            if status and text:
+                print(f"output of host {host}:\n{text}", file=sys.stderr, end="", flush=True)
         return status
 
 
-def _start(command: list[str], environment: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own: Ctrl-C reaches only this process, which ends all of them."""
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-    )
-
-
-def _on_host(network: ShapedNetwork, host: int) -> list[str]:
-    """Command prefix that runs a program on the host and its cores, and ends it if this process is killed."""
-    prefix = [*network.inside(host), "setpriv", "--pdeathsig", "TERM"]
+def _command(network: ShapedNetwork, host: int, nproc_per_host: int) -> list[str]:
+    """Command of torchrun on a host and its cores, which ends if this process is killed."""
+    command = [*network.inside(host), "setpriv", "--pdeathsig", "TERM"]
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(network.hosts)
     if each:
         own = cores[host * each : (host + 1) * each]
-        prefix += ["taskset", "--cpu-list", ",".join(map(str, own))]
-    return prefix
-
-
-def _torchrun(network: ShapedNetwork, host: int, nproc_per_host: int) -> list[str]:
+        command += ["taskset", "--cpu-list", ",".join(map(str, own))]
     return [
+        *command,
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nnodes={len(network.hosts)}",
         f"--nproc-per-node={nproc_per_host}",
@@ -100,10 +101,3 @@ def _end(network: ShapedNetwork, hosts: list[subprocess.Popen[bytes]]) -> None:
         host.kill()
         host.wait()
     namespaces.end_processes(network.hosts)
-
-
-def _show(output: IO[bytes], host: int) -> None:
-    output.seek(0)
-    text = output.read().decode(errors="replace")
-    if text:
-        print(f"output of host {host}:\n{text}", file=sys.stderr, end="", flush=True)

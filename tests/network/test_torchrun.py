@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from benchmarks.network import ShapedNetwork, namespaces, run_in
 from tests.network.test_shaped_network import runs
+from tests.network.traffic import traffic
 
 pytestmark = pytest.mark.usefixtures("netns")
 
@@ -57,7 +58,7 @@ def pids(folder: Path) -> list[int]:
 def test_ranks_talk_over_the_link_each_on_its_own_cores(program, tmp_path, capfd):
     with ShapedNetwork(gbps=1) as network:
         assert run_in(network, [program[0], "work", program[1]]) == 0
-        sent, _ = network.traffic()
+        sent, _ = traffic(network)
         assert 1_000_000 <= sent <= 1_100_000  # what the ranks need to find each other is some kilobytes
         assert not any(map(namespaces.processes, network.hosts))
     out = capfd.readouterr().out
@@ -130,7 +131,7 @@ def test_infer_on_two_hosts_gives_the_tokens_of_one(tmp_path):
     subprocess.run(one_rank, check=True, capture_output=True, timeout=120)
     with ShapedNetwork(gbps=0.5) as network:
         assert run_in(network, [INFER, *options, f"report={tmp_path}/two.json"]) == 0
-        sent = network.traffic()
+        sent = traffic(network)
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["world_size"] == 2
     assert len(two["ranks"]) == 2
