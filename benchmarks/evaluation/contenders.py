@@ -10,7 +10,7 @@ from launch.inputs.policies import policies_of
 from policies import POLICIES
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
-from runahead.config import Positions
+from runahead.config import Positions, choice
 from runahead.thinning.rank_policies import RankPolicies
 
 RECENT_RATIO = 0.2
@@ -55,14 +55,12 @@ def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Conten
         settings = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(settings, dict):
             raise ValueError(f"policies has {entry}, which is neither a name nor {{name:<policy>,<option>:<value>}}")
-        _policies(settings if _has_own_budget(settings) else _with_budget(settings, 1.0))  # finds names and options
+        has_own = _has_own_budget(settings)
+        _policies(settings if has_own else _with_budget(settings, 1.0))  # finds names and options
         label = _label(settings)
-        if _has_own_budget(settings):
-            found.append(_contender(label, None, settings))
-        elif not budgets:
+        if not has_own and not budgets:
             raise ValueError(f"policies: {label} needs budgets=[...], or a budget among its options")
-        else:
-            found += [_contender(label, budget, _with_budget(settings, budget)) for budget in budgets]
+        found += [_contender(label, budget, settings) for budget in ([None] if has_own else budgets)]
     names = [contender.name for contender in found]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -71,6 +69,8 @@ def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Conten
 
 
 def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> Contender:
+    if budget is not None:
+        settings = _with_budget(settings, budget)
     try:
         policies = _policies(settings)
     except ValueError as error:
@@ -81,10 +81,8 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> C
 def _policies(settings: dict[str, Any]) -> RankPolicies:
     """Build the policies of these settings. Raises: ValueError."""
     own = {name: value for name, value in settings.items() if name != "positions"}
-    positions = settings.get("positions", Positions.original.name)
-    if positions not in Positions.__members__:
-        raise ValueError(f"positions={positions} is not one of {', '.join(Positions.__members__)}")
-    return RankPolicies.everywhere(policies_of(own, "policies"), Positions[positions])
+    positions = choice("positions", Positions, settings.get("positions", Positions.original))
+    return RankPolicies.everywhere(policies_of(own, "policies"), positions)
 
 
 def _has_own_budget(settings: dict[str, Any]) -> bool:

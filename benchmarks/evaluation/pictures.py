@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import matplotlib
+from matplotlib.lines import Line2D
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL, Row
 from benchmarks.evaluation.tasks import TASKS
-from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
+from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from policies.base import Budget
 from runahead.picture_style import (
     INK,
@@ -26,17 +29,23 @@ from runahead.picture_style import (
     tokens,
 )
 
-LOOKS = [
-    Look(VERMILION, "D"),
-    Look(BLUE, "s"),
-    Look(GREEN, "^"),
-    Look(ORANGE, "v"),
-    Look(PURPLE, "P"),
-    Look(SKY, "h"),
-    Look(VERMILION, "o", "--"),
-    Look(BLUE, "X", "--"),
-    Look(GREEN, "<", "--"),
-    Look(ORANGE, ">", "--"),
+Look = dict[str, Any]
+"""Keyword arguments of a line that set its colour, marker and dashes."""
+
+LOOKS: list[Look] = [
+    {"color": colour, "marker": marker, "linestyle": dashes}
+    for colour, marker, dashes in (
+        (VERMILION, "D", "-"),
+        (BLUE, "s", "-"),
+        (GREEN, "^", "-"),
+        (ORANGE, "v", "-"),
+        (PURPLE, "P", "-"),
+        (SKY, "h", "-"),
+        (VERMILION, "o", "--"),
+        (BLUE, "X", "--"),
+        (GREEN, "<", "--"),
+        (ORANGE, ">", "--"),
+    )
 ]
 """Looks, assigned in the order of the policies; repeated if there are more policies."""
 TITLES = {
@@ -55,23 +64,20 @@ def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
     """Draw every task's score over the KV cache bytes that a policy keeps: one panel per task, all policies in each."""
     if not rows:
         return None
-    tasks = _distinct([row.task for row in rows])
+    tasks = list(dict.fromkeys(row.task for row in rows))
     looks = _looks(rows)
     count_rows, count_columns = rows_and_columns(len(tasks), 3)
     figure = new_figure(max(6.4, 4.4 * count_columns), 1.5 + 3.5 * count_rows)
     for task, axes in zip(tasks, panels(figure, len(tasks), count_rows, count_columns), strict=True):
         of_task = [row for row in rows if row.task == task]
-        _draw_full(axes, [row for row in of_task if row.policy == FULL])
+        for row in of_task:
+            if row.policy == FULL:
+                axes.axhline(row.score, color=MUTED, linewidth=1, linestyle="--")
+                axes.plot([100 * row.kv_share], [row.score], color=BLACK, marker="o", markersize=6, linestyle="")
         for policy, look in looks.items():
             points = sorted((100 * row.kv_share, row.score) for row in of_task if row.policy == policy)
             if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=look.colour,
-                    marker=look.marker,
-                    linestyle=look.dashes,
-                    markersize=6,
-                )
+                axes.plot(*zip(*points, strict=True), **look, markersize=6)
         better = "lower is better" if TASKS[task].lower_is_better else "higher is better"
         dress(axes, title=TITLES[task], x="K,V kept, % of the full cache's bytes", y=f"{TASKS[task].metric} ({better})")
         axes.set_xlim(0, max(105.0, 1.03 * max(100 * row.kv_share for row in of_task)))
@@ -88,7 +94,7 @@ def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
         return None
     lengths = sorted({length for row in mapped for length, _ in row.cells})
     depths = sorted({depth for row in mapped for _, depth in row.cells})
-    policies = _distinct([row.policy for row in mapped])
+    policies = list(dict.fromkeys(row.policy for row in mapped))
     budgets = _budgets([row for row in mapped if row.budget is not None]) or [None]
     width, height = max(2.3, 0.5 * len(lengths) + 1.0), max(1.5, 0.3 * len(depths) + 0.95)
     figure = new_figure(max(6.4, width * len(budgets)), 1.2 + height * len(policies))
@@ -132,18 +138,10 @@ def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
     for budget, axes in zip(budgets, panels(figure, len(budgets), count_rows, count_columns), strict=True):
         for row in thinned:
             if row.budget == budget:
-                look = looks[row.policy]
+                percent = [100 * share for share in row.kept_shares]
                 at = list(looks).index(row.policy)  # so that coinciding lines show all their markers
-                axes.plot(
-                    range(len(row.kept_shares)),
-                    [100 * share for share in row.kept_shares],
-                    color=look.colour,
-                    linestyle=look.dashes,
-                    marker=look.marker,
-                    markevery=(at, max(len(looks), 4)),
-                    markersize=5,
-                    linewidth=1.4,
-                )
+                every = (at, max(len(looks), 4))
+                axes.plot(percent, **looks[row.policy], markevery=every, markersize=5, linewidth=1.4)
         title = "own budgets" if budget is None else f"budget {budget_text(budget)}"
         dress(axes, title=title, x="layer", y="tokens kept, % of the context")
         axes.set_ylim(0, 105)
@@ -153,22 +151,12 @@ def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
     return png(figure)
 
 
-def pictures(rows: Sequence[Row], subject: str) -> dict[str, bytes]:
-    """Draw all pictures that there are rows for, by name."""
-    drawn = {
-        "quality": quality_png(rows, subject),
-        "passkey": found_png("passkey", rows, subject),
-        "needle": found_png("needle", rows, subject),
-        "pyramid": pyramid_png(rows, subject),
-    }
-    return {name: image for name, image in drawn.items() if image is not None}
-
-
-def _draw_full(axes: Any, full: Sequence[Row]) -> None:
-    """Draw the full cache as a point, and its score as a horizontal line."""
-    for row in full:
-        axes.axhline(row.score, color=MUTED, linewidth=1, linestyle="--")
-        axes.plot([100 * row.kv_share], [row.score], color=BLACK, marker="o", markersize=6, linestyle="")
+PICTURES: dict[str, Callable[[Sequence[Row], str], bytes | None]] = {
+    "quality": quality_png,
+    "passkey": partial(found_png, "passkey"),
+    "needle": partial(found_png, "needle"),
+    "pyramid": pyramid_png,
+}
 
 
 def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
@@ -184,27 +172,16 @@ def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
 
 
 def _legend(figure: Any, looks: dict[str, Look], *, with_full: bool = False) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=BLACK, marker="o", linestyle="--", label=FULL)] if with_full else []
-    handles += [
-        Line2D([], [], color=look.colour, marker=look.marker, linestyle=look.dashes, label=policy)
-        for policy, look in looks.items()
-    ]
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=min(MOST_LEGEND_COLUMNS, len(handles)),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-    )
+    full: dict[str, Look] = {FULL: {"color": BLACK, "marker": "o", "linestyle": "--"}} if with_full else {}
+    handles = [Line2D([], [], label=policy, **look) for policy, look in (full | looks).items()]
+    ncols = min(MOST_LEGEND_COLUMNS, len(handles))
+    figure.legend(handles=handles, loc="outside lower left", ncols=ncols, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
     """Looks of the policies that are compared with the full cache, the same in all pictures."""
-    policies = _distinct([row.policy for row in rows if row.policy != FULL])
-    return {policy: LOOKS[at % len(LOOKS)] for at, policy in enumerate(policies)}
+    policies = dict.fromkeys(row.policy for row in rows if row.policy != FULL)
+    return dict(zip(policies, cycle(LOOKS), strict=False))
 
 
 def _budgets(rows: Sequence[Row]) -> list[Budget | None]:
@@ -212,7 +189,3 @@ def _budgets(rows: Sequence[Row]) -> list[Budget | None]:
     return sorted(
         {row.budget for row in rows}, key=lambda budget: (budget is None, isinstance(budget, int), budget or 0)
     )
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(names))

@@ -102,21 +102,21 @@ class Plan:
     def missing(self) -> list[Step]:
         """Measurements that no line has yet. All policies take turns in a case, so that load affects all of them."""
         known = {line["key"] for line in self.done}
-        return [step for step in self._steps() if self._key(*step) not in known]
+        return [step for key, step in self._steps().items() if key not in known]
 
     def select(self, found: Sequence[Line]) -> list[Line]:
         """Lines of this plan, in its order."""
         by_key = {line["key"]: line for line in found}
-        keys = [self._key(*step) for step in self._steps()]
-        return [by_key[key] for key in keys if key in by_key]
+        return [by_key[key] for key in self._steps() if key in by_key]
 
-    def _steps(self) -> list[Step]:
-        return [
-            (name, case, contender)
+    def _steps(self) -> dict[str, Step]:
+        """All measurements by key, in order."""
+        return {
+            self._key(name, case, contender): (name, case, contender)
             for name, task in self.tasks.items()
             for case in task.cases
             for contender in self.contenders
-        ]
+        }
 
     def _comparison(self, name: str) -> str:
         """Key that measurements of a task share if they can be compared."""

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.evaluation import summary
-from benchmarks.evaluation.pictures import pictures
+from benchmarks.evaluation.pictures import PICTURES
 from benchmarks.harness.lines import Line
 from benchmarks.harness.text_table import markdown
 from runahead.files import write_whole
@@ -53,10 +53,12 @@ def draw(found: Sequence[Line], stem: Path) -> list[Path]:
     line = found[-1]
     subject = f"{line['model']}, {line['dtype']} on {line['device']}"
     written = []
-    for name, image in pictures(summary.rows(found), subject).items():
-        path = stem.with_name(f"{stem.name}_{name}.png")
-        write_whole(path, image)
-        written.append(path)
+    for name, picture in PICTURES.items():
+        image = picture(summary.rows(found), subject)
+        if image is not None:
+            path = stem.with_name(f"{stem.name}_{name}.png")
+            write_whole(path, image)
+            written.append(path)
     return written
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.evaluation.tasks.base import Task
-from benchmarks.evaluation.tasks.copying import Copying
-from benchmarks.evaluation.tasks.perplexity import Perplexity
+from benchmarks.evaluation.tasks.loss import Copying, Perplexity
 from benchmarks.evaluation.tasks.retrieval import Needle, Passkey
 from benchmarks.evaluation.tasks.throughput import Throughput
 

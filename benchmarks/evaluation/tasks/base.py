@@ -31,7 +31,7 @@ COST_OF_NEW = 16
 """Estimated cost of one generated token, in tokens of a prompt, for the time left in the progress bar."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KVUse:
     """KV cache use after the context.
 
@@ -48,13 +48,8 @@ class KVUse:
     kept_tokens: list[int]
 
     @classmethod
-    def of(cls, conversation: Conversation) -> KVUse:
-        return cls(
-            kv_bytes=conversation.kv_bytes,
-            full_kv_bytes=conversation.full_kv_bytes,
-            num_tokens=conversation.num_tokens,
-            kept_tokens=conversation.kept_tokens,
-        )
+    def of(cls, now: Conversation) -> KVUse:
+        return cls(now.kv_bytes, now.full_kv_bytes, now.num_tokens, now.kept_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

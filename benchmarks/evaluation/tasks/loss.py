@@ -1,0 +1,139 @@
+"""Losses of the user's text: perplexity, and the loss of a passage that occurs a second time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from benchmarks.evaluation.contenders import Contender
+from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.tasks.base import (
+    COST_OF_NEW,
+    PROBE_TOKENS,
+    Case,
+    KVUse,
+    Outcome,
+    Runtime,
+    Task,
+    feed_timed,
+    nll_S,
+    probe_tpot_s,
+)
+from policies.base import Phase
+from runahead.config import Positions
+from runahead.conversation import Conversation
+
+
+class Perplexity(Task):
+    """Perplexity of a text that is read in chunks, with the policy applied to the cache from the first token on.
+
+    A token sees what the policy kept of earlier chunks, and its own chunk up to itself. A share as budget refers to
+    the text read so far, so that it holds at any time.
+    """
+
+    metric = "perplexity"
+    lower_is_better = True
+    needs_text = True
+
+    def __init__(self, run: EvaluateRun, material: Material) -> None:
+        self._options = options = run.perplexity
+        self.cases = [{"sample": sample} for sample in range(options.samples)]
+        self.settings = {"tokens": options.tokens, "chunk": options.chunk}
+        material.require_text(
+            "perplexity",
+            options.tokens * options.samples,
+            f"fewer than perplexity.samples={options.samples} x perplexity.tokens={options.tokens}",
+        )
+        self._material = material
+        of_text = options.tokens - len(material.prefix)
+        self._texts = [
+            material.prefix + material.text_ids[sample * of_text : (sample + 1) * of_text]
+            for sample in range(options.samples)
+        ]
+
+    def check(self, contender: Contender, num_layers: int) -> None:
+        """Raise a ValueError for too few positions: re-encoded ones only need to cover kept tokens and a chunk."""
+        options, policies = self._options, contender.policies
+        stay = policies.most_slots(num_layers, Phase.prefill) if policies.positions is Positions.reencoded else None
+        num_tokens = options.tokens if stay is None else min(options.tokens, stay + options.chunk)
+        self._material.require_positions(
+            f"perplexity.tokens={options.tokens} under {contender.name}",
+            num_tokens + PROBE_TOKENS,
+            "use fewer, or policies of a fixed size such as {name:streaming_llm,budget:1024,positions:reencoded}",
+        )
+
+    def cost(self, case: Case) -> float:
+        return 2.0 * self._options.tokens + COST_OF_NEW * PROBE_TOKENS
+
+    def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
+        ids, size = self._texts[case["sample"]], self._options.chunk
+        conversation = Conversation(runtime.model, contender.policies, length=len(ids))
+        total, number, prefill_s = 0.0, 0, 0.0
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            each = nll_S(conversation, chunk)
+            total, number = total + each.sum().item(), number + len(each)
+            prefill_s += feed_timed(conversation, chunk)
+        kv = KVUse.of(conversation)
+        return Outcome(
+            score=math.exp(total / number),
+            weight=number,
+            kv=kv,
+            ttft_s=prefill_s,
+            tpot_s=probe_tpot_s(conversation),
+            details={"nll": total / number},
+        )
+
+    @staticmethod
+    def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
+        """Perplexity over all tokens of the cases."""
+        return math.exp(Task.combine([math.log(score) for score in scores], weights))
+
+
+class Copying(Task):
+    """Copy-NLL: the loss of a passage that occurs a second time, after filler text.
+
+    Perplexity hardly depends on what a policy has dropped, since most of a text is predicted from the few tokens
+    before. A model with the full KV cache only needs to look up the next token of the passage. The policy chose what to
+    keep after the passage and the filler.
+    """
+
+    metric = "copy-NLL, nats"
+    lower_is_better = True
+    needs_text = True
+
+    def __init__(self, run: EvaluateRun, material: Material) -> None:
+        self._options = options = run.copy
+        self.cases = [{"sample": sample} for sample in range(options.samples)]
+        self.settings = asdict(options)  # the number of samples determines their positions
+        num_tokens = options.passage + options.filler
+        material.require_text("copy", num_tokens, "a shorter copy.passage or copy.filler")
+        material.require_positions(
+            "copy (twice copy.passage, and copy.filler)",
+            len(material.prefix) + num_tokens + max(options.passage, PROBE_TOKENS),
+        )
+        ids, last = material.text_ids, len(material.text_ids) - num_tokens
+        # Samples are spread over the text; in a short text they overlap.
+        apart = min(num_tokens, last // max(1, options.samples - 1))
+        if options.samples > 1 and apart < options.passage:
+            material.require_text(
+                "copy",
+                num_tokens + options.passage * (options.samples - 1),
+                f"fewer than copy.samples={options.samples}",
+            )
+        windows = [ids[start : start + num_tokens] for start in range(0, apart * options.samples or 1, apart or 1)]
+        self._contexts = [material.prefix + window for window in windows]
+        self._passages = [window[: options.passage] for window in windows]
+
+    def cost(self, case: Case) -> float:
+        return 2.0 * self._options.passage + self._options.filler + COST_OF_NEW * PROBE_TOKENS
+
+    def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
+        context, passage = self._contexts[case["sample"]], self._passages[case["sample"]]
+        conversation = Conversation(runtime.model, contender.policies, length=len(context) + len(passage))
+        ttft_s = feed_timed(conversation, context)
+        kv = KVUse.of(conversation)
+        nll = nll_S(conversation, passage).mean().item()
+        return Outcome(score=nll, weight=len(passage), kv=kv, ttft_s=ttft_s, tpot_s=probe_tpot_s(conversation))
