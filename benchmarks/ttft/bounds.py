@@ -57,7 +57,8 @@ class Bounds:
     def as_json(self) -> dict[str, Any]:
         """Fields of a line, known before any variant ran."""
         seconds = asdict(self)
-        return {"flops": seconds.pop("flops"), "peak_flops": seconds.pop("peak_flops"), "bounds": seconds}
+        flops, peak_flops = seconds.pop("flops"), seconds.pop("peak_flops")
+        return {"bounds": seconds, "flops": flops, "peak_flops": peak_flops}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,14 +70,6 @@ class Point:
     """TTFT in seconds by (benchmark job, round)."""
 
     @property
-    def variant(self) -> str:
-        return str(self.line["variant"])
-
-    @property
-    def length(self) -> int:
-        return int(self.line["length"])
-
-    @property
     def seconds(self) -> Spread:
         return Spread.of(list(self.ttft_s.values()))
 
@@ -143,25 +135,19 @@ class Comparison:
         return next(iter(self.points[network, length].values())).line
 
     def noise_pairs(self) -> list[tuple[NetworkKind, int, str, float, float]]:
-        """(network, length, variant, median TTFT on it, the same with noise) of all that ran both ways."""
+        """(network, length, variant, median TTFT in seconds, that with noise) of all that ran both ways."""
         pairs = []
         for (network, length), points in self.points.items():
             noisy = {} if network.noise else self.points.get((replace(network, noise=True), length), {})
-            pairs += [
-                (network, length, name, point.seconds.median, noisy[name].seconds.median)
-                for name, point in points.items()
-                if name in noisy
-            ]
+            for name in points:
+                if name in noisy:
+                    pairs.append((network, length, name, points[name].seconds.median, noisy[name].seconds.median))
         return pairs
 
     def variants(self) -> list[str]:
         """Names of the measured variants, in the order of `VARIANTS`."""
         found = {name for points in self.points.values() for name in points}
         return [name for name in VARIANTS if name in found]
-
-    def versions(self) -> dict[str, Any]:
-        """Versions of the libraries, from the first line."""
-        return dict(self.line(*next(iter(self.points)))["versions"])
 
     def subject(self) -> str:
         """One-line description of model, ranks, machine and commit of the points."""

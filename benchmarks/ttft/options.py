@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from benchmarks.ttft.variants import VARIANTS, Split, check_names
+from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, PartitionOptions
 from runahead.config import ModelOptions, PrefillOptions, RanksOptions, choice, require
 
@@ -74,7 +74,12 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         self.network = choice("bench.network", Network, self.network)
-        check_names(self.variants)
+        unknown = [name for name in self.variants if name not in VARIANTS]
+        if unknown:
+            raise ValueError(f"bench.variants has {', '.join(unknown)}, which is not one of {', '.join(VARIANTS)}")
+        if not self.variants or len(set(self.variants)) < len(self.variants):
+            names = ",".join(self.variants)
+            raise ValueError(f"bench.variants=[{names}] must name at least one variant, and each only once")
         shortest = min(self.lengths, default=0)
         require(shortest >= 2, "bench.lengths", self.lengths, "must be a list of whole numbers of at least 2")
         self.lengths = sorted(set(self.lengths))

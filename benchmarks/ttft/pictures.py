@@ -9,7 +9,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
 from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, Look
-from benchmarks.ttft.comparison import Comparison, NetworkKind, Point, Spread
+from benchmarks.ttft.comparison import Comparison, NetworkKind, Spread
 from benchmarks.ttft.variants import BASELINE, VARIANTS, Traffic
 from runahead.picture_style import (
     INK,
@@ -129,25 +129,24 @@ def links_png(comparison: Comparison) -> bytes | None:
 
 def bytes_png(comparison: Comparison) -> bytes | None:
     """Draw the bytes that all ranks sent for the longest prompt, against the formulas, in units of its KV cache."""
-    shown: dict[str, Point] = {}
-    points = [point for at in comparison.points.values() for point in at.values()]
-    for point in sorted(points, key=lambda each: (each.line["wire_bytes"] is not None, each.length)):
-        if VARIANTS[point.variant].traffic in (Traffic.chain, Traffic.gathered, Traffic.wanted):
-            shown[point.variant] = point
-    names = [name for name in comparison.variants() if name in shown]
+    lines = [point.line for points in comparison.points.values() for point in points.values()]
+    lines.sort(key=lambda line: (line["wire_bytes"] is not None, line["length"]))
+    longest = {line["variant"]: line for line in lines}
+    with_kv = (Traffic.chain, Traffic.gathered, Traffic.wanted)
+    names = [name for name in comparison.variants() if VARIANTS[name].traffic in with_kv]
     if not names:
         return None
     figure = new_figure(max(6.2, 1.4 + 1.05 * len(names)), 4.6)
     axes = figure.add_subplot()
     for at, name in enumerate(names):
-        line = shown[name].line
+        line = longest[name]
         whole = line["kv_bytes_per_token"] * line["length"]
         axes.bar(at, line["sent_bytes"] / whole, 0.6, color=LOOKS[name].colour, alpha=0.85)
         axes.plot([at - 0.36, at + 0.36], [line["formula_bytes"] / whole] * 2, color=INK, linewidth=2)
         if line["wire_bytes"] is not None:
             axes.plot(at, line["wire_bytes"] / whole, marker="D", color="white", markeredgecolor=INK, markersize=6)
     dress(axes, y="K,V sent, in K,V of the whole prompt", grid="y")
-    axes.set_xticks(range(len(names)), [f"{name}\n{tokens(shown[name].length)}" for name in names])
+    axes.set_xticks(range(len(names)), [f"{name}\n{tokens(longest[name]['length'])}" for name in names])
     axes.margins(y=0.25)
     measured = Line2D([], [], color=MUTED, linewidth=7, alpha=0.6, label="measured, all ranks")
     formula = Line2D([], [], color=INK, linewidth=2, label="formula")

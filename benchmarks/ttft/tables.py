@@ -105,7 +105,8 @@ def document(compared: Sequence[Comparison]) -> str:
     for comparison in compared:
         parts.append(f"### {comparison.subject()}\n")
         hardware = comparison.place["hardware"]
-        versions = ", ".join(f"{name} {version}" for name, version in comparison.versions().items())
+        first = comparison.line(*next(iter(comparison.points)))
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         parts.append(f"{hardware['cores']} cores, {hardware['ram_gib']} GiB; {versions}.\n")
         for network in comparison.networks():
             lengths = comparison.lengths(network)

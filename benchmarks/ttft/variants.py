@@ -92,12 +92,3 @@ VARIANTS = {
 
 BASELINE, OURS, BOUND = "single", "kvr_s", "compute_only"
 """Names of the baseline of speed-ups, of the variant that is compared with others, and of the lower bound on TTFT."""
-
-
-def check_names(names: list[str]) -> None:
-    """Check variant names. Raises: ValueError, in one sentence, for an unknown or a repeated name."""
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise ValueError(f"bench.variants has {', '.join(unknown)}, which is not one of {', '.join(VARIANTS)}")
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"bench.variants=[{','.join(names)}] must name at least one variant, and each only once")
