@@ -131,7 +131,7 @@ class Comparison:
         return {length: point for length, point in found.items() if point is not None}
 
     def line(self, network: NetworkKind, length: int) -> Line:
-        """A line, for the bounds, on which those of a network and length agree."""
+        """The first line of a network and length, for the fields that all of them share."""
         return next(iter(self.points[network, length].values())).line
 
     def noise_pairs(self) -> list[tuple[NetworkKind, int, str, float, float]]:

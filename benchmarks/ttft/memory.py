@@ -23,13 +23,18 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.of = "run" if device.type == "cuda" or self._forget() else "process"
+        self.of = "run" if self.reset() else "process"
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
+        """Forget earlier peaks; returns whether the system can."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            self._forget()
+            return True
+        try:
+            CLEAR.write_text(RESET_PEAK)
+        except OSError:
+            return False
+        return True
 
     def peak_bytes(self) -> int:
         """Peak in bytes since `reset`, or since the process started."""
@@ -40,10 +45,3 @@ class PeakMemory:
             return int(kib) * 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-    def _forget(self) -> bool:
-        try:
-            CLEAR.write_text(RESET_PEAK)
-        except OSError:
-            return False
-        return True
