@@ -28,7 +28,6 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -38,21 +37,16 @@ from policies.prompt_cache.xml_reader import PMLError
 
 Values = Mapping[str, Any]
 Condition = Callable[[Values], bool]
+Entering = Callable[[Values], Values | None]
+"""From the arguments around a module to those inside of it, or to None if a prompt does not import it."""
 
 
-def system() -> AbstractContextManager[None]:
-    """`with system(): ...` in a prompt program is a system message."""
+def message() -> AbstractContextManager[None]:
+    """`with system(): ...`, `with user(): ...` or `with assistant(): ...` is a message of that role."""
     return nullcontext()
 
 
-def user() -> AbstractContextManager[None]:
-    """`with user(): ...` in a prompt program is a message of the user."""
-    return nullcontext()
-
-
-def assistant() -> AbstractContextManager[None]:
-    """`with assistant(): ...` in a prompt program is a message of the model."""
-    return nullcontext()
+system = user = assistant = message
 
 
 def prompt_program(**num_tokens: int) -> Callable[[Callable[..., None]], PromptProgram]:
@@ -65,17 +59,6 @@ def prompt_program(**num_tokens: int) -> Callable[[Callable[..., None]], PromptP
         PMLError: a bound is invalid or names no argument. `schema` reports mistakes inside the function.
     """
     return lambda function: PromptProgram(function, num_tokens)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A module that a prompt may import: its condition, its parameters, and the modules inside of it."""
-
-    module: str
-    applies: Condition
-    params: list[str]
-    inner: list[_Choice]
-    values: Callable[[Values], Values] = field(default=lambda values: values)
 
 
 class PromptProgram:
@@ -99,10 +82,10 @@ class PromptProgram:
         Raises:
             PMLError: the function has statements that a schema cannot express.
         """
-        children, _, _ = self._read
+        children, _ = self._read
         if not children:
             raise PMLError(self.source, self.function.__code__.co_firstlineno, self.name, "has no text")
-        return Schema(name=self.name, children=tuple(children), source=self.source)
+        return Schema(name=self.name, children=children, source=self.source)
 
     def prompt(self, text: str = "", /, **values: Any) -> Prompt:
         """Prompt for these arguments of the function.
@@ -115,12 +98,18 @@ class PromptProgram:
             TypeError: the function does not take these arguments.
             PMLError: as `schema`.
         """
-        _, params, choices = self._read
-        bound = self._bound(values)
-        items: list[Item] = _imports(choices, bound)
+        _, entering = self._read
+        inside: dict[str | None, Values] = {None: self._bound(values)}
+        items: list[Item] = []
+        for module, place in self.schema.places.items():
+            around = inside.get(place.parent)
+            own = None if around is None else entering[module](around)
+            if own is not None:
+                inside[module] = own
+                items.append(Import(module=module, arguments=self._arguments(module, own)))
         if text:
             items.append(NewText(text=text))
-        arguments = _arguments(params, bound)
+        arguments = self._arguments(None, inside[None])
         return Prompt(schema=self.schema.name, items=tuple(items), arguments=arguments, source=self.name)
 
     def _bound(self, values: Values) -> Values:
@@ -128,43 +117,36 @@ class PromptProgram:
         bound.apply_defaults()
         return bound.arguments
 
+    def _arguments(self, module: str | None, values: Values) -> dict[str, str]:
+        return {name: str(values[name]) for name in self.schema.params(module) if values[name] is not None}
+
     @cached_property
-    def _read(self) -> tuple[list[Node], list[str], list[_Choice]]:
-        return _Reader(self, ()).read()
-
-
-def _imports(choices: list[_Choice], values: Values) -> list[Item]:
-    items: list[Item] = []
-    for choice in choices:
-        if choice.applies(values):
-            own = choice.values(values)
-            items.append(Import(module=choice.module, arguments=_arguments(choice.params, own)))
-            items += _imports(choice.inner, own)
-    return items
-
-
-def _arguments(params: list[str], values: Values) -> dict[str, str]:
-    return {name: str(values[name]) for name in params if values[name] is not None}
+    def _read(self) -> tuple[tuple[Node, ...], dict[str, Entering]]:
+        reader = _Reader(self, (), {})
+        return reader.read(), reader.entering
 
 
 class _Reader:
-    """Reader of a program's syntax tree. `calls` are the programs that call this one."""
+    """Reader of a program's syntax tree.
 
-    def __init__(self, program: PromptProgram, calls: tuple[PromptProgram, ...]) -> None:
-        self._program, self._calls = program, (*calls, program)
+    Args:
+        program: the program.
+        calls: the programs that call it.
+        entering: by name, when and with which arguments a prompt imports the modules that are read.
+    """
 
-    def read(self) -> tuple[list[Node], list[str], list[_Choice]]:
+    def __init__(self, program: PromptProgram, calls: tuple[PromptProgram, ...], entering: dict[str, Entering]) -> None:
+        self._program, self._calls, self.entering = program, (*calls, program), entering
+
+    def read(self) -> tuple[Node, ...]:
         lines, first = inspect.getsourcelines(self._program.function)
         [function] = ast.parse(textwrap.dedent("".join(lines))).body
         assert isinstance(function, ast.FunctionDef)
         ast.increment_lineno(function, first - 1)
         return self._body(function.body)
 
-    def _body(self, statements: list[ast.stmt]) -> tuple[list[Node], list[str], list[_Choice]]:
-        """Nodes, the names of their own parameters, and the modules that may be imported."""
+    def _body(self, statements: list[ast.stmt]) -> tuple[Node, ...]:
         nodes: list[Node] = []
-        params: list[str] = []
-        choices: list[_Choice] = []
         for statement in statements:
             match statement:
                 case ast.Pass():
@@ -172,27 +154,20 @@ class _Reader:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     nodes += [text] if text else []
                 case ast.Expr(value=ast.JoinedStr(values=parts)):
-                    for part in parts:
-                        nodes.append(self._part(part, params))
+                    nodes += map(self._part, parts)
                 case ast.Expr(value=ast.Call() as call):
-                    module, choice = self._call(call)
-                    nodes.append(module)
-                    choices.append(choice)
+                    nodes.append(self._call(call))
                 case ast.If():
-                    branches = self._branches(statement)
-                    nodes.append(self._choose(branches, statement, choices))
+                    nodes.append(self._choose(self._branches(statement), statement))
                 case ast.Match():
-                    nodes.append(self._choose(self._cases(statement), statement, choices))
+                    nodes.append(self._choose(self._cases(statement), statement))
                 case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id=role)))]) if role in ROLES:
-                    inner, inner_params, inner_choices = self._body(statement.body)
-                    nodes.append(Role(role=role, children=tuple(inner), line=statement.lineno))
-                    params += inner_params
-                    choices += inner_choices
+                    nodes.append(Role(role=role, children=self._body(statement.body), line=statement.lineno))
                 case _:
                     self._refuse(statement, "a prompt program takes strings, if, match, with, pass and calls of others")
-        return nodes, params, choices
+        return tuple(nodes)
 
-    def _part(self, part: ast.expr, params: list[str]) -> Node:
+    def _part(self, part: ast.expr) -> Node:
         """Text or parameter of an f-string."""
         if isinstance(part, ast.Constant):
             return str(part.value)
@@ -201,20 +176,17 @@ class _Reader:
             self._refuse(part, "only arguments of the function may stand in {}")
         if name not in self._program.num_tokens:
             self._refuse(part, f"{{{name}}} needs a length in tokens; write @prompt_program({name}=16)")
-        params.append(name)
         return Param(name=name, num_tokens=self._program.num_tokens[name], line=part.lineno)
 
-    def _choose(
-        self, branches: list[tuple[str, Condition, list[ast.stmt]]], statement: ast.stmt, choices: list[_Choice]
-    ) -> Node:
-        """Module of a single branch, or union of the modules of all branches."""
+    def _choose(self, branches: list[tuple[str, Condition, list[ast.stmt]]], statement: ast.stmt) -> Node:
+        """Module of a single branch, or union of the modules of all branches, of which the first that holds counts."""
         members = []
-        for name, applies, body in branches:
-            children, params, inner = self._body(body)
-            if not children:
-                continue
-            members.append(Module(name=name, children=tuple(children), line=body[0].lineno))
-            choices.append(_Choice(name, applies, params, inner))
+        earlier: list[Condition] = []
+        for name, holds, body in branches:
+            if children := self._body(body):
+                members.append(Module(name=name, children=children, line=body[0].lineno))
+                self.entering[name] = _first_that_holds(holds, tuple(earlier))
+            earlier.append(holds)
         if not members:
             self._refuse(statement, "has no text in any branch")
         only = len(branches) == 1
@@ -224,14 +196,13 @@ class _Reader:
         """Name, condition and body of if, elif and else."""
         name, holds = self._condition(statement.test)
         branches = [(name, holds, statement.body)]
-        rest = statement.orelse
-        if len(rest) == 1 and isinstance(rest[0], ast.If):
-            later = self._branches(rest[0])
-        elif rest:
-            later = [(f"no-{name}", lambda values: True, rest)]
-        else:
-            later = []
-        return branches + [(each, _both(_negated(holds), applies), body) for each, applies, body in later]
+        match statement.orelse:
+            case []:
+                return branches
+            case [ast.If() as later]:
+                return branches + self._branches(later)
+            case otherwise:
+                return [*branches, (f"no-{name}", _always, otherwise)]
 
     def _condition(self, test: ast.expr) -> tuple[str, Condition]:
         match test:
@@ -243,7 +214,7 @@ class _Reader:
                 return self._named(f"no-{name}", test), lambda values: not values[name]
             case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq()], comparators=[ast.Constant(value=wanted)]):
                 self._check_argument(name, test)
-                return self._named(f"{name}.{wanted!s}", test), lambda values: bool(values[name] == wanted)
+                return self._named(f"{name}.{wanted!s}", test), _equals(name, wanted)
             case _:
                 self._refuse(test, "a condition is an argument, `not` an argument, or `argument == constant`")
 
@@ -253,21 +224,18 @@ class _Reader:
         subject = statement.subject.id
         self._check_argument(subject, statement)
         found: list[tuple[str, Condition, list[ast.stmt]]] = []
-        earlier: list[Any] = []
         for case in statement.cases:
             match case.pattern:
                 case ast.MatchValue(value=ast.Constant(value=wanted)) if case.guard is None:
-                    earlier.append(wanted)
-                    found.append(
-                        (self._named(f"{subject}.{wanted!s}", case.pattern), _equals(subject, wanted), case.body)
-                    )
+                    name, holds = f"{subject}.{wanted!s}", _equals(subject, wanted)
                 case ast.MatchAs(pattern=None, name=None) if case.guard is None:
-                    found.append((self._named(f"{subject}.other", case.pattern), _none_of(subject, earlier), case.body))
+                    name, holds = f"{subject}.other", _always
                 case _:
                     self._refuse(case.pattern, "a case is a constant, or _")
+            found.append((self._named(name, case.pattern), holds, case.body))
         return found
 
-    def _call(self, call: ast.Call) -> tuple[Module, _Choice]:
+    def _call(self, call: ast.Call) -> Module:
         """Module of a called program."""
         name = call.func.id if isinstance(call.func, ast.Name) else None
         scope = inspect.getclosurevars(self._program.function)
@@ -282,15 +250,12 @@ class _Reader:
         if len(given) < len(call.args) + len(call.keywords):
             self._refuse(call, f"{called.name} does not take these arguments")
         sources = {key: self._value(value) for key, value in given.items()}
-        children, params, inner = _Reader(called, self._calls).read()
+        children = _Reader(called, self._calls, self.entering).read()
         if not children:
             self._refuse(call, f"{called.name} has no text")
-
-        def values(outer: Values) -> Values:
-            return called._bound({key: take(outer) for key, take in sources.items()})
-
-        module = Module(name=self._named(called.name, call), children=tuple(children), line=call.lineno)
-        return module, _Choice(called.name, lambda outer: True, params, inner, values)
+        module = Module(name=self._named(called.name, call), children=children, line=call.lineno)
+        self.entering[module.name] = lambda outer: called._bound({key: take(outer) for key, take in sources.items()})
+        return module
 
     def _value(self, value: ast.expr) -> Callable[[Values], Any]:
         if isinstance(value, ast.Constant):
@@ -317,17 +282,13 @@ class _Reader:
         raise PMLError(self._program.source, getattr(where, "lineno", None), self._program.name, rule)
 
 
-def _negated(condition: Condition) -> Condition:
-    return lambda values: not condition(values)
-
-
-def _both(a: Condition, b: Condition) -> Condition:
-    return lambda values: a(values) and b(values)
-
-
 def _equals(name: str, wanted: Any) -> Condition:
     return lambda values: bool(values[name] == wanted)
 
 
-def _none_of(name: str, others: list[Any]) -> Condition:
-    return lambda values: values[name] not in others
+def _always(values: Values) -> bool:
+    return True
+
+
+def _first_that_holds(holds: Condition, earlier: tuple[Condition, ...]) -> Entering:
+    return lambda values: values if holds(values) and not any(each(values) for each in earlier) else None
