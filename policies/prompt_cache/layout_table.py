@@ -17,13 +17,12 @@ def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
     reused = _reused_positions(prompt) if prompt is not None else set()
     rows = [columns]
     for module in layout.modules:
-        row = [_name(layout, module), _kind(layout, module), _range(module), f"{len(module.ids):,}", _slots(module)]
+        row = [_name(layout, module), _kind(layout, module), _range(module), f"{len(module.tokens):,}", _slots(module)]
         if prompt is not None:
             row.append(f"{_count(layout, module, prompt, reused):,}")
         rows.append(row)
     lines = [f"schema {layout.schema.name}: {layout.num_positions:,} positions", *_aligned(rows)]
-    for names in layout.scaffolds:
-        lines.append(f"scaffold: {' '.join(names)}")
+    lines += [f"scaffold: {' '.join(names)}" for names in layout.scaffolds]
     if prompt is not None:
         total = prompt.num_cached + len(prompt.new_ids)
         lines.append(
@@ -68,7 +67,7 @@ def _count(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt, reused: 
     names = [layout.segment((module.name,)).name, *_scaffold_names(layout, module)]
     if not any(use.segment.name in names for use in prompt.uses):
         return 0
-    return sum(token in reused for token in zip(module.positions, module.ids, strict=True))
+    return sum(token in reused for token in module.tokens.items())
 
 
 def _scaffold_names(layout: Layout, module: ModuleLayout) -> list[str]:
@@ -77,12 +76,9 @@ def _scaffold_names(layout: Layout, module: ModuleLayout) -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = [name in TEXTS for name in rows[0]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if name in TEXTS else ">" for name in rows[0]]
     return [
-        "  ".join(
-            cell.ljust(width) if is_left else cell.rjust(width)
-            for cell, width, is_left in zip(row, widths, left, strict=True)
-        ).rstrip()
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
         for row in rows
     ]

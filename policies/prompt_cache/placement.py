@@ -19,25 +19,15 @@ from policies.reuse import ReusingPrompt, Segment, SegmentUse
 LINK_TOKENS = 4
 
 
-def place(prompt: Prompt, layout: Layout, text: ModelText, *, link_tokens: int = LINK_TOKENS) -> ReusingPrompt:
-    """Place a prompt.
+class Placement:
+    """Placement of one prompt.
 
     Args:
         prompt: prompt that was checked against the layout's schema.
         layout: layout of the schema.
         text: tokenizer and chat template of the model.
-        link_tokens: number of tokens of every run that are computed again.
-
-    Raises:
-        PMLError: an argument is too long, text does not fit, or the model has too few positions.
-        ValueError: `link_tokens` is negative.
     """
-    if link_tokens < 0:
-        raise ValueError(f"policy.link_tokens={link_tokens} must not be negative; 0 is none")
-    return _Placing(prompt, layout, text).place(link_tokens)
 
-
-class _Placing:
     def __init__(self, prompt: Prompt, layout: Layout, text: ModelText) -> None:
         self._prompt, self._layout, self._text = prompt, layout, text
         imports = [item for item in prompt.items if isinstance(item, Import)]
@@ -46,10 +36,15 @@ class _Placing:
             arguments[OUTSIDE] = prompt.arguments, prompt.line
         self._arguments = arguments
         self._new: dict[int, int] = {}
-        self._taken = {position for name in arguments for position in layout.by_name[name].positions}
+        self._taken = {position for name in arguments for position in layout.by_name[name].tokens}
         """Positions of all imported modules, including their slots."""
 
     def place(self, link_tokens: int) -> ReusingPrompt:
+        """Place the prompt; `link_tokens` tokens of every run are computed again.
+
+        Raises:
+            PMLError: an argument is too long, text does not fit, or the model has too few positions.
+        """
         self._place_arguments()
         self._place_texts()
         chosen = self._segments()
@@ -106,7 +101,7 @@ class _Placing:
     def _place_between(self, texts: Sequence[NewText], before: Sequence[int], following: ModuleLayout) -> int:
         """Place texts before a module. Returns the position after them."""
         outside = self._layout.by_name.get(OUTSIDE)
-        runs = _runs(list(outside.positions)) if outside is not None else []
+        runs = _runs(list(outside.tokens)) if outside is not None else []
         start = max([0, *before, *(end for _, end in runs if end <= following.start)])
         ids = self._tokens(texts, start)
         taken = self._taken | self._new.keys()
@@ -158,7 +153,7 @@ class _Placing:
                 del left[name]
             segment = layout.segment(group)
             slots = {p for name in taken for slot in layout.by_name[name].slots for p in slot.positions}
-            positions = {p for name in taken for p in layout.by_name[name].positions} - slots
+            positions = {p for name in taken for p in layout.by_name[name].tokens} - slots
             if positions:
                 chosen.append((segment, positions))
         return chosen

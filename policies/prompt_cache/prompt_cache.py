@@ -8,7 +8,7 @@ from typing import Any
 from policies.prompt_cache.layout import Layout
 from policies.prompt_cache.layout_table import layout_table
 from policies.prompt_cache.model_text import ModelText
-from policies.prompt_cache.placement import LINK_TOKENS, place
+from policies.prompt_cache.placement import LINK_TOKENS, Placement
 from policies.prompt_cache.prompt import Prompt
 from policies.prompt_cache.schema import Schema
 from policies.prompt_cache.xml_reader import PMLError
@@ -66,7 +66,7 @@ class PromptCache:
             source = Prompt.from_xml(source, self.schema, name=name)
         if source.schema != self.schema.name:
             raise PMLError(source.source, source.line, "prompt", f"is of {source.schema}, not of {self.schema.name}")
-        return place(source, self.layout, self._text, link_tokens=self.link_tokens)
+        return Placement(source, self.layout, self._text).place(self.link_tokens)
 
     def table(self, prompt: ReusingPrompt | None = None) -> str:
         """Layout as a table; with a prompt, also the number of tokens that it reuses."""

@@ -73,7 +73,7 @@ def test_a_module_stands_where_the_schema_puts_it() -> None:
     assert at["b"].start == slot.start + 3 + length(" end") and at["b"].parent == "a"
     assert at["c"].start == at["d"].start == at["a"].end and at["c"].union == at["d"].union is not None
     assert at["d"].end == made.layout.num_positions - length("last") > at["c"].end
-    assert text_of([token for token in at[""].ids]) == "in frontlast"
+    assert text_of(list(at[""].tokens.values())) == "in frontlast"
     assert made.layout == cache(schema).layout != cache(schema.replace("inner", "other")).layout
 
 
