@@ -89,11 +89,22 @@ class Scaffold:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Place of a module in the tree: the module that contains it, and the union that it is a member of."""
+    """Place of a module in the tree.
+
+    Attributes:
+        module: the module.
+        outer: modules that contain it, the outermost first.
+        union: union that it is a member of.
+    """
 
     module: Module
-    parent: str | None
+    outer: tuple[str, ...]
     union: Union | None
+
+    @property
+    def parent(self) -> str | None:
+        """The innermost module that contains it."""
+        return self.outer[-1] if self.outer else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +140,7 @@ class Schema:
     @cached_property
     def places(self) -> dict[str, Place]:
         """Modules by name, in the order of the schema."""
-        return {place.module.name: place for place in _places(self.children, None)}
+        return {place.module.name: place for place in _places(self.children)}
 
     def params(self, module: str | None) -> dict[str, Param]:
         """Parameters of a module's own text, or of the text outside of modules."""
@@ -138,18 +149,17 @@ class Schema:
 
     def ancestors(self, module: str) -> list[str]:
         """Modules that contain a module, the outermost first."""
-        parent = self.places[module].parent
-        return [] if parent is None else [*self.ancestors(parent), parent]
+        return list(self.places[module].outer)
 
     def _check_names(self) -> None:
         seen: dict[str, Module] = {}
-        for place in _places(self.children, None):
+        for place in _places(self.children):
             module = place.module
+            if module.name in place.outer:
+                raise self.error(module.line, "module", f"{module.name} contains itself; modules cannot recur")
             if module.name in seen:
-                first = seen[module.name]
-                if _is_inside(module, first):
-                    raise self.error(module.line, "module", f"{module.name} contains itself; modules cannot recur")
-                rule = f"{module.name} is also the name of the module in line {first.line}; rename one"
+                line = seen[module.name].line
+                rule = f"{module.name} is also the name of the module in line {line}; rename one"
                 raise self.error(module.line, "module", rule)
             seen[module.name] = module
         for owner in (None, *seen):
@@ -167,34 +177,23 @@ class Schema:
                 raise self.error(scaffold.line, "scaffold", f"there is no module {shown(name)}")
         if len(set(scaffold.modules)) < len(scaffold.modules):
             raise self.error(scaffold.line, "scaffold", "names a module twice")
-        clash = clashing(self, scaffold.modules)
-        if clash is not None:
-            rule = f"{clash[0]} and {clash[1]} are members of one union and never imported together"
-            raise self.error(scaffold.line, "scaffold", rule)
+        chosen: dict[int, str] = {}  # by union
+        for module in (each for name in scaffold.modules for each in (*self.ancestors(name), name)):
+            union = self.places[module].union
+            if union is not None and (other := chosen.setdefault(id(union), module)) != module:
+                rule = f"{other} and {module} are members of one union and never imported together"
+                raise self.error(scaffold.line, "scaffold", rule)
 
 
-def clashing(schema: Schema, modules: tuple[str, ...] | list[str]) -> tuple[str, str] | None:
-    """Two of these modules that exclude each other, or None."""
-    chosen: dict[int, str] = {}
-    for name in modules:
-        for each in (*schema.ancestors(name), name):
-            union = schema.places[each].union
-            if union is not None and chosen.setdefault(id(union), each) != each:
-                return chosen[id(union)], each
-    return None
-
-
-def _places(children: tuple[Node, ...], parent: str | None) -> Iterator[Place]:
+def _places(children: tuple[Node, ...], outer: tuple[str, ...] = ()) -> Iterator[Place]:
     for child in children:
-        if isinstance(child, Module):
-            yield Place(module=child, parent=parent, union=None)
-            yield from _places(child.children, child.name)
-        elif isinstance(child, Union):
-            for member in child.members:
-                yield Place(module=member, parent=parent, union=child)
-                yield from _places(member.children, member.name)
-        elif isinstance(child, Role):
-            yield from _places(child.children, parent)
+        if isinstance(child, Role):
+            yield from _places(child.children, outer)
+        elif isinstance(child, Module | Union):
+            union = child if isinstance(child, Union) else None
+            for module in child.members if isinstance(child, Union) else (child,):
+                yield Place(module=module, outer=outer, union=union)
+                yield from _places(module.children, (*outer, module.name))
 
 
 def _params(children: tuple[Node, ...]) -> Iterator[Param]:
@@ -203,10 +202,6 @@ def _params(children: tuple[Node, ...]) -> Iterator[Param]:
             yield child
         elif isinstance(child, Role):
             yield from _params(child.children)
-
-
-def _is_inside(inner: Module, outer: Module) -> bool:
-    return any(place.module is inner for place in _places(outer.children, outer.name))
 
 
 class _SchemaReader:

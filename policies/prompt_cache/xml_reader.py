@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NoReturn
 from xml.parsers import expat
@@ -187,16 +189,11 @@ def without_layout(parts: list[tuple[str, bool]]) -> str:
     Args:
         parts: pieces of the text, and whether the white space of each is kept.
     """
-    joined: list[list[str | bool]] = []
-    for text, kept in parts:  # expat reports line breaks separately
-        if joined and joined[-1][1] == kept:
-            joined[-1][0] = str(joined[-1][0]) + text
-        else:
-            joined.append([text, kept])
-    if joined and not joined[0][1]:
-        joined[0][0] = re.sub(rf"\A[{WHITE}]*\n[{WHITE}]*", "", str(joined[0][0]))
-    if joined and not joined[-1][1]:
-        text = str(joined[-1][0])
-        bare = text.rstrip(WHITE)
-        joined[-1][0] = bare if "\n" in text[len(bare) :] else text
-    return "".join(str(text) for text, _ in joined)
+    # expat reports line breaks separately, so white space may be in several pieces.
+    texts = ["".join(text for text, _ in run) for _, run in groupby(parts, key=itemgetter(1))]
+    if parts and not parts[0][1]:
+        texts[0] = re.sub(rf"\A[{WHITE}]*\n[{WHITE}]*", "", texts[0])
+    if parts and not parts[-1][1]:
+        bare = texts[-1].rstrip(WHITE)
+        texts[-1] = bare if "\n" in texts[-1][len(bare) :] else texts[-1]
+    return "".join(texts)
