@@ -6,39 +6,22 @@ docs/policies.md. A policy is a dataclass; its fields are the options of the com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections import UserDict
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies.base import Policy
 
 
-class PolicyTable(Mapping[str, "type[Policy]"]):
-    """Policies by name. The module of a policy is imported when the policy is looked up.
-
-    Args:
-        places: module and class by name, as "module:Class".
-    """
-
-    def __init__(self, places: dict[str, str]) -> None:
-        self.places = places
+class PolicyTable(UserDict[str, Any]):
+    """Policies by name, made from their places, "module:Class". A module is imported when its policy is looked up."""
 
     def __getitem__(self, name: str) -> type[Policy]:
         if name not in self:
             raise KeyError(f"policy={name} is not one of {', '.join(self)}")
-        module, _, policy = self.places[name].partition(":")
-        found: type[Policy] = getattr(import_module(module), policy)
-        return found
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self.places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+        policy: type[Policy] = resolve_name(self.data[name])
+        return policy
 
 
 POLICIES = PolicyTable(
@@ -60,7 +43,7 @@ POLICIES = PolicyTable(
 
 def __getattr__(name: str) -> Any:
     """A policy by its class, as in `from policies import SnapKV`; imported when it is asked for."""
-    for policy, place in POLICIES.places.items():
+    for policy, place in POLICIES.data.items():
         if place.endswith(f":{name}"):
             return POLICIES[policy]
     raise AttributeError(f"module 'policies' has no attribute '{name}'")

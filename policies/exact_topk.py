@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget
-from policies.retriever import Index, NoIndex, PromptView, Retriever, Slots, most_needed, relative_need
+from policies.retriever import Index, PromptView, Retriever, Slots, most_needed, relative_need
 
 
-class StoredKeys(NoIndex):
+class StoredKeys(Index):
     """Index that computes scores from the keys in the pool itself."""
 
     def __init__(self, stored: Callable[[], Tensor], num_slots: int, scaling: float) -> None:

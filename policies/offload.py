@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.retriever import Index, NoIndex, PromptView, Retriever, Slots
+from policies.retriever import Index, PromptView, Retriever, Slots
 
 
 @dataclass(kw_only=True)
@@ -25,8 +25,8 @@ class Offload(Retriever):
     looks_ahead: ClassVar[bool] = True
     asks: ClassVar[bool] = False
 
-    def index(self, view: PromptView) -> NoIndex:
-        return NoIndex(view.k_BKnH.shape[2])
+    def index(self, view: PromptView) -> Index:
+        return Index(view.k_BKnH.shape[2])
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
         return None

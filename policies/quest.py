@@ -31,7 +31,8 @@ class Pages(Index):
     """
 
     def __init__(self, k_BKnH: Tensor, *, page: int, pads: list[int], scaling: float) -> None:
-        self.page, self._scaling, self._num_slots = page, scaling, 0
+        super().__init__(0)
+        self.page, self._scaling = page, scaling
         self._least_BKPH = k_BKnH.new_empty(*k_BKnH.shape[:2], 0, k_BKnH.shape[3])
         self._most_BKPH = self._least_BKPH
         if any(pads):
@@ -44,32 +45,20 @@ class Pages(Index):
     def num_bytes(self) -> int:
         return self._least_BKPH.nbytes + self._most_BKPH.nbytes
 
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
     def append(self, k_BKCH: Tensor) -> None:
-        into_last = min(-self._num_slots % self.page, k_BKCH.shape[2])
+        into_last = min(-self.num_slots % self.page, k_BKCH.shape[2])
+        self.num_slots += k_BKCH.shape[2]
+        first_BKCH, k_BKCH = k_BKCH[:, :, :into_last], k_BKCH[:, :, into_last:]
         if into_last:
-            first_BKCH, k_BKCH = k_BKCH[:, :, :into_last], k_BKCH[:, :, into_last:]
-            last = (self._num_slots - 1) // self.page
-            self._widen(last, first_BKCH.amin(dim=2), first_BKCH.amax(dim=2))
-            self._num_slots += into_last
-        num_new = k_BKCH.shape[2]
-        if num_new:
-            parts = k_BKCH.split(self.page, dim=2)
-            full = [part for part in parts if part.shape[2] == self.page]
-            least, most = [], []
-            if full:
-                pages_BKPSH = k_BKCH[:, :, : len(full) * self.page].unflatten(2, (-1, self.page))
-                least, most = [pages_BKPSH.amin(dim=3)], [pages_BKPSH.amax(dim=3)]
-            if len(full) < len(parts):
-                least.append(parts[-1].amin(dim=2, keepdim=True))
-                most.append(parts[-1].amax(dim=2, keepdim=True))
-            pages = -(-self._num_slots // self.page)
-            self._least_BKPH = torch.cat([self._least_BKPH[:, :, :pages], *least], dim=2)
-            self._most_BKPH = torch.cat([self._most_BKPH[:, :, :pages], *most], dim=2)
-            self._num_slots += num_new
+            least_BKH, most_BKH = self._least_BKPH[:, :, -1], self._most_BKPH[:, :, -1]
+            torch.minimum(least_BKH, first_BKCH.amin(dim=2), out=least_BKH)
+            torch.maximum(most_BKH, first_BKCH.amax(dim=2), out=most_BKH)
+        num_full = k_BKCH.shape[2] // self.page
+        full_BKCH, rest_BKCH = k_BKCH[:, :, : num_full * self.page], k_BKCH[:, :, num_full * self.page :]
+        for pages_BKPSH in (full_BKCH.unflatten(2, (num_full, self.page)), rest_BKCH.unsqueeze(2)):
+            if pages_BKPSH.numel():
+                self._least_BKPH = torch.cat([self._least_BKPH, pages_BKPSH.amin(dim=3)], dim=2)
+                self._most_BKPH = torch.cat([self._most_BKPH, pages_BKPSH.amax(dim=3)], dim=2)
 
     def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
         kept = Pages(k_BKmH, page=self.page, pads=[], scaling=self._scaling)
@@ -90,10 +79,6 @@ class Pages(Index):
         q_BKGH = q_BNH.unflatten(1, (self._most_BKPH.shape[1], -1)) * self._scaling
         most = q_BKGH.clamp_min(0) @ self._most_BKPH.mT + q_BKGH.clamp_max(0) @ self._least_BKPH.mT
         return most.to(torch.promote_types(most.dtype, torch.float32))
-
-    def _widen(self, page: int, least_BKH: Tensor, most_BKH: Tensor) -> None:
-        torch.minimum(self._least_BKPH[:, :, page], least_BKH, out=self._least_BKPH[:, :, page])
-        torch.maximum(self._most_BKPH[:, :, page], most_BKH, out=self._most_BKPH[:, :, page])
 
 
 @dataclass(kw_only=True)

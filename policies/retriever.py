@@ -10,6 +10,7 @@ does the rest: storage, prediction, copies and statistics.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -81,66 +82,42 @@ def positions_ahead(view: PromptView, count: int) -> Tensor:
     return view.next_B[:, None] + ahead
 
 
-class Index(ABC):
-    """Data about one layer's keys, on the device, by which slots are found."""
+class Index:
+    """Data about one layer's keys, on the device, by which slots are found.
+
+    This class counts the slots only, which is enough for a policy that reads the stored keys themselves, or no keys.
+
+    Args:
+        num_slots: number of slots in the index.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes allocated on the device."""
-
-    @property
-    @abstractmethod
-    def num_slots(self) -> int:
-        """Number of slots in the index."""
+        return 0
 
     @property
     def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
         """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
         return None
 
-    @abstractmethod
     def append(self, k_BKCH: Tensor) -> None:
         """Add new slots after the others."""
+        self.num_slots += k_BKCH.shape[2]
 
-    @abstractmethod
     def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
         """Keep only these slots, ascending, which have these keys."""
+        self.num_slots = slots_BKm.shape[2]
 
-    @abstractmethod
     def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
         """Replace one slot of every row and KV head by a new token."""
 
-    @abstractmethod
     def fork(self, stored: Callable[[], Tensor]) -> Index:
         """Independent copy of the index. `stored` is as in `PromptView`."""
-
-
-class NoIndex(Index):
-    """Index of a policy that reads the stored keys themselves, or no keys."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    def append(self, k_BKCH: Tensor) -> None:
-        self._num_slots += k_BKCH.shape[2]
-
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        self._num_slots = slots_BKm.shape[2]
-
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
-        pass
-
-    def fork(self, stored: Callable[[], Tensor]) -> Index:
-        return NoIndex(self.num_slots)
+        return copy.copy(self)
 
 
 @dataclass(frozen=True, kw_only=True)
