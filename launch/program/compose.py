@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Generic, TypeVar, Union, get_origin, get_type_hints
 
 import yaml
@@ -35,29 +35,8 @@ CONF = ROOT / "conf"
 VERBATIM = ("prompt.text", "prompt.question", "generation.stop")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
 
-# A file name may contain commas, brackets and equals signs, so it is quoted before Hydra parses it. ${...} works.
-FILE_NAMES = (
-    "prompt.file",
-    "prompt.ids_file",
-    "text.file",
-    "model.path",
-    "model.config",
-    "ranks.fault_report",
-    "partition.table",
-    "table",
-    "policy.schema",
-    "policy.store",
-    "policy.skew",
-    "policy.path",
-    "schema",
-    "out",
-    "report",
-    "lines",
-    "timeline",
-    "sample",
-    "bench.results",
-    "bench.compute",
-)
+POLICY_FILES = ("policy.schema", "policy.store", "policy.skew", "policy.path")
+"""File names among the options of policies, whose types are not known before a policy is chosen."""
 
 FLAGS_HELP = """
 --cfg job prints the composed options; --help prints this.
@@ -72,18 +51,6 @@ T = TypeVar("T")
 SHORT_FLAGS = {"-h": "--help", "-c": "--cfg", "-cd": "--config-dir", "-cn": "--config-name", "-m": "--multirun"}
 FLAGS_WITH_VALUE = ("--cfg", "--config-dir", "--config-name")
 FLAGS = (*SHORT_FLAGS.values(), "--layout")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnConfig:
-    """A user's own config files: a `folder` (--config-dir) and the `name` of the primary config (--config-name)."""
-
-    folder: str | None = None
-    name: str | None = None
-
-    def __str__(self) -> str:
-        flags = {"--config-dir": self.folder, "--config-name": self.name}
-        return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
 
 
 @dataclass(kw_only=True)
@@ -101,10 +68,6 @@ class CommandLine(Generic[T]):
     run: T | None = None
     flags: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
-
-    @property
-    def config(self) -> OwnConfig:
-        return OwnConfig(folder=self.flags.get("--config-dir"), name=self.flags.get("--config-name"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,34 +104,43 @@ class Program(Generic[T]):
         if "--help" in flags:
             command.to_print = (self.help_on(overrides) or self.help) + FLAGS_HELP
         elif "--multirun" not in flags:
-            command.run = self.compose(overrides, command.config)
+            command.run = self.compose(overrides, flags)
             if "--cfg" in flags:
-                plain = _plain(asdict(command.run))  # type: ignore[call-overload]
+                plain = asdict(command.run, dict_factory=_names_of_members)  # type: ignore[call-overload]
                 command.to_print = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         elif "--cfg" in flags:
             raise ValueError("--cfg job shows the options of one job; leave --multirun out and give one value each")
         return command
 
-    def compose(self, overrides: Sequence[str], config: OwnConfig = OwnConfig()) -> T:
+    def compose(self, overrides: Sequence[str], flags: Mapping[str, str] = MappingProxyType({})) -> T:
         """Compose the options from conf/, the user's own files and `overrides` (name=value).
+
+        Args:
+            overrides: the arguments of the form name=value.
+            flags: --config-dir, a folder of the user's own files, and --config-name, the primary config.
 
         Raises:
             ValueError: in one line.
         """
-        for_hydra, verbatim = _split_verbatim(overrides, self.options)
-        with self.config_loader(config) as loader:
-            name = config.name or self.name
-            with _errors_in_one_line(config):
+        kinds = option_kinds(self.options)
+        for_hydra, verbatim = _split_verbatim(overrides, kinds)
+        with self.config_loader(flags) as loader:
+            name = flags.get("--config-name", self.name)
+            with _errors_in_one_line(flags):
                 defaults = loader.compute_defaults_list(name, [], RunMode.RUN)
             known = defaults.overrides.known_choices.items()
             groups = {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
-            checked = [_checked_override(text, self.options, groups, loader) for text in for_hydra]
-            with _errors_in_one_line(config):
+            checked = [_checked_override(text, kinds, groups, loader) for text in for_hydra]
+            with _errors_in_one_line(flags):
                 composed = compose(name, [text for text in checked if text is not None])
-        return _with_verbatim(_typed(composed, self.options), verbatim)
+        # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
+        chat = OmegaConf.select(composed, "prompt.chat")
+        if isinstance(chat, bool):
+            composed.prompt.chat = str(chat).lower()
+        return _with_verbatim(typed(composed, self.options), verbatim)
 
     @contextmanager
-    def config_loader(self, config: OwnConfig) -> Iterator[ConfigLoaderImpl]:
+    def config_loader(self, flags: Mapping[str, str]) -> Iterator[ConfigLoaderImpl]:
         """Hydra's loader for conf/ and, after it, the user's folder, as Hydra's own --config-dir has it.
 
         Raises:
@@ -177,15 +149,15 @@ class Program(Generic[T]):
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=self.name):
             loader = GlobalHydra.instance().config_loader()
             assert isinstance(loader, ConfigLoaderImpl), type(loader)
-            if config.folder is not None:
-                _check_folder(Path(config.folder))
+            folder, name = flags.get("--config-dir"), flags.get("--config-name")
+            if folder is not None:
+                _check_folder(Path(folder))
                 path = loader.get_search_path()
-                folder = os.path.abspath(config.folder)
-                path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+                path.prepend("command-line", f"file://{os.path.abspath(folder)}", SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
-            if config.name is not None and not loader.repository.config_exists(config.name):
+            if name is not None and not loader.repository.config_exists(name):
                 known = ", ".join(name for name in _choices("", loader) if not name.startswith("_"))
-                raise ValueError(f"{config}: there is no config of that name; there are {known}")
+                raise ValueError(f"{_where(flags)}there is no config of that name; there are {known}")
             yield loader
 
 
@@ -200,10 +172,16 @@ def _check_folder(folder: Path) -> None:
             raise ValueError(f"--config-dir {folder}: {name} would not be read, since conf/ has one; rename the file")
 
 
+def _where(flags: Mapping[str, str]) -> str:
+    """The user's own config files, at the beginning of a message about them."""
+    own = " ".join(f"{flag} {flags[flag]}" for flag in ("--config-dir", "--config-name") if flag in flags)
+    return f"{own}: " if own else ""
+
+
 @contextmanager
-def _errors_in_one_line(config: OwnConfig) -> Iterator[None]:
+def _errors_in_one_line(flags: Mapping[str, str]) -> Iterator[None]:
     """Turn whatever Hydra, OmegaConf and PyYAML raise while they read config files into a ValueError of one line."""
-    where = f"{config}: " if str(config) else ""
+    where = _where(flags)
     try:
         yield
     except yaml.MarkedYAMLError as error:
@@ -242,15 +220,14 @@ def _split_flags(args: Sequence[str], known: Sequence[str]) -> tuple[dict[str, s
     return flags, overrides
 
 
-def _split_verbatim(overrides: Sequence[str], options: type) -> tuple[list[str], dict[str, list[str]]]:
+def _split_verbatim(overrides: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], dict[str, list[str]]]:
     """The overrides that Hydra may parse, and all values of each verbatim option in order."""
     for_hydra = []
     verbatim: dict[str, list[str]] = {}
-    _, known = _option_names(options)
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.lstrip("+")
-        if not (equals and name in VERBATIM and name in known):
+        if not (equals and name in VERBATIM and name in kinds):
             for_hydra.append(override)
             continue
         try:
@@ -284,13 +261,14 @@ def _stop_strings(value: str) -> list[str]:
 
 
 def _checked_override(
-    text: str, options: type, groups: Mapping[str, str | None], loader: ConfigLoaderImpl
+    text: str, kinds: Mapping[str, Any], groups: Mapping[str, str | None], loader: ConfigLoaderImpl
 ) -> str | None:
     """The override in the form Hydra takes: an existing option or group with one value. None if it changes nothing.
 
     Hydra's own messages have several lines and name configs and structs, so mistakes are found here first.
 
     Args:
+        kinds: types of the options by their names.
         groups: groups in the defaults list, with their choices. +group=choice adds another group of the search path.
         loader: knows the choices of a group.
     """
@@ -300,17 +278,22 @@ def _checked_override(
     name = text.partition("=")[0].lstrip("+")
     is_added = text.startswith("+") and name not in groups and bool(_choices(name, loader))
     is_group = is_added or name in groups
-    sections, leaves = _option_names(options)
-    is_open = re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and name.partition(".")[0] in _open_sections(options)
+    leaves = _leaves(kinds)
+    # A section that is a dictionary takes any option.
+    is_open = (
+        re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and get_origin(kinds.get(name.partition(".")[0])) is dict
+    )
     if name not in leaves and not is_group and not is_open:
-        if name in sections:
+        if name in kinds:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
             raise ValueError(f"{name} is not one option but several: {members}")
         if name.startswith("sweep."):
             raise ValueError(f"{_shown(name)} is an option of a sweep; give it with --multirun, or leave it out")
         raise ValueError(f"unknown option {_shown(name)}; {_suggestion(name, [*leaves, *groups])}")
     value = text.partition("=")[2]
-    if name in FILE_NAMES and value != "null" and value[:1] not in ("'", '"'):
+    # A file name may contain commas, brackets and equals signs, so it is quoted before Hydra parses it. ${...} works.
+    is_file = name in POLICY_FILES or kinds.get(name) is str
+    if is_file and value != "null" and value[:1] not in ("'", '"'):
         value = QuotedString(text=value, quote=Quote.double).with_quotes()
     text = f"{'++' if is_open else ''}{name}={value}"
     try:
@@ -339,24 +322,22 @@ def _choices(group: str, loader: ConfigLoaderImpl) -> list[str]:
     return sorted(loader.get_group_options(group)) if is_group else []
 
 
-def _open_sections(options: type) -> list[str]:
-    """Sections that take any option, since they are dictionaries."""
-    return [name for name, kind in get_type_hints(options).items() if get_origin(kind) is dict]
-
-
-def _option_names(options: type) -> tuple[list[str], list[str]]:
-    """The sections of the options (prompt, ...) and the full names of their members (prompt.file, report)."""
-    sections, leaves = [], []
-    kinds = get_type_hints(options)
+def option_kinds(options: type, section: str = "") -> dict[str, Any]:
+    """Types of the options by their full names (prompt.file, report), and of their sections (prompt), without None."""
+    kinds: dict[str, Any] = {}
+    hints = get_type_hints(options)
     for option in fields(options):
-        kind = kinds[option.name]
-        if isinstance(kind, type) and is_dataclass(kind):
-            inner_sections, inner_leaves = _option_names(kind)
-            sections += [option.name, *(f"{option.name}.{inner}" for inner in inner_sections)]
-            leaves += [f"{option.name}.{inner}" for inner in inner_leaves]
-        else:
-            leaves += [option.name]
-    return sections, leaves
+        name, kind = section + option.name, hints[option.name]
+        if isinstance(kind, UnionType) and NoneType in kind.__args__:
+            kind = Union[tuple(part for part in kind.__args__ if part is not NoneType)]  # noqa: UP007 (it is computed)
+        kinds[name] = kind
+        if is_dataclass(kind):
+            kinds |= option_kinds(kind, f"{name}.")  # type: ignore[arg-type]
+    return kinds
+
+
+def _leaves(kinds: Mapping[str, Any]) -> list[str]:
+    return [name for name, kind in kinds.items() if not is_dataclass(kind)]
 
 
 def _suggestion(name: str, known: list[str]) -> str:
@@ -364,14 +345,6 @@ def _suggestion(name: str, known: list[str]) -> str:
     same_last_part = [option for option in known if option.rpartition(".")[2] == last_part]
     close = same_last_part or difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else "see --help"
-
-
-def _typed(composed: DictConfig, options: type[T]) -> T:
-    # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
-    chat = OmegaConf.select(composed, "prompt.chat")
-    if isinstance(chat, bool):
-        composed.prompt.chat = str(chat).lower()
-    return typed(composed, options)
 
 
 def typed(values: Mapping[str, Any] | DictConfig, options: type[T], section: str = "") -> T:
@@ -426,28 +399,22 @@ def _in_our_words(
     error: OmegaConfBaseException, values: Mapping[str, Any] | DictConfig, options: type, section: str
 ) -> str:
     value: Any = OmegaConf.to_container(values, resolve=False) if isinstance(values, DictConfig) else values
-    kinds = get_type_hints(options)
+    kinds = option_kinds(options)
     key = (error.full_key or "").partition("[")[0]
     if not key:  # OmegaConf does not say which section got a single value
         sections = [name for name in value if is_dataclass(kinds.get(name)) and not isinstance(value[name], dict)]
         key = sections[0] if sections else ""
-    name = f"{section}.{key}" if section else key
-    *outer, option = key.split(".")
-    for each in outer:
-        kind = kinds.get(each)
-        kinds = get_type_hints(kind) if is_dataclass(kind) else {}
+    prefix = f"{section}." if section else ""
+    name = prefix + key
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) and part in value else value
     if isinstance(error, ConfigKeyError):
-        known = [f"{section}.{leaf}" if section else leaf for leaf in _option_names(options)[1]]
-        return f"unknown option {_shown(name)}; {_suggestion(name, known)}"
+        return f"unknown option {_shown(name)}; {_suggestion(name, [prefix + leaf for leaf in _leaves(kinds)])}"
     if isinstance(error, MissingMandatoryValue):
         return f"{name} is missing; give a value"
-    if option not in kinds or (isinstance(value, str) and "${" in value):
+    if key not in kinds or (isinstance(value, str) and "${" in value):
         return f"{name}={_shown(str(value))} cannot be used: {_one_line(error)}"
-    kind = kinds[option]
-    if isinstance(kind, UnionType) and type(None) in kind.__args__:
-        kind = Union[tuple(part for part in kind.__args__ if part is not type(None))]  # noqa: UP007 (it is computed)
+    kind = kinds[key]
     if isinstance(kind, type) and issubclass(kind, Enum):
         what = f"one of {', '.join(kind.__members__)}"
     elif is_dataclass(kind):
@@ -467,10 +434,9 @@ def _shown(text: str) -> str:
     return line if len(line) <= 80 else line[:77] + "..."
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return value.name if isinstance(value, Enum) else value
+def _names_of_members(options: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Options as YAML writes them: members of enums by their names."""
+    return {name: value.name if isinstance(value, Enum) else value for name, value in options}
 
 
 def this_rank() -> int:

@@ -133,7 +133,7 @@ def _plan(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[
 def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[Job]]:
     """The folder of the sweep and its jobs, the last option changing fastest, as in Hydra's own sweeper."""
     values: dict[str, list[str]] = {}
-    with program.config_loader(command.config) as loader:
+    with program.config_loader(command.flags) as loader:
         for text in command.overrides:
             name = text.partition("=")[0].lstrip("+")
             if "sweep" in name.split(".") and name not in OF_THE_SWEEP:
@@ -186,7 +186,7 @@ def _num_ranks(text: str) -> int:
 def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None:
     """Compose the options of a job, to find mistakes before any rank works, and name the files that it writes."""
     try:
-        run = program.compose(list(job.overrides.values()), command.config)
+        run = program.compose(list(job.overrides.values()), command.flags)
     except ValueError as error:
         job.problem = str(error)
         return

@@ -22,7 +22,7 @@ from launch.evaluate import EVALUATE
 from launch.infer import INFER
 from launch.inputs.options import ineffective_settings
 from launch.inputs.policies import NAMES, options_of, rank_policies
-from launch.program.compose import CommandLine, Program, _option_names
+from launch.program.compose import CommandLine, Program, _leaves, option_kinds
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes
@@ -218,9 +218,9 @@ NO_OPTIONS = (
 
 @cache
 def option_names(program: Program[Any]) -> list[str]:
-    names = _option_names(program.options)[1]
+    names = _leaves(option_kinds(program.options))
     if "policy" in names:
-        names += [f"policy.{option}" for name in NAMES for option in ("name", *_option_names(options_of(name))[1])]
+        names += [f"policy.{option}" for name in NAMES for option in ("name", *_leaves(option_kinds(options_of(name))))]
     return names
 
 

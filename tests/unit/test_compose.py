@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
-from launch.program.compose import CONF, FLAGS_HELP, _option_names
+from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
 from runahead.config import ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,7 +195,7 @@ def test_any_argument_is_read_or_refused_in_one_line(name, value):
 def test_help_names_every_option():
     to_print = INFER.read(["--help", "no=such.option"]).to_print
     assert to_print == HELP + FLAGS_HELP
-    for name in _option_names(RunOptions)[1]:
+    for name in _leaves(option_kinds(RunOptions)):
         group = name.removesuffix(".name")
         assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
 
