@@ -23,6 +23,9 @@ class PolicyTable(UserDict[str, Any]):
         policy: type[Policy] = resolve_name(self.data[name])
         return policy
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self.data
+
 
 POLICIES = PolicyTable(
     {
