@@ -48,30 +48,43 @@ class Job:
     """One combination of values.
 
     Attributes:
-        overrides: by option, its override; of free texts, all of them.
-        ranks: how many ranks are started for it.
+        overrides: by option, its override; of free texts, all of them. The last one is sweep.ranks.
         folder: where its files go.
         problem: what is wrong with its options; such a job is not started.
         status: how it ended, for the table.
         seconds: how long it ran.
         report: the JSON that it writes, if its program writes one.
+        outputs: overrides that name the other files that it writes.
+        figures: figures from its report, by their names there.
     """
 
     overrides: dict[str, str]
-    ranks: int
     folder: Path
     problem: str = ""
     status: str = "not started"
     seconds: float | None = None
     report: Path | None = None
     outputs: list[str] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> list[str]:
+        """The overrides that the program gets."""
+        return [text for name, text in self.overrides.items() if name != "sweep.ranks"]
+
+    def value(self, name: str) -> str:
+        return self.overrides[name].partition("=")[2]
+
+    def changed(self, swept: Sequence[str]) -> str:
+        """The overrides in which this job differs from others."""
+        return " ".join(f"{name}={self.value(name)}" for name in swept)
 
     def command(self, module: str, flags: Mapping[str, str]) -> list[str]:
         """The command that starts the ranks of this job on this host."""
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
+        ranks = self.value("sweep.ranks")
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         given = [part for flag, value in flags.items() if flag != "--multirun" for part in (flag, value) if part]
-        options = [*self.overrides.values(), *self.outputs]
-        return [sys.executable, "-m", *(launcher if self.ranks > 1 else []), module, *given, *options]
+        return [sys.executable, "-m", *(launcher if ranks != "1" else []), module, *given, *self.options, *self.outputs]
 
 
 def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:
@@ -87,8 +100,6 @@ def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:
         say(str(error))
         return 2
     swept = [name for name in jobs[0].overrides if len({job.overrides[name] for job in jobs}) > 1]
-    if len({job.ranks for job in jobs}) > 1:
-        swept.append("sweep.ranks")
     folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(jobs)} jobs in {folder}")
     try:
@@ -101,7 +112,7 @@ def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:
         csv.writer(text, lineterminator="\n").writerows(table)
         write_whole(folder / "table.csv", text.getvalue())
         print(text_table(table, left=(0, len(table[0]) - 1)), end="", flush=True)
-    if not any(_figures(job) for job in jobs):
+    if not any(job.figures for job in jobs):
         _print_outputs(jobs, swept)
     failed = sum(job.status != "done" for job in jobs)
     say(f"{f'{failed} of {len(jobs)} jobs failed; ' if failed else ''}the table is in {folder / 'table.csv'}")
@@ -145,15 +156,15 @@ def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[
         raise ValueError("sweep.dir= is empty; name a new folder, or leave it out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{given} is there already; name a new folder, or leave it out")
-    counts = [_num_ranks(text.partition("=")[2]) for text in values.pop("sweep.ranks", ["sweep.ranks=1"])]
-    combinations = itertools.product(itertools.product(*values.values()), counts)
-    chosen = list(itertools.islice(combinations, MOST_JOBS + 1))
+    ranks = values.pop("sweep.ranks", ["sweep.ranks=1"])
+    values["sweep.ranks"] = [f"sweep.ranks={_num_ranks(text.partition('=')[2])}" for text in ranks]
+    chosen = list(itertools.islice(itertools.product(*values.values()), MOST_JOBS + 1))
     if len(chosen) > MOST_JOBS:
         raise ValueError(f"--multirun has more than {MOST_JOBS:,} jobs; give fewer values at once")
     folder = folder.resolve()
     return folder, [
-        Job(overrides=dict(zip(values, texts, strict=True)), ranks=ranks, folder=folder / str(number))
-        for number, (texts, ranks) in enumerate(chosen)
+        Job(overrides=dict(zip(values, texts, strict=True)), folder=folder / str(number))
+        for number, texts in enumerate(chosen)
     ]
 
 
@@ -186,7 +197,7 @@ def _num_ranks(text: str) -> int:
 def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None:
     """Compose the options of a job, to find mistakes before any rank works, and name the files that it writes."""
     try:
-        run = program.compose(list(job.overrides.values()), command.flags)
+        run = program.compose(job.options, command.flags)
     except ValueError as error:
         job.problem = str(error)
         return
@@ -203,12 +214,12 @@ def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None
 
 def _run(job: Job, program: Program[Any], command: CommandLine[Any], swept: Sequence[str], num_jobs: int) -> None:
     """Run a job to its end, its answers and its log in files. Whatever ends this call, no process of it is left."""
-    title = f"job {job.folder.name} of {num_jobs}: {_changed(job, swept)}".rstrip(": ")
+    title = f"job {job.folder.name} of {num_jobs}: {job.changed(swept)}".rstrip(": ")
     began_s = time.perf_counter()
     job.folder.mkdir()
     for override in job.outputs:
         Path(override.partition("=")[2]).parent.mkdir(parents=True, exist_ok=True)
-    overrides = [*job.overrides.values(), f"sweep.ranks={job.ranks}"]
+    overrides = list(job.overrides.values())
     write_whole(job.folder / "overrides.yaml", yaml.safe_dump(overrides, allow_unicode=True))
     if job.problem:
         job.status = f"failed: {job.problem}"
@@ -220,7 +231,9 @@ def _run(job: Job, program: Program[Any], command: CommandLine[Any], swept: Sequ
         status = _wait_for(job.command(program.module, command.flags), output, log)
     job.seconds = time.perf_counter() - began_s
     job.status = "done" if status == 0 else f"failed: {_reason(job.folder / 'log.txt', status)}"
-    figures = "".join(f", {name} {value}" for name, value in _figures(job).items())
+    if status == 0 and job.report is not None:
+        job.figures = _figures(json.loads(job.report.read_text(encoding="utf-8")))
+    figures = "".join(f", {name} {value}" for name, value in job.figures.items())
     say(f"job {job.folder.name}: {job.status} ({job.seconds:.1f} s{figures})")
 
 
@@ -257,11 +270,8 @@ def _reason(log: Path, status: int) -> str:
     return told[0] if told else f"exit status {status}"
 
 
-def _figures(job: Job) -> dict[str, str]:
-    """Figures from a job's report, by their names there: of several batches, medians of times and the largest peak."""
-    if job.report is None or job.status != "done":
-        return {}
-    report = json.loads(job.report.read_text(encoding="utf-8"))
+def _figures(report: dict[str, Any]) -> dict[str, str]:
+    """Figures of a report, by their names there: of several batches, medians of times and the largest peak."""
     prompts = report.get("prompts") or [report]
     batches = list({prompt.get("batch", 0): prompt for prompt in prompts}.values())
     figures: dict[str, str] = {}
@@ -273,24 +283,14 @@ def _figures(job: Job) -> dict[str, str]:
     return figures | ({"kv_peak_bytes": str(max(peaks))} if peaks else {})
 
 
-def _changed(job: Job, swept: Sequence[str]) -> str:
-    """The overrides in which a job differs from others."""
-    return " ".join(f"{name}={_value(job, name)}" for name in swept)
-
-
-def _value(job: Job, name: str) -> str:
-    return str(job.ranks) if name == "sweep.ranks" else job.overrides[name].partition("=")[2]
-
-
 def _table(jobs: Sequence[Job], swept: Sequence[str]) -> list[list[str]]:
     """A row per job under a row of headings."""
-    figures = [_figures(job) for job in jobs]
-    names = list(dict.fromkeys(name for each in figures for name in each))
+    names = list(dict.fromkeys(name for job in jobs for name in job.figures))
     rows = [["job", *swept, "seconds", *names, "status"]]
-    for number, (job, known) in enumerate(zip(jobs, figures, strict=True)):
+    for job in jobs:
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
-        values = (known.get(name, "") for name in names)
-        rows.append([str(number), *(_value(job, name) for name in swept), seconds, *values, job.status])
+        values = (job.figures.get(name, "") for name in names)
+        rows.append([job.folder.name, *map(job.value, swept), seconds, *values, job.status])
     return rows
 
 
@@ -299,4 +299,4 @@ def _print_outputs(jobs: Sequence[Job], swept: Sequence[str]) -> None:
     for job in jobs:
         path = job.folder / "output.txt"
         if path.is_file() and (text := path.read_text(encoding="utf-8", errors="replace")):
-            print(f"\njob {job.folder.name}: {_changed(job, swept)}\n{text}", end="", flush=True)
+            print(f"\njob {job.folder.name}: {job.changed(swept)}\n{text}", end="", flush=True)
