@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -75,6 +74,13 @@ class SegmentUse:
     def num_tokens(self) -> int:
         return sum(map(len, self.parts))
 
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """Position and id of each token."""
+        stored, segment = self.segment.stored, self.segment
+        indices = [index for part in self.parts for index in stored[part.start : part.stop]]
+        return [(segment.positions[index], segment.ids[index]) for index in indices]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReusingPrompt:
@@ -90,8 +96,7 @@ class ReusingPrompt:
     new_positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        taken = [position for use in self.uses for position in _positions(use)]
-        every = sorted([*taken, *self.new_positions])
+        every = sorted([*(position for use in self.uses for position, _ in use.tokens), *self.new_positions])
         assert self.new_ids and len(self.new_ids) == len(self.new_positions)
         assert all(a < b for a, b in pairwise(self.new_positions)), "positions of new tokens do not ascend"
         assert all(a < b for a, b in pairwise(every)), "two tokens are at one position"
@@ -111,14 +116,5 @@ class ReusingPrompt:
         """All tokens in the order of their positions: the prompt as plain text."""
         at = dict(zip(self.new_positions, self.new_ids, strict=True))
         for use in self.uses:
-            for part in use.parts:
-                at.update((use.segment.positions[i], use.segment.ids[i]) for i in _stored(use.segment, part))
+            at.update(use.tokens)
         return [at[position] for position in sorted(at)]
-
-
-def _stored(segment: Segment, part: range) -> Sequence[int]:
-    return segment.stored[part.start : part.stop]
-
-
-def _positions(use: SegmentUse) -> list[int]:
-    return [use.segment.positions[index] for part in use.parts for index in _stored(use.segment, part)]

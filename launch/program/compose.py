@@ -26,6 +26,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from runahead.failures import first_line
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder that holds the packages: the checkout, or site-packages."""
 
@@ -126,12 +128,12 @@ class Program(Generic[T]):
         for_hydra, verbatim = _split_verbatim(overrides, kinds)
         with self.config_loader(flags) as loader:
             name = flags.get("--config-name", self.name)
-            with _errors_in_one_line(flags):
+            with _errors_infirst_line(flags):
                 defaults = loader.compute_defaults_list(name, [], RunMode.RUN)
             known = defaults.overrides.known_choices.items()
             groups = {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
             checked = [_checked_override(text, kinds, groups, loader) for text in for_hydra]
-            with _errors_in_one_line(flags):
+            with _errors_infirst_line(flags):
                 composed = compose(name, [text for text in checked if text is not None])
         # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
         chat = OmegaConf.select(composed, "prompt.chat")
@@ -179,7 +181,7 @@ def _where(flags: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _errors_in_one_line(flags: Mapping[str, str]) -> Iterator[None]:
+def _errors_infirst_line(flags: Mapping[str, str]) -> Iterator[None]:
     """Turn whatever Hydra, OmegaConf and PyYAML raise while they read config files into a ValueError of one line."""
     where = _where(flags)
     try:
@@ -191,9 +193,9 @@ def _errors_in_one_line(flags: Mapping[str, str]) -> Iterator[None]:
     except HydraException as error:
         if found := re.search(r"Could not override '([\w.]+)'", str(error)):
             raise ValueError(f"{found[1]} does not go with the other options; leave it out") from error
-        raise ValueError(f"{where}the options do not fit together: {_one_line(error)}") from error
+        raise ValueError(f"{where}the options do not fit together: {first_line(error)}") from error
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where}a config file cannot be read: {_one_line(error)}") from error
+        raise ValueError(f"{where}a config file cannot be read: {first_line(error)}") from error
 
 
 def _split_flags(args: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -372,7 +374,7 @@ def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: 
     try:
         schema = OmegaConf.structured(options)
     except OmegaConfBaseException as error:  # a field has a type that OmegaConf does not support
-        raise ValueError(f"{options.__name__} cannot be used: {_one_line(error)}") from error
+        raise ValueError(f"{options.__name__} cannot be used: {first_line(error)}") from error
     try:
         merged = OmegaConf.merge(schema, values)
     except OmegaConfBaseException as error:
@@ -413,7 +415,7 @@ def _in_our_words(
     if isinstance(error, MissingMandatoryValue):
         return f"{name} is missing; give a value"
     if key not in kinds or (isinstance(value, str) and "${" in value):
-        return f"{name}={_shown(str(value))} cannot be used: {_one_line(error)}"
+        return f"{name}={_shown(str(value))} cannot be used: {first_line(error)}"
     kind = kinds[key]
     if isinstance(kind, type) and issubclass(kind, Enum):
         what = f"one of {', '.join(kind.__members__)}"
@@ -422,10 +424,6 @@ def _in_our_words(
     else:
         what = WORDS_FOR_TYPES.get(kind, "a value that it can take")
     return f"{name}={_shown('null' if value is None else str(value))} is not {what}"
-
-
-def _one_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _shown(text: str) -> str:

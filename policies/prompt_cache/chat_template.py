@@ -38,9 +38,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -
     def work() -> None:
         try:
             found.append(str(tokenizer.apply_chat_template(messages, tokenize=False, **options)))
-        except Exception as error:  # whatever a model's own template raises
-            found.append(error)
-        except SystemExit as error:  # raised by the main thread, see below
+        except (Exception, SystemExit) as error:  # the template raises anything, the main thread SystemExit, see below
             found.append(error)
 
     thread = threading.Thread(target=work, name="chat template", daemon=True)

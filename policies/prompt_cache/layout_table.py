@@ -14,12 +14,11 @@ TEXTS = ("module", "kind", "arguments")
 def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
     """Table of the modules of a schema by position; with a prompt, also the number of tokens that it reuses of each."""
     columns = ["module", "kind", "positions", "tokens", "arguments"] + (["reused"] if prompt is not None else [])
-    reused = _reused_positions(prompt) if prompt is not None else set()
     rows = [columns]
     for module in layout.modules:
         row = [_name(layout, module), _kind(layout, module), _range(module), f"{len(module.tokens):,}", _slots(module)]
         if prompt is not None:
-            row.append(f"{_count(layout, module, prompt, reused):,}")
+            row.append(f"{_num_reused(layout, module, prompt):,}")
         rows.append(row)
     lines = [f"schema {layout.schema.name}: {layout.num_positions:,} positions", *_aligned(rows)]
     lines += [f"scaffold: {' '.join(names)}" for names in layout.scaffolds]
@@ -54,25 +53,12 @@ def _slots(module: ModuleLayout) -> str:
     return ", ".join(f"{slot.param} ({slot.num_tokens} at {slot.start:,})" for slot in module.slots)
 
 
-def _reused_positions(prompt: ReusingPrompt) -> set[tuple[int, int]]:
-    """(position, token) of all reused tokens; members of a union share positions, so both are needed."""
-    found = set()
-    for use in prompt.uses:
-        stored = [(use.segment.positions[i], use.segment.ids[i]) for i in use.segment.stored]
-        found |= {stored[index] for part in use.parts for index in part}
-    return found
-
-
-def _count(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt, reused: set[tuple[int, int]]) -> int:
-    names = [layout.segment((module.name,)).name, *_scaffold_names(layout, module)]
-    if not any(use.segment.name in names for use in prompt.uses):
-        return 0
-    return sum(token in reused for token in module.tokens.items())
-
-
-def _scaffold_names(layout: Layout, module: ModuleLayout) -> list[str]:
-    groups = [layout.scaffold_modules(names) for names in layout.scaffolds]
-    return [layout.segment(group).name for group in groups if module.name in group]
+def _num_reused(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt) -> int:
+    groups = [(module.name,), *(layout.scaffold_modules(names) for names in layout.scaffolds)]
+    own = [layout.segment(names) for names in groups if module.name in names]
+    # Members of a union share positions, so both position and token tell what is reused.
+    reused = {token for use in prompt.uses if use.segment in own for token in use.tokens}
+    return len(reused & module.tokens.items())
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
