@@ -141,35 +141,30 @@ class RunOptions:
 
 def ineffective_settings(run: RunOptions) -> list[str]:
     """A sentence for each option that differs from its default and has no effect in this run."""
-    sentences = []
-    if (
-        run.prompt.skip_invalid
-        and run.prompt.ids_file is None
-        and not (run.prompt.file or "").lower().endswith(".jsonl")
-    ):
-        sentences.append("prompt.skip_invalid has no effect on a single prompt")
-    if not run.generation.do_sample:
-        for name in _changed(run.generation, ["temperature", "top_p", "top_k", "seed"]):
-            sentences.append(f"generation.{name} has no effect without generation.do_sample=true")
-    prefill = run.prefill.name
-    if prefill is not PrefillName.kv_runahead:
-        for name in _changed(run.prefill, ["transfer", "layers_in_flight"]):
-            sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
-    for name, reader in (("attention", PrefillName.tsp), ("exchange", PrefillName.zigzag)):
-        if prefill is not reader and _changed(run.prefill, [name]):
-            sentences.append(f"prefill.{name} has no effect with prefill={prefill.name}")
-    if prefill not in (PrefillName.kv_runahead, PrefillName.single) and _changed(run.prefill, ["chunk_tokens"]):
-        sentences.append(f"prefill.chunk_tokens has no effect with prefill={prefill.name}")
+    prompt, prefill, partition, model = run.prompt, run.prefill.name, run.partition.name, run.model.name
+    is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
+    sampling = ["temperature", "top_p", "top_k", "seed"]
+    is_chain = prefill in (PrefillName.kv_runahead, PrefillName.single)
+    unused: list[tuple[str, list[str], bool, str]] = [
+        ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
+        ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
+        ("prefill", ["transfer", "layers_in_flight"], not run.prefill.takes_partition, f"with prefill={prefill.name}"),
+        ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
+        ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
+        ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
+        ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
+        ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
+    ]
+    sentences = [
+        f"{section}.{name} has no effect {reason}"
+        for section, names, is_unused, reason in unused
+        if is_unused
+        for name in _changed(getattr(run, section), names)
+    ]
     if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
-    if not run.prefill.takes_partition:
-        for name in _changed(run.partition, ["name"]):
-            sentences.append(f"partition={getattr(run.partition, name).name} has no effect with prefill={prefill.name}")
-    if run.partition.name is not PartitionName.table:
-        for name in _changed(run.partition, ["force"]):
-            sentences.append(f"partition.{name} has no effect without partition=table")
-    if run.model.name is not ModelName.random and _changed(run.model, ["seed"]) and run.prompt.random_tokens is None:
-        sentences.append("model.seed has no effect without model=random")
+    if not run.prefill.takes_partition and _changed(run.partition, ["name"]):
+        sentences.append(f"partition={partition.name} has no effect with prefill={prefill.name}")
     return sentences
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 
 from runahead.report import GenerationBatch
 
@@ -17,63 +19,59 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     generations = [generation for batch in batches for generation in batch.generations]
     prompt_tokens = [generation.prompt_tokens for generation in generations]
     new_tokens = sum(len(generation.new_token_ids) for generation in generations)
-    rows: list[tuple[str, str]] = []
+    rows: dict[str, str] = {}
+    end = ""
     if len(generations) == 1:
-        rows.append(("prompt tokens", f"{prompt_tokens[0]:,}"))
+        rows["prompt tokens"] = f"{prompt_tokens[0]:,}"
+        end = f" ({generations[0].finish_reason})"
     else:
         span = f"{min(prompt_tokens):,} to {max(prompt_tokens):,}"
-        rows.append(("prompts", f"{len(generations):,} in {len(batches):,} calls, {span} tokens each"))
+        rows["prompts"] = f"{len(generations):,} in {len(batches):,} calls, {span} tokens each"
     if skipped:
-        rows.append(("skipped", f"{len(skipped):,}; the first: {skipped[min(skipped)]}"))
-    rows.append(
-        (
-            "new tokens",
-            f"{new_tokens:,}" + (f" ({generations[0].finish_reason})" if len(generations) == 1 else ""),
-        )
-    )
-    rows.append(("ranks", f"{len(first.ranks)}"))
+        rows["skipped"] = f"{len(skipped):,}; the first: {skipped[min(skipped)]}"
+    rows["new tokens"] = f"{new_tokens:,}{end}"
+    rows["ranks"] = f"{len(first.ranks)}"
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
-    rows.append(("chunks", widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")))
-    rows.append(("TTFT", _times([(batch.ttft_s, batch.warm) for batch in batches])))
+    rows["chunks"] = widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")
+    rows["TTFT"] = _times([(batch.ttft_s, batch.warm) for batch in batches])
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
-    rows.append(("TPOT", f"{_median(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"))
+    rows["TPOT"] = f"{median_high(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"
     moved = sum(rank.kv_sent_bytes for batch in batches for rank in batch.ranks)
-    rows.append(("KV moved", _bytes(moved)))
+    rows["KV moved"] = _bytes(moved)
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
-    rows.append(("KV peak per rank", ", ".join(_bytes(peak) for peak in peaks)))
+    rows["KV peak per rank"] = ", ".join(_bytes(peak) for peak in peaks)
     kept = [(sum(rank.kept_tokens), rank) for rank in first.ranks if rank.kept_tokens]
     if kept:
         total, rank = max(kept, key=lambda each: each[0])
         share = total / len(rank.kept_tokens) / first.boundaries[-1]
-        rows.append(("KV kept", f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"))
+        rows["KV kept"] = f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"
     retrieving = next((rank for rank in first.ranks if rank.retrieval is not None), None)
     if retrieving is not None and retrieving.retrieval is not None:
         mean = retrieving.retrieval.mean_fetched_share
         fetched = "" if mean is None else f", {mean:.1%} of the tokens fetched per step and layer"
-        rows.append(("KV in host memory", f"{_bytes(retrieving.kv_host_bytes)}{fetched}"))
-    rows += _reuse_rows(batches)
-    width = max(len(name) for name, _ in rows)
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+        rows["KV in host memory"] = f"{_bytes(retrieving.kv_host_bytes)}{fetched}"
+    rows |= _reuse_rows(batches)
+    width = max(map(len, rows))
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
 
 
-def _reuse_rows(batches: Sequence[GenerationBatch]) -> list[tuple[str, str]]:
+def _reuse_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
     """Reuse of cached segments, as reported by the rank that reused most."""
     by_batch = [[rank.reuse for rank in batch.ranks if rank.reuse is not None] for batch in batches]
     reports = [max(of_ranks, key=lambda report: report.cached_tokens) for of_ranks in by_batch if of_ranks]
     if not reports:
-        return []
+        return {}
     cached = sum(report.cached_tokens for report in reports)
     total = sum(generation.prompt_tokens for batch in batches for generation in batch.generations)
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for report in reports:
-        for tier, count in report.found_bytes.items():
-            found[tier] = found.get(tier, 0) + count
+        found.update(report.found_bytes)
     tiers = ", ".join(f"{_bytes(count)} from {tier}" for tier, count in found.items())
-    rows = [("tokens reused", f"{cached:,} of {total:,} ({cached / total:.1%}){': ' if tiers else ''}{tiers}")]
+    rows = {"tokens reused": f"{cached:,} of {total:,} ({cached / total:.1%}){': ' if tiers else ''}{tiers}"}
     encoded = [sum(report.encoded_tokens for report in of_ranks) for of_ranks in by_batch]
     if any(encoded):
         seconds = sum(max(report.encode_s for report in of_ranks) for of_ranks in by_batch if of_ranks)
-        rows.append(("tokens encoded", f"{sum(encoded):,} in {seconds:.2f} s, before TTFT begins"))
+        rows["tokens encoded"] = f"{sum(encoded):,} in {seconds:.2f} s, before TTFT begins"
     return rows
 
 
@@ -83,12 +81,8 @@ def _times(ttfts: Sequence[tuple[float, bool]]) -> str:
         chosen = [ttft for ttft, warm in ttfts if warm is wanted]
         if chosen:
             kind = word if len(chosen) == 1 else f"{word}, median of {len(chosen)}"
-            parts.append(f"{_median(chosen):.3f} s ({kind})")
+            parts.append(f"{median_high(chosen):.3f} s ({kind})")
     return ", ".join(parts)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _bytes(count: int) -> str:
