@@ -107,13 +107,13 @@ def infer(
     """
     from launch.inputs.partitions import check_table
     from launch.inputs.policies import prompt_cache_options
-    from launch.inputs.prompt_cache import open_store
     from launch.outputs.answers import Answers, AnswerStream
     from launch.outputs.summary import summary
     from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.prefill import PREFILLS
     from runahead.prefill.tensor import shard_model
+    from runahead.reuse.store import SegmentStore, StoreLimits
     from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
@@ -128,7 +128,9 @@ def infer(
         check_table(partition, model, ranks, run)
     store = None
     if run.policy["name"] == "prompt_cache":
-        store = ranks.on_all_ranks("the store", lambda: open_store(prompt_cache_options(run.policy), model))
+        policy = prompt_cache_options(run.policy)
+        limits = StoreLimits(**policy.limits)
+        store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, policy.store, limits))
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
 
     answers, places = Answers(skipped=prompts.skipped), prompts.places

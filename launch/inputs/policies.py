@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from launch.program.compose import merged_into, typed
 from policies import POLICIES
-from policies.prompt_cache.options import PromptCacheOptions
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import Positions, choice
 
 if TYPE_CHECKING:

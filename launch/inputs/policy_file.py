@@ -7,15 +7,13 @@ import inspect
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.inputs.text_files import read_text
 from policies.base import Policy
 from runahead.failures import first_line
 from runahead.ranks.agreement import secret
-
-if TYPE_CHECKING:
-    from runahead.ranks.ranks import Ranks
+from runahead.ranks.ranks import Ranks
 
 
 def policy_class(path: str | None) -> type[Policy]:

@@ -1,26 +1,17 @@
-"""Schema, prompts and store of policy=prompt_cache, from its options."""
+"""Schema and prompts of policy=prompt_cache, from its options."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.inputs.options import Chat, PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
 from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts
 from launch.inputs.text_files import read_text
 from policies.prompt_cache import PromptCache, Schema
-from policies.prompt_cache.options import PromptCacheOptions
-
-if TYPE_CHECKING:
-    from runahead.model.model import Model
-    from runahead.reuse.store import SegmentStore
-
-
-def open_store(policy: PromptCacheOptions, model: Model) -> SegmentStore:
-    """Store of the segments. Raises: ValueError."""
-    from runahead.reuse.store import SegmentStore, StoreLimits
-
-    return SegmentStore(model, policy.store, StoreLimits(**policy.limits))
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
+from runahead.model import loading
+from runahead.model.model import max_positions
 
 
 def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config: Any) -> PromptCache:
@@ -34,8 +25,6 @@ def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config:
     Raises:
         ValueError: in one line, if the schema is wrong or does not fit the model.
     """
-    from runahead.model.model import max_positions
-
     if tokenizer is None:
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
     assert policy.schema is not None
@@ -59,8 +48,6 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
     for name in ("question", "ids_file", "random_tokens"):
         if getattr(options, name) is not None:
             raise ValueError(f"prompt.{name} does not go with policy=prompt_cache; give a prompt in PML as prompt.file")
-    if options.skip_invalid:
-        raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave the prompt out of the file")
     if options.chat is not Chat.auto:
         raise ValueError(
             "prompt.chat does not go with policy=prompt_cache; <system>, <user> and <assistant> are messages"
@@ -87,8 +74,6 @@ def print_layout(run: RunOptions) -> None:
     Raises:
         ValueError: in one line.
     """
-    from runahead.model import loading
-
     if run.policy["name"] != "prompt_cache":
         raise ValueError("--layout is for policy=prompt_cache")
     policy = prompt_cache_options(run.policy)

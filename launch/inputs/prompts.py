@@ -6,14 +6,12 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from launch.inputs.options import Chat, PromptOptions
 from launch.inputs.text_files import read_text
-from policies.prompt_cache.chat_template import render
-
-if TYPE_CHECKING:
-    from policies.reuse import ReusingPrompt
+from policies.prompt_cache.model_text import render
+from policies.reuse import ReusingPrompt
 
 E = TypeVar("E")
 

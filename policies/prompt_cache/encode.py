@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from launch.program.compose import Program
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
-from policies.prompt_cache.options import PromptCacheOptions
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import ModelOptions, RanksOptions
 
 if TYPE_CHECKING:

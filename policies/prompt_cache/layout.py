@@ -17,19 +17,6 @@ OUTSIDE = ""
 """Name of the text outside of modules, which is part of every prompt."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Positions that are reserved for the argument of a parameter."""
-
-    param: str
-    start: int
-    num_tokens: int
-
-    @property
-    def positions(self) -> range:
-        return range(self.start, self.start + self.num_tokens)
-
-
 @dataclass(kw_only=True)
 class ModuleLayout:
     """Tokens of a module, without those of modules inside of it.
@@ -38,7 +25,7 @@ class ModuleLayout:
         name: name of the module.
         start, end: range of all its positions, including those of modules inside of it.
         tokens: its token ids by position, ascending, including placeholders of its slots.
-        slots: positions of its parameters.
+        slots: positions that are reserved for the arguments of its parameters, by their names.
         parent: module that contains it.
         union: number of the union that it is a member of.
         pinned: whether it stays in memory.
@@ -49,7 +36,7 @@ class ModuleLayout:
     start: int = 0
     end: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
+    slots: dict[str, range] = field(default_factory=dict)
     parent: str | None = None
     union: int | None = None
     pinned: bool = False
@@ -58,7 +45,7 @@ class ModuleLayout:
     @property
     def num_cached(self) -> int:
         """Number of tokens whose keys and values are stored."""
-        return len(self.tokens) - sum(slot.num_tokens for slot in self.slots)
+        return len(self.tokens) - sum(map(len, self.slots.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +122,7 @@ class Layout:
             modules = [self.by_name[name] for name in names]
             tokens = dict(sorted(token for module in modules for token in module.tokens.items()))
             index_at = {position: index for index, position in enumerate(tokens)}
-            slots = sorted((index_at[slot.start], slot.num_tokens) for module in modules for slot in module.slots)
+            slots = sorted((index_at[slot.start], len(slot)) for module in modules for slot in module.slots.values())
             sinks = [] if OUTSIDE in names else (self._sink_tokens or [])
             self._segments[names] = Segment(
                 name=" + ".join(name or "(outside)" for name in names),
@@ -154,7 +141,7 @@ class Layout:
         outside = self.by_name.get(OUTSIDE)
         if outside is None or list(outside.tokens)[: self.sinks] != list(range(self.sinks)):
             return None
-        if any(slot.start < self.sinks for slot in outside.slots):
+        if any(slot.start < self.sinks for slot in outside.slots.values()):
             return None
         return list(outside.tokens.values())[: self.sinks]
 
@@ -180,7 +167,7 @@ class _Walk:
             if isinstance(child, str):
                 self._add(self._text.ids(child), owner)
             elif isinstance(child, Param):
-                owner.slots.append(Slot(param=child.name, start=self._at, num_tokens=child.num_tokens))
+                owner.slots[child.name] = range(self._at, self._at + child.num_tokens)
                 self._add([self._text.placeholder] * child.num_tokens, owner, child.line)
             elif isinstance(child, Role):
                 self._role(child, owner)

@@ -50,7 +50,7 @@ def _range(module: ModuleLayout) -> str:
 
 
 def _slots(module: ModuleLayout) -> str:
-    return ", ".join(f"{slot.param} ({slot.num_tokens} at {slot.start:,})" for slot in module.slots)
+    return ", ".join(f"{param} ({len(slot)} at {slot.start:,})" for param, slot in module.slots.items())
 
 
 def _num_reused(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt) -> int:

@@ -72,12 +72,12 @@ class Placement:
 
     def _place_arguments(self) -> None:
         for name, (arguments, line) in self._arguments.items():
-            for slot in self._layout.by_name[name].slots:
-                ids = self._text.ids(arguments.get(slot.param, ""))
-                if len(ids) > slot.num_tokens:
-                    rule = f"{slot.param} has {len(ids)} tokens, and its slot {slot.num_tokens}; shorten it"
+            for param, slot in self._layout.by_name[name].slots.items():
+                ids = self._text.ids(arguments.get(param, ""))
+                if len(ids) > len(slot):
+                    rule = f"{param} has {len(ids)} tokens, and its slot {len(slot)}; shorten it"
                     raise PMLError(self._prompt.source, line, name or "prompt", rule)
-                self._new.update(zip(slot.positions, ids, strict=False))
+                self._new.update(zip(slot, ids, strict=False))
 
     def _place_texts(self) -> None:
         """Place texts in the prompt's order; texts without an import between them are placed together."""
@@ -152,7 +152,7 @@ class Placement:
             for name in taken:
                 del left[name]
             segment = layout.segment(group)
-            slots = {p for name in taken for slot in layout.by_name[name].slots for p in slot.positions}
+            slots = {p for name in taken for slot in layout.by_name[name].slots.values() for p in slot}
             positions = {p for name in taken for p in layout.by_name[name].tokens} - slots
             if positions:
                 chosen.append((segment, positions))

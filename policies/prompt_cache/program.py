@@ -205,18 +205,18 @@ class _Reader:
                 return [*branches, (f"no-{name}", _always, otherwise)]
 
     def _condition(self, test: ast.expr) -> tuple[str, Condition]:
+        holds: Condition
         match test:
-            case ast.Name(id=name):
-                self._check_argument(name, test)
-                return self._named(name, test), lambda values: bool(values[name])
-            case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)):
-                self._check_argument(name, test)
-                return self._named(f"no-{name}", test), lambda values: not values[name]
-            case ast.Compare(left=ast.Name(id=name), ops=[ast.Eq()], comparators=[ast.Constant(value=wanted)]):
-                self._check_argument(name, test)
-                return self._named(f"{name}.{wanted!s}", test), _equals(name, wanted)
+            case ast.Name(id=subject):
+                name, holds = subject, lambda values: bool(values[subject])
+            case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=subject)):
+                name, holds = f"no-{subject}", lambda values: not values[subject]
+            case ast.Compare(left=ast.Name(id=subject), ops=[ast.Eq()], comparators=[ast.Constant(value=wanted)]):
+                name, holds = f"{subject}.{wanted!s}", _equals(subject, wanted)
             case _:
                 self._refuse(test, "a condition is an argument, `not` an argument, or `argument == constant`")
+        self._check_argument(subject, test)
+        return self._named(name, test), holds
 
     def _cases(self, statement: ast.Match) -> list[tuple[str, Condition, list[ast.stmt]]]:
         if not isinstance(statement.subject, ast.Name):

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import lines as json_lines
 from benchmarks.harness.machine import commit, hardware
-from policies.prompt_cache import chat_template
+from policies.prompt_cache import model_text
 from runahead.files import write_whole
 from runahead.report import library_versions
 from tests.fuzz.fuzzing import Batch, run_batch
@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "0"  # that nothing is fetched is for the readers to see to
     limit_memory()
-    chat_template.LIMIT_S = 2.0
+    model_text.LIMIT_S = 2.0
     with tempfile.TemporaryDirectory(prefix="runahead-fuzz-") as folder:
         if options.only is not None:
             return alone(TARGETS[options.only], options.seed, options.count, Path(folder))

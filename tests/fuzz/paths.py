@@ -20,7 +20,7 @@ from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
-from policies.prompt_cache.options import PromptCacheOptions
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from policies.skewing import Skew
 from runahead.config import ModelOptions
 from runahead.files import ensure_writable

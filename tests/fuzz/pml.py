@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from launch.inputs.options import PromptOptions
 from policies.prompt_cache import PromptCache, Schema
-from policies.prompt_cache.options import PromptCacheOptions
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, changed_bytes
 from tests.fuzz.target import Target

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.prompt_cache import chat_template
+from policies.prompt_cache import model_text
 from tests.fuzz import models
 from tests.fuzz.findings import FINDINGS, Finding
 from tests.fuzz.fuzz import planned
@@ -27,7 +27,7 @@ SMALL = 4000
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "LIMIT_S", 1.0)
+    monkeypatch.setattr(model_text, "LIMIT_S", 1.0)
 
 
 @pytest.mark.parametrize("name", TARGETS)

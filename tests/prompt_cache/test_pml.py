@@ -68,8 +68,8 @@ def test_a_module_stands_where_the_schema_puts_it() -> None:
     at = {module.name: module for module in made.layout.modules}
     start = length("in front")
     assert (at["a"].start, at["a"].end) == (start, start + sum(map(length, ("first ", " end", "inner", "behind"))) + 3)
-    [slot] = at["a"].slots
-    assert (slot.start, slot.num_tokens) == (start + length("first "), 3)
+    [slot] = at["a"].slots.values()
+    assert (slot.start, len(slot)) == (start + length("first "), 3)
     assert at["b"].start == slot.start + 3 + length(" end") and at["b"].parent == "a"
     assert at["c"].start == at["d"].start == at["a"].end and at["c"].union == at["d"].union is not None
     assert at["d"].end == made.layout.num_positions - length("last") > at["c"].end
