@@ -128,12 +128,12 @@ class Program(Generic[T]):
         for_hydra, verbatim = _split_verbatim(overrides, kinds)
         with self.config_loader(flags) as loader:
             name = flags.get("--config-name", self.name)
-            with _errors_infirst_line(flags):
+            with _errors_in_one_line(flags):
                 defaults = loader.compute_defaults_list(name, [], RunMode.RUN)
             known = defaults.overrides.known_choices.items()
             groups = {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
             checked = [_checked_override(text, kinds, groups, loader) for text in for_hydra]
-            with _errors_infirst_line(flags):
+            with _errors_in_one_line(flags):
                 composed = compose(name, [text for text in checked if text is not None])
         # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
         chat = OmegaConf.select(composed, "prompt.chat")
@@ -181,7 +181,7 @@ def _where(flags: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _errors_infirst_line(flags: Mapping[str, str]) -> Iterator[None]:
+def _errors_in_one_line(flags: Mapping[str, str]) -> Iterator[None]:
     """Turn whatever Hydra, OmegaConf and PyYAML raise while they read config files into a ValueError of one line."""
     where = _where(flags)
     try:
