@@ -8,6 +8,7 @@ from launch.inputs.options import Chat, PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
 from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts
 from launch.inputs.text_files import read_text
+from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.model import loading
@@ -80,7 +81,7 @@ def print_layout(run: RunOptions) -> None:
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     cache = read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
     if run.prompt.text is None and run.prompt.file is None:
-        print(cache.table(), end="")
+        print(layout_table(cache.layout), end="")
         return
     for prompt in read_reusing_prompts(run.prompt, cache).reusing or []:
-        print(cache.table(prompt), end="")
+        print(layout_table(cache.layout, prompt), end="")

@@ -1,1 +1,1 @@
-"""Outputs of a run: answers on standard output, a summary on standard error."""
+"""Outputs of a run: answers on standard output, a summary on standard error, tables."""

@@ -63,7 +63,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _print_layout(run: EncodeOptions) -> None:
-    print(_read(run).table(), end="")
+    from launch.outputs.layout_table import layout_table
+
+    print(layout_table(_read(run).layout), end="")
 
 
 def _read(run: EncodeOptions) -> PromptCache:

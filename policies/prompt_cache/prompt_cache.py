@@ -8,7 +8,6 @@ from typing import Any
 
 from policies.byte_size import num_bytes
 from policies.prompt_cache.layout import Layout
-from policies.prompt_cache.layout_table import layout_table
 from policies.prompt_cache.model_text import ModelText
 from policies.prompt_cache.placement import LINK_TOKENS, Placement
 from policies.prompt_cache.prompt import Prompt
@@ -108,7 +107,3 @@ class PromptCache:
         if source.schema != self.schema.name:
             raise PMLError(source.source, source.line, "prompt", f"is of {source.schema}, not of {self.schema.name}")
         return Placement(source, self.layout, self._text).place(self.link_tokens)
-
-    def table(self, prompt: ReusingPrompt | None = None) -> str:
-        """Layout as a table; with a prompt, also the number of tokens that it reuses."""
-        return layout_table(self.layout, prompt)

@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from launch.inputs.options import PromptOptions
+from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from tests.fuzz.harness import Outcome, judged
@@ -162,12 +163,12 @@ def check_schema(content: bytes, folder: Path) -> Outcome:
     config = LlamaConfig(max_position_embeddings=MAX_POSITIONS)
 
     def use(found: PromptCache) -> None:
-        found.table()
+        layout_table(found.layout)
         ends = [segment.positions[-1] for segment in found.segments]
         assert max(ends, default=0) < MAX_POSITIONS
         assert all(segment.content_key for segment in found.segments)
         prompt = found.prompt(f'<prompt schema="{_attribute(found.schema.name)}">Text.</prompt>')
-        assert prompt.new_ids and found.table(prompt)
+        assert prompt.new_ids and layout_table(found.layout, prompt)
 
     return judged(lambda: read_prompt_cache(policy, chatting(CHAT), config), use, names=[str(path)], folder=folder)
 
@@ -198,7 +199,7 @@ def check_prompt(content: bytes, folder: Path) -> Outcome:
         assert isinstance(found, Prompts) and found.reusing is not None
         for prompt in found.reusing:
             assert prompt.end <= MAX_POSITIONS + 1 and prompt.ids
-            cities().table(prompt)
+            layout_table(cities().layout, prompt)
 
     return judged(
         lambda: read_reusing_prompts(PromptOptions(file=str(path)), cities()), use, names=[str(path)], folder=folder

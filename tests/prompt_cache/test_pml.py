@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PMLError, Prompt, PromptCache, Schema
 from policies.prompt_cache.xml_reader import MAX_BYTES, Element, read_xml
 from policies.reuse import ReusingPrompt
@@ -285,9 +286,9 @@ def test_chat_tags_need_a_chat_template() -> None:
 def test_the_layout_is_told_as_a_table() -> None:
     made = cache(SCHEMA, link_tokens=0)
     prompt = made.prompt('<prompt schema="s"><a p="x"/><c/>more</prompt>')
-    lines = made.table(prompt).splitlines()
+    lines = layout_table(made.layout, prompt).splitlines()
     rows = {line.split()[0]: line for line in lines[2:-1]}
-    assert set(rows) == {"(outside)", "a", "inner", "b", "c"} and "  inner" in made.table()
+    assert set(rows) == {"(outside)", "a", "inner", "b", "c"} and "  inner" in layout_table(made.layout)
     assert "one of union 1" in rows["b"] and "p (2 at " in rows["a"]
     reused = {name: int(line.split()[-1]) for name, line in rows.items()}
     assert reused == {

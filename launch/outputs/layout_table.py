@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from launch.program.text_table import text_table
 from policies.prompt_cache.layout import OUTSIDE, Layout, ModuleLayout
 from policies.reuse import ReusingPrompt
-
-TEXTS = ("module", "kind", "arguments")
-"""Columns that are left-aligned."""
 
 
 def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
     """Table of the modules of a schema by position; with a prompt, also the number of tokens that it reuses of each."""
-    columns = ["module", "kind", "positions", "tokens", "arguments"] + (["reused"] if prompt is not None else [])
-    rows = [columns]
+    rows = [["module", "kind", "positions", "tokens", "arguments"] + (["reused"] if prompt is not None else [])]
     for module in layout.modules:
         row = [_name(layout, module), _kind(layout, module), _range(module), f"{len(module.tokens):,}", _slots(module)]
         if prompt is not None:
             row.append(f"{_num_reused(layout, module, prompt):,}")
         rows.append(row)
-    lines = [f"schema {layout.schema.name}: {layout.num_positions:,} positions", *_aligned(rows)]
-    lines += [f"scaffold: {' '.join(names)}" for names in layout.scaffolds]
+    text = f"schema {layout.schema.name}: {layout.num_positions:,} positions\n" + text_table(rows, left=(0, 1, 4))
+    text += "".join(f"scaffold: {' '.join(names)}\n" for names in layout.scaffolds)
     if prompt is not None:
         total = prompt.num_cached + len(prompt.new_ids)
-        lines.append(
+        text += (
             f"prompt: {total:,} tokens, {prompt.num_cached:,} reused and {len(prompt.new_ids):,} computed; "
-            f"the answer begins at position {prompt.end:,}"
+            f"the answer begins at position {prompt.end:,}\n"
         )
-    return "\n".join(lines) + "\n"
+    return text
 
 
 def _name(layout: Layout, module: ModuleLayout) -> str:
@@ -59,12 +54,3 @@ def _num_reused(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt) -> 
     # Members of a union share positions, so both position and token tell what is reused.
     reused = {token for use in prompt.uses if use.segment in own for token in use.tokens}
     return len(reused & module.tokens.items())
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if name in TEXTS else ">" for name in rows[0]]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
