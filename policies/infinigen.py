@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -122,8 +121,6 @@ class InfiniGen(Retriever):
         ValueError: an option is out of range.
     """
 
-    looks_ahead: ClassVar[bool | None] = None
-
     skew: str = "auto"
     ratio: float = 0.5
     alpha: float = 7.0
@@ -148,7 +145,9 @@ class InfiniGen(Retriever):
             raise ValueError(f"policy.first_ahead={self.first_ahead} must be at least 1: no layer is before layer 0")
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
-        self.looks_ahead = self.ahead  # type: ignore[misc]
+
+    def looks_ahead_on(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self.ahead is None else self.ahead
 
     def require(self, model: ModelFacts) -> None:
         if self.skew not in ("auto", "none"):

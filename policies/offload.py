@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from policies.retriever import Index, PromptView, Retriever, Slots
@@ -22,8 +23,10 @@ class Offload(Retriever):
 
     min_tokens: int | None = 0
 
-    looks_ahead: ClassVar[bool] = True
     asks: ClassVar[bool] = False
+
+    def looks_ahead_on(self, device: torch.device) -> bool:
+        return True
 
     def index(self, view: PromptView) -> Index:
         return Index(view.k_BKnH.shape[2])

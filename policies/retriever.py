@@ -172,8 +172,6 @@ class Retriever(Policy, ABC):
         ValueError: an option is out of range.
     """
 
-    looks_ahead: ClassVar[bool | None] = False
-    """Whether queries are predicted from the layer before. None: on a GPU only."""
     first_ahead: ClassVar[int] = 0
     """First layer with a predicted query."""
     asks: ClassVar[bool] = True
@@ -201,8 +199,8 @@ class Retriever(Policy, ABC):
         """Check that the policy works with a model. Raises: ValueError."""
 
     def looks_ahead_on(self, device: torch.device) -> bool:
-        """Whether queries are predicted on this device."""
-        return device.type != "cpu" if self.looks_ahead is None else self.looks_ahead
+        """Whether queries are predicted from the layer before on this device."""
+        return False
 
     @abstractmethod
     def index(self, view: PromptView) -> Index:

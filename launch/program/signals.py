@@ -80,9 +80,7 @@ def signals_ignored() -> Iterator[None]:
     numbers = [*ENDING, signal.SIGINT]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:

@@ -48,44 +48,31 @@ class ModuleLayout:
         return len(self.tokens) - sum(map(len, self.slots.values()))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Tokens and positions of a schema.
 
     Attributes:
-        schema: schema that prompts are checked against.
         modules: modules in the order of the schema; the text outside of modules, if any, comes first.
-        sinks: number of first tokens that all modules attend to while they are encoded.
+
+    Args:
+        schema: schema that prompts are checked against.
+        text: tokenizer and chat template of the model.
         max_positions: number of positions of the model; None: no limit.
+        sinks: number of first tokens that all modules attend to while they are encoded.
+
+    Raises:
+        PMLError: a module exceeds the model's positions, a chat tag does not fit the model's chat template, or the
+            schema does not begin with `sinks` tokens outside of modules.
     """
 
-    schema: Schema = field(repr=False)
-    modules: list[ModuleLayout]
-    sinks: int
-    max_positions: int | None
-    _segments: dict[tuple[str, ...], Segment] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, schema: Schema, text: ModelText, *, max_positions: int | None = None, sinks: int = 0) -> Layout:
-        """Lay out a schema.
-
-        Args:
-            schema: the schema.
-            text: tokenizer and chat template of the model.
-            max_positions: number of positions of the model; None: no limit.
-            sinks: number of first tokens that all modules attend to.
-
-        Raises:
-            PMLError: a module exceeds the model's positions, a chat tag does not fit the model's chat template, or the
-                schema does not begin with `sinks` tokens outside of modules.
-        """
-        modules = _Walk(schema, text, max_positions).modules
-        layout = cls(schema=schema, modules=modules, sinks=sinks, max_positions=max_positions)
-        if sinks and layout._sink_tokens is None:
+    def __init__(self, schema: Schema, text: ModelText, *, max_positions: int | None, sinks: int) -> None:
+        self.schema, self.max_positions, self.sinks = schema, max_positions, sinks
+        self.modules = _Walk(schema, text, max_positions).modules
+        self._segments: dict[tuple[str, ...], Segment] = {}
+        if sinks and self._sink_tokens is None:
             raise schema.error(
                 None, None, f"policy.sinks={sinks} needs a schema that begins with as many tokens outside of modules"
             )
-        return layout
 
     @cached_property
     def by_name(self) -> dict[str, ModuleLayout]:

@@ -84,7 +84,7 @@ class PromptCache:
                 raise ValueError(f"policy.{name}={value} must not be negative; 0 is none")
         self.schema, self.link_tokens = schema, link_tokens
         self._text = ModelText(tokenizer)
-        self.layout = Layout.of(schema, self._text, max_positions=max_positions, sinks=sinks)
+        self.layout = Layout(schema, self._text, max_positions=max_positions, sinks=sinks)
 
     @property
     def segments(self) -> list[Segment]:
