@@ -129,12 +129,23 @@ class Policy:
 E = TypeVar("E", bound=Enum)
 
 
+def require(rule_holds: bool, option: str, value: object, rule: str) -> None:
+    """Raise a ValueError with policy.<option>, its value and the rule, unless the rule holds."""
+    if not rule_holds:
+        raise ValueError(f"policy.{option}={value} {rule}")
+
+
+def require_least(options: object, **least: int) -> None:
+    """Raise a ValueError for the first of these options that is below its least value."""
+    for name, value in least.items():
+        require(getattr(options, name) >= value, name, getattr(options, name), f"must be at least {value}")
+
+
 def choice(option: str, kind: type[E], value: E | str) -> E:
     """Member of `kind` that `value` is or names. Raises: ValueError that lists the names."""
     if isinstance(value, kind):
         return value
-    if value not in kind.__members__:
-        raise ValueError(f"policy.{option}={value} is not one of {', '.join(kind.__members__)}")
+    require(value in kind.__members__, option, value, f"is not one of {', '.join(kind.__members__)}")
     return kind[str(value)]
 
 
@@ -145,11 +156,9 @@ Budget = int | float
 def check_budget(budget: Budget, option: str = "budget") -> None:
     """Check a budget. Raises: ValueError that names policy.<option>."""
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
-        raise ValueError(
-            f"policy.{option}={budget} must be a whole number of tokens of at least 1, or a share of the prompt in "
-            "(0, 1]"
-        )
+    rule_holds = is_number and (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1)
+    rule = "must be a whole number of tokens of at least 1, or a share of the prompt in (0, 1]"
+    require(rule_holds, option, budget, rule)
 
 
 def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
@@ -191,9 +200,7 @@ class Scorer(Policy, ABC):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        for name, least in (("sinks", 0), ("recent", 0), ("evict_every", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"policy.{name}={getattr(self, name)} must be at least {least}")
+        require_least(self, sinks=0, recent=0, evict_every=1)
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(
                 f"policy.budget={self.budget} has no room for policy.sinks={self.sinks} and "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from policies.base import LayerView, Scorer
+from policies.base import LayerView, Scorer, require
 
 
 @dataclass(kw_only=True)
@@ -25,8 +25,8 @@ class H2O(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.recent_share <= 1:
-            raise ValueError(f"policy.recent_share={self.recent_share} must be a share of the budget in [0, 1]")
+        is_share = 0 <= self.recent_share <= 1
+        require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
 
     def carry(self, view: LayerView) -> Tensor:
         received_BKn = view.by_kv_head(view.signals.received())

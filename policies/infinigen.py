@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from policies.base import require, require_least
 from policies.retriever import (
     Index,
     ModelFacts,
@@ -133,16 +134,12 @@ class InfiniGen(Retriever):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ratio", "max_fetch"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"policy.{name}={getattr(self, name)} must be above 0 and at most 1")
-        if not self.alpha >= 0:
-            raise ValueError(
-                f"policy.alpha={self.alpha} must not be negative; .inf fetches as much as max_fetch allows"
-            )
-        if self.observed < 1:
-            raise ValueError(f"policy.observed={self.observed} must be at least 1")
-        if self.first_ahead < 1:
-            raise ValueError(f"policy.first_ahead={self.first_ahead} must be at least 1: no layer is before layer 0")
+            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "must be above 0 and at most 1")
+        require(self.alpha >= 0, "alpha", self.alpha, "must not be negative; .inf fetches as much as max_fetch allows")
+        require_least(self, observed=1)
+        require(
+            self.first_ahead >= 1, "first_ahead", self.first_ahead, "must be at least 1: no layer is before layer 0"
+        )
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
 

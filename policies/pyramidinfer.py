@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Phase, Policy, best_slots, choice
+from policies.base import Budget, LayerView, Phase, Policy, best_slots, choice, require, require_least
 
 
 class Schedule(Enum):
@@ -92,28 +92,19 @@ class PyramidInfer(Policy):
         self.schedule = choice("schedule", Schedule, self.schedule)
         self.select = choice("select", Select, self.select)
         for name in ("mean_keep", "recent_ratio", "cosine_start", "top_p", "decay"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"policy.{name}={value} must be a share in (0, 1]")
-        for name, least in (("sinks", 0), ("min_tokens", 1), ("evict_every", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"policy.{name}={getattr(self, name)} must be at least {least}")
-        if self.budget is not None and (not isinstance(self.budget, int) or isinstance(self.budget, bool)):
-            raise ValueError(
-                f"policy.budget={self.budget} must be a whole number of tokens for pyramidinfer; shares of the "
-                "prompt are policy.mean_keep"
-            )
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"policy.budget={self.budget} must be at least 1 token")
-        if self.voters is not None and self.voters < 1:
-            raise ValueError(f"policy.voters={self.voters} must be at least 1 token, or null for all recent ones")
-        if not 0 < self.newest_weight < math.inf:
-            raise ValueError(f"policy.newest_weight={self.newest_weight} must be above 0")
-        if self.schedule is not Schedule.cosine and self.mean_keep <= self.recent_ratio:
-            raise ValueError(
-                f"policy.mean_keep={self.mean_keep} must be above policy.recent_ratio={self.recent_ratio}, which every "
-                "layer keeps"
-            )
+            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "must be a share in (0, 1]")
+        require_least(self, sinks=0, min_tokens=1, evict_every=1)
+        if self.budget is not None:
+            is_whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
+            rule = "must be a whole number of tokens for pyramidinfer; shares of the prompt are policy.mean_keep"
+            require(is_whole, "budget", self.budget, rule)
+            require(self.budget >= 1, "budget", self.budget, "must be at least 1 token")
+        if self.voters is not None:
+            require(self.voters >= 1, "voters", self.voters, "must be at least 1 token, or null for all recent ones")
+        require(0 < self.newest_weight < math.inf, "newest_weight", self.newest_weight, "must be above 0")
+        if self.schedule is not Schedule.cosine:
+            rule = f"must be above policy.recent_ratio={self.recent_ratio}, which every layer keeps"
+            require(self.mean_keep > self.recent_ratio, "mean_keep", self.mean_keep, rule)
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         if self.select is Select.top_p:

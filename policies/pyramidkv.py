@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.base import LayerView, budget_tokens
+from policies.base import LayerView, budget_tokens, require_least
 from policies.snapkv import SnapKV
 
 
@@ -24,8 +24,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta >= 1:
-            raise ValueError(f"policy.beta={self.beta} must be at least 1")
+        require_least(self, beta=1)
 
     def slots(self, view: LayerView) -> int:
         """Number of slots to keep in this layer.

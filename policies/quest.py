@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import Budget
+from policies.base import Budget, require_least
 from policies.retriever import Index, PromptView, Retriever, Slots
 
 
@@ -98,8 +98,7 @@ class Quest(Retriever):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page < 1:
-            raise ValueError(f"policy.page={self.page} must be at least 1")
+        require_least(self, page=1)
         if self.pool.bytes is not None:
             raise ValueError(
                 "quest's pages are of consecutive tokens, and a full pool mixes them; leave policy.pool.bytes out"

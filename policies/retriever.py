@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import Budget, Policy, budget_tokens, check_budget
+from policies.base import Budget, Policy, budget_tokens, check_budget, require
 from policies.pool import Pool
 
 
@@ -189,8 +189,7 @@ class Retriever(Policy, ABC):
 
     def __post_init__(self) -> None:
         for name in ("first_layer", "min_tokens", "sinks", "recent", "sample_every"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"policy.{name}={getattr(self, name)} must not be negative")
+            require((getattr(self, name) or 0) >= 0, name, getattr(self, name), "must not be negative")
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
         self.pool = Pool.of(self.pool)

@@ -12,7 +12,7 @@ from enum import Enum
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, Scorer, choice
+from policies.base import LayerView, Phase, Scorer, choice, require
 
 
 class Pooling(Enum):
@@ -37,10 +37,8 @@ class SnapKV(Scorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pooling = choice("pooling", Pooling, self.pooling)
-        if self.window < 1:
-            raise ValueError(f"policy.window={self.window} must be at least 1 token")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"policy.kernel={self.kernel} must be an odd number of tokens")
+        require(self.window >= 1, "window", self.window, "must be at least 1 token")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be an odd number of tokens")
         self.recent = max(self.recent, self.window)
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")
