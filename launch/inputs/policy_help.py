@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -37,7 +37,7 @@ def policy_help(name: str) -> str:
 def _lines(kind: type, section: str) -> Iterator[str]:
     meanings = _meanings(kind)
     for option in fields(kind):
-        default = _default(option)
+        default = option.default if option.default_factory is MISSING else option.default_factory()
         if is_dataclass(default):
             yield from _lines(type(default), f"{section}.{option.name}")
         elif option.init:
@@ -46,12 +46,6 @@ def _lines(kind: type, section: str) -> Iterator[str]:
             if isinstance(default, Enum):
                 meaning += f" ({'|'.join(type(default).__members__)})"
             yield textwrap.fill(meaning, WIDTH, initial_indent=f"{shown:<{COLUMN}}", subsequent_indent=" " * COLUMN)
-
-
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return None if option.default is MISSING else option.default
 
 
 def _shown(default: Any) -> str:

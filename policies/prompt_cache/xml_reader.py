@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -120,8 +121,8 @@ class _Reader:
         parser.StartElementHandler = self._start
         parser.EndElementHandler = self._end
         parser.CharacterDataHandler = self._characters
-        parser.StartCdataSectionHandler = lambda: self._cdata(True)
-        parser.EndCdataSectionHandler = lambda: self._cdata(False)
+        parser.StartCdataSectionHandler = partial(setattr, self, "_in_cdata", True)
+        parser.EndCdataSectionHandler = partial(setattr, self, "_in_cdata", False)
         parser.StartDoctypeDeclHandler = lambda *_: self._refuse("document types and entities are not taken; leave out")
         parser.EntityDeclHandler = lambda *_: self._refuse("entities are not taken; write the text itself")
         parser.ProcessingInstructionHandler = lambda *_: self._refuse("processing instructions are not taken")
@@ -166,9 +167,6 @@ class _Reader:
         self._end_text()
         self._stack.pop()
         self._preserve.pop()
-
-    def _cdata(self, begins: bool) -> None:
-        self._in_cdata = begins
 
     def _characters(self, characters: str) -> None:
         is_reference = self._data[self._parser.CurrentByteIndex : self._parser.CurrentByteIndex + 1] == b"&"
