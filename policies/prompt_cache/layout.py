@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from policies.prompt_cache.model_text import ModelText
 from policies.prompt_cache.schema import Module, Node, Param, Role, Schema, Union
@@ -43,9 +44,9 @@ class ModuleLayout:
     line: int | None = None
 
     @property
-    def num_cached(self) -> int:
-        """Number of tokens whose keys and values are stored."""
-        return len(self.tokens) - sum(map(len, self.slots.values()))
+    def stored(self) -> set[int]:
+        """Positions of the tokens whose keys and values are stored: all but those of its slots."""
+        return self.tokens.keys() - chain(*self.slots.values())
 
 
 class Layout:
@@ -96,7 +97,7 @@ class Layout:
     @property
     def segments(self) -> list[Segment]:
         """All segments that prompts may use: one per module, and one per scaffold."""
-        alone = [self.segment((module.name,)) for module in self.modules if module.num_cached]
+        alone = [self.segment((module.name,)) for module in self.modules if module.stored]
         return alone + [self.segment(self.scaffold_modules(names)) for names in self.scaffolds]
 
     def scaffold_modules(self, names: tuple[str, ...]) -> tuple[str, ...]:

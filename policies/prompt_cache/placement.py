@@ -81,7 +81,7 @@ class Placement:
 
     def _place_texts(self) -> None:
         """Place texts in the prompt's order; texts without an import between them are placed together."""
-        before: list[int] = []
+        end = 0
         waiting: list[NewText] = []
         for item in self._prompt.items:
             if isinstance(item, NewText):
@@ -89,20 +89,20 @@ class Placement:
                 continue
             module = self._layout.by_name[item.module]
             if waiting:
-                before.append(self._place_between(waiting, before, module))
+                end = self._place_between(waiting, end, module)
                 waiting = []
-            before.append(module.end)
+            end = max(end, module.end)
         start = max(self._taken | self._new.keys(), default=-1) + 1
         ids = self._tokens(waiting, start)
         if self._asks(waiting):
             ids += self._text.answer()
         self._new.update(enumerate(ids, start))
 
-    def _place_between(self, texts: Sequence[NewText], before: Sequence[int], following: ModuleLayout) -> int:
-        """Place texts before a module. Returns the position after them."""
+    def _place_between(self, texts: Sequence[NewText], start: int, following: ModuleLayout) -> int:
+        """Place texts before a module and not before position `start`. Returns the position after them."""
         outside = self._layout.by_name.get(OUTSIDE)
         runs = _runs(list(outside.tokens)) if outside is not None else []
-        start = max([0, *before, *(end for _, end in runs if end <= following.start)])
+        start = max([start, *(end for _, end in runs if end <= following.start)])
         ids = self._tokens(texts, start)
         taken = self._taken | self._new.keys()
         room = next((index for index in range(len(ids)) if start + index in taken), len(ids))
@@ -136,26 +136,21 @@ class Placement:
 
     def _segments(self) -> list[tuple[Segment, set[int]]]:
         """Segments to use, with the positions to take from each: scaffolds first, by falling size."""
-        layout, left = self._layout, dict.fromkeys(self._arguments)
+        layout, left = self._layout, set(self._arguments)
         chosen: list[tuple[Segment, set[int]]] = []
 
         def size(names: tuple[str, ...]) -> int:
-            return sum(layout.by_name[name].num_cached for name in names)
+            return sum(len(layout.by_name[name].stored) for name in names)
 
-        groups = [layout.scaffold_modules(names) for names in sorted(layout.scaffolds, key=size, reverse=True)]
-        usable = [group for group in groups if all(name in self._arguments for name in group)]
-        for group in [*usable, *((name,) for name in self._arguments)]:
-            own = [name for name in group if name != OUTSIDE or len(group) == 1]
-            if not all(name in left for name in own):
-                continue
-            taken = [name for name in group if name in left]
-            for name in taken:
-                del left[name]
-            segment = layout.segment(group)
-            slots = {p for name in taken for slot in layout.by_name[name].slots.values() for p in slot}
-            positions = {p for name in taken for p in layout.by_name[name].tokens} - slots
-            if positions:
-                chosen.append((segment, positions))
+        scaffolds = sorted(layout.scaffolds, key=size, reverse=True)
+        for group in [*map(layout.scaffold_modules, scaffolds), *((name,) for name in self._arguments)]:
+            own = set(group) - {OUTSIDE} or {OUTSIDE}
+            if own <= left:
+                taken = left.intersection(group)
+                left -= taken
+                positions = {position for name in taken for position in layout.by_name[name].stored}
+                if positions:
+                    chosen.append((layout.segment(group), positions))
         return chosen
 
     def _error(self, item: Item | None, rule: str, element: str = "prompt") -> PMLError:
