@@ -115,10 +115,10 @@ def _as_given(values: Any, given: Any) -> Any:
 
 def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
     """Name and given options of the policy, as values of JSON."""
-    given = {option: value for option, value in policy.items() if (option, value) != ("positions", "original")}
     return {
         option: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for option, value in given.items()
+        for option, value in policy.items()
+        if (option, value) != ("positions", "original")
     }
 
 
