@@ -20,9 +20,9 @@ WIDTH, COLUMN = 118, 32
 
 def choices(option: str, names: Sequence[str]) -> str:
     """All choices of an option, as lines of --help."""
-    lines = textwrap.wrap("|".join(names).replace("|", "| "), width=100)
-    indent = " " * (len(option) + 3)
-    return f"  {option}=" + f"\n{indent}".join(line.replace("| ", "|") for line in lines)
+    first, indent = f"  {option}=", " " * (len(option) + 3)
+    text = textwrap.fill("| ".join(names), 100 + len(indent), initial_indent=first, subsequent_indent=indent)
+    return text.replace("| ", "|")
 
 
 def policy_help(name: str) -> str:
