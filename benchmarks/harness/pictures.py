@@ -1,8 +1,9 @@
-"""Colours, markers and dashes that pictures of benchmarks share."""
+"""Colours, markers, dashes and legends that pictures of benchmarks share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from runahead.picture_style import INK
 
@@ -18,3 +19,8 @@ class Look:
     colour: str
     marker: str
     dashes: str = "-"
+
+
+def legend(place: Any, **more: Any) -> None:
+    """Add a legend to axes or to a figure; `more` are further arguments of matplotlib's `legend`."""
+    place.legend(**({"frameon": False, "fontsize": 8.5, "labelcolor": INK} | more))

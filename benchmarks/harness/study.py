@@ -115,7 +115,7 @@ class Study:
                 image = picture(found)
                 if image is not None:
                     write_whole(Path(options.out) / name, image)
-        print(self.table(found))
+        print(self.table(found).rstrip())
 
     def parser(self) -> argparse.ArgumentParser:
         """Parser of the study's own options and those of all studies."""

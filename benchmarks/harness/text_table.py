@@ -7,10 +7,14 @@ from collections.abc import Sequence
 Rows = list[tuple[str, ...]]
 
 
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table: the first column left-aligned, the others right-aligned."""
+def markdown(table: Sequence[Sequence[str]], *, right: bool = True) -> str:
+    """Format a Markdown table, whose first row holds the headings.
+
+    Args:
+        right: right-align all columns but the first; otherwise all are left-aligned.
+    """
     head, *body = table
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    lines = [head, ["---", *["---:" if right else "---"] * (len(head) - 1)], *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

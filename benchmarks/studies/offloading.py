@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,20 +32,28 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.evaluation.tasks.base import now_s
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Run, Study, newest, option
-from benchmarks.studies.retrieval_decode import weight_bytes
-from benchmarks.studies.retrieved_prompt import FullCache
+from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, legend
+from benchmarks.harness.study import Run, Study, key_of, newest, option
+from benchmarks.harness.text_table import Rows
+from benchmarks.studies.retrieved_prompt import (
+    Decoding,
+    FullCache,
+    fetched_share,
+    full_bytes,
+    kv_bytes,
+    retrieved_bytes,
+)
+from launch.program.text_table import text_table
 from partitioner.table.fingerprint import device_name
-from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
-from runahead.cache.attention import CausalAttention
-from runahead.cache.copy_stream import CopyStream, copies_for
+from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
@@ -76,12 +83,12 @@ TRACED = "infinigen, fixed"
 LOOKS = {
     FULL: (INK, "o"),
     "infinigen": (ACCENT, "D"),
-    "infinigen, fixed": ("#e69f00", "D"),
-    "infinigen, fixed, 3 layers whole": ("#cc79a7", "D"),
-    "quest": ("#009e73", "^"),
-    "exact top-k": ("#0072b2", "v"),
+    "infinigen, fixed": (ORANGE, "D"),
+    "infinigen, fixed, 3 layers whole": (PURPLE, "D"),
+    "quest": (GREEN, "^"),
+    "exact top-k": (BLUE, "v"),
     "offload": (MUTED, "h"),
-    TRANSFORMERS: ("#56b4e9", "s"),
+    TRANSFORMERS: (SKY, "s"),
 }
 OBSERVED = 256
 """Number of random queries from which indices are made."""
@@ -90,13 +97,20 @@ TOLD_APART = ("device", "shape", "layers", "dtype", "batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Minimum bytes that one step moves: in the device's memory, and from the host to it."""
+    """Bytes of decoding one token per row.
+
+    Attributes:
+        device, link: least bytes that one step moves: in the device's memory, and from the host to it.
+        kv_device, kv_host: KV cache on the device and on the host.
+    """
 
     device: int
     link: int = 0
+    kv_device: int = 0
+    kv_host: int = 0
 
     def seconds(self, rates: dict[str, float | None]) -> float:
-        """Time in seconds at the measured rates, with both transfers in parallel."""
+        """Time of a step in seconds at the measured rates, with both transfers in parallel."""
         memory, link = rates["memory_gbs"], rates["link_gbs"]
         assert memory is not None
         return max(self.device / memory, 0.0 if link is None else self.link / link) / 1e9
@@ -113,14 +127,8 @@ class Variant(Protocol):
         """Decode one token per row. Returns logits (B, V)."""
         ...
 
-    def moved(self) -> Bytes: ...
-
-    def kept(self) -> tuple[int, int]:
-        """KV cache bytes on the device and on the host."""
-        ...
-
-    def fetched_share(self) -> float | None:
-        """Share of the stored tokens that was fetched, a mean over all layers; None where nothing is fetched."""
+    def used(self) -> tuple[Bytes, float | None]:
+        """Bytes, and the share of the stored tokens that was fetched, a mean over all layers, or None."""
         ...
 
 
@@ -130,73 +138,35 @@ class FullOnDevice(FullCache):
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
         self.store(layer, base)
 
-    def moved(self) -> Bytes:
-        return Bytes(device=weight_bytes(self.model) + self.num_tokens * kv_bytes(self.model, len(self.pads)))
-
-    def kept(self) -> tuple[int, int]:
-        return self.cache.num_bytes, 0
-
-    def fetched_share(self) -> None:
-        return None
+    def used(self) -> tuple[Bytes, None]:
+        step = full_bytes(self.model, self.num_tokens, len(self.pads))
+        return Bytes(device=step, kv_device=self.cache.num_bytes), None
 
 
-class Retrieved:
+class Retrieved(Decoding):
     """Decoding under a policy that retrieves."""
 
-    def __init__(self, model: Model, policy: Retriever, *, context: int, batch: int, room: int) -> None:
-        self.model, self.policy, self.num_tokens, self.pads, self._room = model, policy, context, [0] * batch, room
-        self.cache = RankPolicies.everywhere([policy]).cache(model, batch=batch)
-        assert isinstance(self.cache, RetrievedCache)
-        self.retrieval = self.cache.retrieval
+    cache: RetrievedCache
+
+    def __init__(self, model: Model, policy: Retriever, *, num_tokens: int, batch: int, room: int) -> None:
+        cache = RankPolicies.everywhere([policy]).cache(model, batch=batch)
+        super().__init__(model, cache, num_tokens=num_tokens, batch=batch)
+        self._room = room
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
         self.cache.layers[layer] = replace(base)
         last = torch.arange(self.num_tokens - q_BNwH.shape[2], self.num_tokens, device=self.model.device)
-        self.retrieval.store_prompt(
-            layer,
-            q_BNwH,
-            last.expand(len(self.pads), -1),
-            base.shape.key_dim**-0.5,
-            room=self._room,
-            was_cut=False,
-        )
-        if host is not None and self.retrieval.in_pool[layer]:
+        positions_Bw, scaling = last.expand(len(self.pads), -1), base.shape.key_dim**-0.5
+        retrieval = self.cache.retrieval
+        retrieval.store_prompt(layer, q_BNwH, positions_Bw, scaling, room=self._room, was_cut=False)
+        if host is not None and retrieval.in_pool[layer]:
             self.cache.layers[layer] = replace(host, positions_TBK=base.positions_TBK.clone())
 
-    def step(self, ids_B1: Tensor) -> Tensor:
-        start = self.num_tokens
-        self.num_tokens += 1
-        attention = CausalAttention(self.cache, start=start, pads=self.pads, phase=Phase.decode)
-        return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
-
-    def moved(self) -> Bytes:
-        device, link = weight_bytes(self.model), 0
-        shares = self.retrieval.report().fetched_share
-        heads, dim = self.model.config.num_attention_heads, self.model.config.hidden_size
-        for shape, kept, found, share in zip(
-            self.model.kv_shapes, self.cache.layers, self.retrieval.layers, shares, strict=True
-        ):
-            stored = kept.num_slots * shape.bytes_per_token(len(self.pads))
-            seen = int(stored * (1.0 if share is None else share))
-            fetched = seen if isinstance(kept, HostLayer) else 0
-            device += seen
-            if found is not None:
-                device += found.index.num_bytes
-                if self.policy.looks_ahead_on(self.model.device) and self.policy.asks:
-                    device += dim * heads * shape.key_dim * shape.dtype.itemsize
-                if isinstance(self.policy, ExactTopK):
-                    keys = stored * shape.key_dim // (shape.key_dim + shape.value_dim)
-                    fetched += keys if isinstance(kept, HostLayer) else 0
-                    device += 0 if isinstance(kept, HostLayer) else keys
-            link += fetched
-        return Bytes(device=device, link=link)
-
-    def kept(self) -> tuple[int, int]:
-        return self.cache.num_bytes, self.retrieval.host_bytes
-
-    def fetched_share(self) -> float:
-        shares = self.retrieval.report().fetched_share
-        return sum(1.0 if share is None else share for share in shares) / len(shares)
+    def used(self) -> tuple[Bytes, float]:
+        device, link = retrieved_bytes(self.model, self.cache)
+        host_bytes = self.cache.retrieval.host_bytes
+        used = Bytes(device=device, link=link, kv_device=self.cache.num_bytes, kv_host=host_bytes)
+        return used, fetched_share(self.cache)
 
 
 class TransformersOffloaded:
@@ -226,16 +196,11 @@ class TransformersOffloaded:
         logits: Tensor = found.logits
         return logits[:, -1]
 
-    def moved(self) -> Bytes:
-        stored = self.cache.get_seq_length() * kv_bytes(self.model, self.batch)
-        return Bytes(device=weight_bytes(self.model) + stored, link=stored)
-
-    def kept(self) -> tuple[int, int]:
-        stored = self.cache.get_seq_length() * kv_bytes(self.model, self.batch)
-        return 2 * stored // self.model.num_layers, stored  # a layer and the next one
-
-    def fetched_share(self) -> float:
-        return 1.0
+    def used(self) -> tuple[Bytes, float]:
+        num_tokens = self.cache.get_seq_length()
+        step, stored = full_bytes(self.model, num_tokens, self.batch), num_tokens * kv_bytes(self.model, self.batch)
+        on_device = 2 * stored // self.model.num_layers  # a layer and the next one
+        return Bytes(device=step, link=stored, kv_device=on_device, kv_host=stored), 1.0
 
 
 def measure(run: Run) -> Iterator[Line]:
@@ -264,8 +229,8 @@ def measure(run: Run) -> Iterator[Line]:
     for batch in options.batch:
         for context in options.contexts:
             turns = Turns(model, options, context=context, batch=batch)
-            measured = turns.measure(about, rates)
-            print(table(measured))
+            measured = turns.measure(run, about, rates)
+            print(table(measured), end="")
             yield from measured
             if traced is not None and turns.variants:
                 trace(turns, traced)
@@ -294,9 +259,8 @@ class Turns:
         self.model, self.options, self.context, self.batch = model, options, context, batch
         self.room = options.tokens * (options.rounds + 2)
         self.variants: dict[str, Variant] = {}
-        stored = (context + self.room) * kv_bytes(model, batch)
-        needed = stored * sum(name != FULL for name in ({*options.variants} & {FULL, TRANSFORMERS}))
-        needed += stored if {*options.variants} & POLICIES.keys() else 0
+        on_host = (TRANSFORMERS in options.variants) + bool({*options.variants} & POLICIES.keys())
+        needed = on_host * (context + self.room) * kv_bytes(model, batch)
         if needed > 0.9 * psutil.virtual_memory().available:
             self._skip("all", f"{needed:,} bytes of K,V do not fit into host memory")
             return
@@ -322,10 +286,10 @@ class Turns:
     def _made(self, name: str) -> Variant:
         if name == TRANSFORMERS:
             return TransformersOffloaded(self.model, batch=self.batch)
+        sizes = {"num_tokens": self.context, "batch": self.batch, "room": self.room}
         if name == FULL:
-            return FullOnDevice(self.model, num_tokens=self.context, batch=self.batch, room=self.room)
-        policy = POLICIES[name](self.options)
-        return Retrieved(self.model, policy, context=self.context, batch=self.batch, room=self.room)
+            return FullOnDevice(self.model, **sizes)
+        return Retrieved(self.model, POLICIES[name](self.options), **sizes)
 
     def _skip(self, name: str, why: str) -> None:
         print(f"{self.context:,} tokens x {self.batch}: {name} left out: {why}", file=sys.stderr)
@@ -339,55 +303,44 @@ class Turns:
             base.slab_TBKX.normal_()
             base.positions_TBK.copy_(torch.arange(len(base.positions_TBK), device=device)[:, None, None])
             base.num_slots = self.context
-            host = None if copies is None else self._on_host(base, copies)
+            host = None
+            if copies is not None:
+                host = HostLayer.of(replace(base), copies, room=self.room, spare=self.room)
             q_BNwH = torch.randn(self.batch, heads, observed, shape.key_dim, dtype=shape.dtype, device=device)
             for variant in self.variants.values():
                 variant.take(layer, base, host, q_BNwH)
 
-    def _on_host(self, base: KeptLayer, copies: CopyStream) -> HostLayer:
-        return HostLayer.of(replace(base), copies, room=self.room, spare=self.room)
-
-    def turn(self, variant: Variant) -> float:
-        """Time per token of one turn, in seconds."""
-        ids_B1 = torch.full((self.batch, 1), 7, device=self.model.device)
-        synchronize(self.model.device)
-        began_s = time.perf_counter()
+    def turn(self, variant: Variant) -> tuple[float, int | None]:
+        """Time per token of one turn in seconds, and on a GPU the peak of the bytes that it allocated."""
+        device = self.model.device
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        ids_B1 = torch.full((self.batch, 1), 7, device=device)
+        began_s = now_s(device)
         for _ in range(self.options.tokens):
             ids_B1 = variant.step(ids_B1).argmax(dim=-1, keepdim=True)
             ids_B1.tolist()  # synchronises, as decoding does where tokens are streamed
-        return (time.perf_counter() - began_s) / self.options.tokens
+        taken_s = (now_s(device) - began_s) / self.options.tokens
+        return taken_s, torch.cuda.max_memory_allocated(device) - before if cuda else None
 
     @torch.inference_mode()
-    def measure(self, about: dict[str, Any], rates: dict[str, float | None]) -> list[Line]:
-        seconds: dict[str, list[float]] = {name: [] for name in self.variants}
-        peaks: dict[str, int] = {}
-        cuda = self.model.device.type == "cuda"
-        for number in range(self.options.rounds + 1):
-            for name, variant in self.variants.items():
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats(self.model.device)
-                    before = torch.cuda.memory_allocated(self.model.device)
-                taken_s = self.turn(variant)
-                if number:  # the first turn warms up
-                    seconds[name].append(taken_s)
-                if cuda:
-                    peaks[name] = torch.cuda.max_memory_allocated(self.model.device) - before
+    def measure(self, run: Run, about: Line, rates: dict[str, float | None]) -> list[Line]:
+        """Let the variants decode in turn. Returns a line per variant."""
+        turns = {name: lambda _, it=variant: self.turn(it) for name, variant in self.variants.items()}
         measured: list[Line] = []
-        for name, variant in self.variants.items():
-            moved, (device_bytes, host_bytes) = variant.moved(), variant.kept()
+        for name, results in run.in_turn(turns, self.options.rounds, warmup=1).items():
+            used, share = self.variants[name].used()
             measured.append(
                 about
-                | {"variant": name, "context": self.context, "batch": self.batch, "tpot_s": seconds[name]}
-                | {"device_bytes": moved.device, "link_bytes": moved.link, "bound_s": moved.seconds(rates)}
-                | {"kv_device_bytes": device_bytes, "kv_host_bytes": host_bytes, "step_peak_bytes": peaks.get(name)}
-                | {"fetched_share": variant.fetched_share()}
+                | {"variant": name, "context": self.context, "batch": self.batch}
+                | {"tpot_s": [taken_s for taken_s, _ in results]}
+                | {"device_bytes": used.device, "link_bytes": used.link, "bound_s": used.seconds(rates)}
+                | {"kv_device_bytes": used.kv_device, "kv_host_bytes": used.kv_host}
+                | {"step_peak_bytes": results[-1][1], "fetched_share": share}
             )
         return measured
-
-
-def kv_bytes(model: Model, batch: int) -> int:
-    """KV cache bytes of one token in every row, over all layers."""
-    return sum(shape.bytes_per_token(batch) for shape in model.kv_shapes)
 
 
 def measured_rates(device: torch.device) -> dict[str, float | None]:
@@ -397,24 +350,17 @@ def measured_rates(device: torch.device) -> dict[str, float | None]:
     memory = 2 * size / best_s(lambda: b.copy_(a), device) / 1e9
     if device.type != "cuda":
         return {"memory_gbs": memory, "link_gbs": None}
-    host = host_empty((size,), torch.uint8, device, before_free=lambda: synchronize(device))
+    host = host_empty((size,), torch.uint8, device, before_free=lambda: torch.cuda.synchronize(device))
     return {"memory_gbs": memory, "link_gbs": size / best_s(lambda: a.copy_(host, non_blocking=True), device) / 1e9}
 
 
 def best_s(copy: Callable[[], object], device: torch.device, times: int = 5) -> float:
     taken = []
     for _ in range(times + 1):
-        synchronize(device)
-        began_s = time.perf_counter()
+        began_s = now_s(device)
         copy()
-        synchronize(device)
-        taken.append(time.perf_counter() - began_s)
+        taken.append(now_s(device) - began_s)
     return min(taken[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.inference_mode()
@@ -432,43 +378,37 @@ def trace(run: Turns, path: Path) -> None:
     print(f"{path.name}: two tokens of {name}, {run.context:,} tokens x {run.batch}")
 
 
-def table(found: Sequence[Line]) -> str:
-    """Table of the last measurement of every shape, context, batch and variant."""
-    rows = [
-        f"{'tokens':>7} {'batch':>5}  {'variant':<33} {'ms a token':>10} {'bound':>8} {'of it':>6} {'fetched':>8}"
-        f" {'GPU K,V':>9} {'host K,V':>9}"
-    ]
-    for (*_, batch, context, name), line in latest(found).items():
-        measured_s, share = median(line["tpot_s"]), line["fetched_share"]
-        rows.append(
-            f"{context:>7,} {batch:>5}  {name:<33} {1e3 * measured_s:>10.2f} {1e3 * line['bound_s']:>8.2f}"
-            f" {line['bound_s'] / measured_s:>6.0%} {'-' if share is None else f'{share:.1%}':>8}"
-            f" {line['kv_device_bytes'] / 2**20:>5,.0f} MiB {line['kv_host_bytes'] / 2**20:>5,.0f} MiB"
-        )
-    return "\n".join(rows)
-
-
 def latest(found: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
     """The last line of each machine, shape, batch, context and variant."""
     return newest(found, *TOLD_APART, "context", "variant")
 
 
+def table(found: Sequence[Line]) -> str:
+    """Table of the last measurement of every shape, context, batch and variant."""
+    head = ("tokens", "batch", "variant", "ms a token", "bound", "of it", "fetched", "GPU K,V", "host K,V")
+    rows: Rows = [head]
+    for (*_, batch, context, name), line in latest(found).items():
+        measured_s, share = median(line["tpot_s"]), line["fetched_share"]
+        times = f"{1e3 * measured_s:.2f}", f"{1e3 * line['bound_s']:.2f}", f"{line['bound_s'] / measured_s:.0%}"
+        kept = (f"{line[which] / 2**20:,.0f} MiB" for which in ("kv_device_bytes", "kv_host_bytes"))
+        rows.append((f"{context:,}", str(batch), name, *times, "-" if share is None else f"{share:.1%}", *kept))
+    return text_table(rows, left=(2,))
+
+
 def picture(found: Sequence[Line]) -> bytes:
     """Draw a panel per batch, for the shape and the device that were measured last."""
     last = found[-1]
-    shown = [
-        line
-        for line in latest(found).values()
-        if all(line[name] == last[name] for name in TOLD_APART if name != "batch")
-    ]
+    alike = [name for name in TOLD_APART if name != "batch"]
+    shown = [line for line in latest(found).values() if key_of(line, alike) == key_of(last, alike)]
+    shown.sort(key=lambda line: int(line["context"]))
     batches = sorted({line["batch"] for line in shown})
     figure = new_figure(5.2 * len(batches), 4.4)
     for axes, batch in zip(panels(figure, len(batches), 1, len(batches)), batches, strict=True):
-        contexts = sorted({line["context"] for line in shown if line["batch"] == batch})
+        here = [line for line in shown if line["batch"] == batch]
+        contexts = sorted({line["context"] for line in here})
         for name, (colour, marker) in LOOKS.items():
-            of_it = [line for line in shown if line["batch"] == batch and line["variant"] == name]
+            of_it = [line for line in here if line["variant"] == name]
             if of_it:
-                of_it.sort(key=lambda line: int(line["context"]))
                 x = [line["context"] for line in of_it]
                 axes.plot(x, [1e3 * median(line["tpot_s"]) for line in of_it], color=colour, marker=marker, label=name)
                 axes.plot(x, [1e3 * line["bound_s"] for line in of_it], color=colour, linestyle=":")
@@ -476,7 +416,7 @@ def picture(found: Sequence[Line]) -> bytes:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(contexts, [tokens(context) for context in contexts])
-    figure.axes[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    legend(figure.axes[0], fontsize=8)
     about = f"{last['shape']}, {last['layers']} layers, {last['dtype']}, random weights and K,V, {last['device']}"
     set_title(figure, "Decoding with K,V in host memory", about)
     return png(figure)

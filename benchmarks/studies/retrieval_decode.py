@@ -22,19 +22,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, legend
 from benchmarks.harness.study import Run, Study, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
-from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
+from benchmarks.harness.text_table import Rows
+from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt, fetched_share, full_bytes, retrieved_bytes
+from launch.program.text_table import text_table
 from policies.base import Policy
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from policies.quest import Quest
 from runahead import Model, ModelOptions
-from runahead.conversation import Conversation
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
 from runahead.ranks.devices import keep_freed_memory
-from runahead.retrieval.cache import RetrievedCache
 
 FULL = "full"
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -47,9 +48,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 LOOKS = {
     FULL: (INK, "o"),
     "infinigen": (ACCENT, "D"),
-    "infinigen, predicted": ("#0072b2", "s"),
-    "quest, 10%": ("#009e73", "^"),
-    "exact top-k, 10%": ("#e69f00", "v"),
+    "infinigen, predicted": (BLUE, "s"),
+    "quest, 10%": (GREEN, "^"),
+    "exact top-k, 10%": (ORANGE, "v"),
     "offload": (MUTED, "h"),
 }
 
@@ -74,8 +75,8 @@ def measure(run: Run) -> Iterator[Line]:
             if name == FULL:
                 yield line | {"bytes": full_bytes(model, length)}
             else:
-                share = fetched_share(conversations[name])
-                yield line | {"bytes": bytes_of(model, conversations[name]), "fetched_share": share}
+                cache = conversations[name].cache
+                yield line | {"bytes": sum(retrieved_bytes(model, cache)), "fetched_share": fetched_share(cache)}
 
 
 def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
@@ -91,52 +92,14 @@ def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -
     return turn
 
 
-def full_bytes(model: Model, length: int) -> int:
-    """Bytes that one step reads with the full cache."""
-    return weight_bytes(model) + length * sum(shape.bytes_per_token() for shape in model.kv_shapes)
-
-
-def weight_bytes(model: Model) -> int:
-    """Bytes of all matrices that a token is multiplied with; an embedding tied to the output counts once."""
-    parameters = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
-    embedding = model.module.get_input_embeddings().weight
-    tied = embedding.data_ptr() == model.module.get_output_embeddings().weight.data_ptr()
-    return sum(parameters.values()) - (0 if tied else embedding.nbytes)
-
-
-def bytes_of(model: Model, conversation: Conversation) -> int:
-    """Bytes that one step reads under a retrieving policy; a layer that attends to everything counts in full."""
-    assert isinstance(conversation.cache, RetrievedCache)
-    retrieval, total = conversation.cache.retrieval, weight_bytes(model)
-    shares = retrieval.report().fetched_share
-    for layer, (shape, found, share) in enumerate(zip(model.kv_shapes, retrieval.layers, shares, strict=True)):
-        kept = conversation.cache.layers[layer]
-        total += int(kept.num_slots * shape.bytes_per_token() * (1.0 if share is None else share))
-        if found is not None:
-            total += found.index.num_bytes
-            if isinstance(retrieval.policy, ExactTopK):
-                total += kept.num_slots * shape.num_kv_heads * shape.key_dim * shape.dtype.itemsize
-            if retrieval.policy.looks_ahead_on(model.device) and retrieval.policy.asks:
-                heads = model.config.num_attention_heads
-                total += model.config.hidden_size * heads * shape.key_dim * shape.dtype.itemsize
-    return total
-
-
-def fetched_share(conversation: Conversation) -> float:
-    """Fetched share of tokens, a mean over all layers; layers that attend to everything count as 1."""
-    assert isinstance(conversation.cache, RetrievedCache)
-    shares = conversation.cache.retrieval.report().fetched_share
-    return sum(1.0 if share is None else share for share in shares) / len(shares)
-
-
 def latest_run(found: list[Line]) -> dict[int, dict[str, Line]]:
     """Lines by length and policy: for every length those of its last run."""
     dates = {line["length"]: line["date"] for line in found}
-    latest: dict[int, dict[str, Line]] = {}
+    latest: dict[int, dict[str, Line]] = {length: {} for length in sorted(dates)}
     for line in found:
         if line["date"] == dates[line["length"]]:
-            latest.setdefault(line["length"], {})[line["policy"]] = line
-    return dict(sorted(latest.items()))
+            latest[line["length"]][line["policy"]] = line
+    return latest
 
 
 def gain(full: Line, line: Line) -> float:
@@ -147,19 +110,16 @@ def gain(full: Line, line: Line) -> float:
 def table(found: list[Line]) -> str:
     """Rows of the last runs, one per length and policy."""
     latest = latest_run(found)
-    rows = [f"{'tokens':>7}  {'policy':<24} {'ms a token':>10}  {'gain':>5}  {'bound':>5}  {'reached':>7}  fetched"]
+    rows: Rows = [("tokens", "policy", "ms a token", "gain", "bound", "reached", "fetched")]
     for length, by_policy in latest.items():
         full = by_policy[FULL]
         for name, line in by_policy.items():
-            bound, reached = full["bytes"] / line["bytes"], "-"
+            faster, bound, reached = gain(full, line), full["bytes"] / line["bytes"], "-"
             if name != FULL and bound > 1.1:
-                reached = f"{(gain(full, line) - 1) / (bound - 1):.0%}"
-            share = f"{line['fetched_share']:.1%}" if "fetched_share" in line else "100%"
-            rows.append(
-                f"{length:>7,}  {name:<24} {1e3 * median(line['tpot_s']):>10.1f}  {gain(full, line):>5.2f}  "
-                f"{bound:>5.2f}  {reached:>7}  {share}"
-            )
-    return "\n".join(rows)
+                reached = f"{(faster - 1) / (bound - 1):.0%}"
+            of_it = f"{length:,}", name, f"{1e3 * median(line['tpot_s']):.1f}", f"{faster:.2f}", f"{bound:.2f}"
+            rows.append((*of_it, reached, f"{line['fetched_share']:.1%}" if "fetched_share" in line else "100%"))
+    return text_table(rows, left=(1,))
 
 
 def picture(found: list[Line]) -> bytes:
@@ -182,7 +142,7 @@ def picture(found: list[Line]) -> bytes:
     left.set_ylim(0)
     for axes in (left, right):
         axes.set_xticks(list(latest), [tokens(length) for length in latest])
-    left.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    legend(left)
     some: dict[str, Any] = next(iter(next(iter(latest.values())).values()))
     set_title(figure, "Decoding with K,V that are retrieved", f"{some['model']}, one CPU thread")
     return png(figure)

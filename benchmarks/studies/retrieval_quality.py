@@ -18,18 +18,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, mode
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import BLUE, legend
 from benchmarks.harness.study import Run, Study, option
 from benchmarks.harness.text_samples import samples, text_ids
-from benchmarks.studies.retrieval_decode import fetched_share
-from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt
+from benchmarks.harness.text_table import Rows
+from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt, fetched_share
+from launch.program.text_table import text_table
 from policies import POLICIES
+from policies.base import Policy
+from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from runahead import Model, ModelOptions
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
@@ -94,33 +98,26 @@ def measure(run: Run) -> Iterator[Line]:
 def scores(prompt: RetrievedPrompt, setting: dict[str, Any], tails: list[list[int]]) -> dict[str, Any]:
     """Measure the NLL in nats of each tail's tokens, and the share that was fetched for them."""
     nlls, shares, masses = [], [], []
-    if setting == FULL:
-        conversation = prompt.under(Offload())
-        for tail in tails:
-            full = FullCache.of(conversation, len(tail))
-            assert conversation.logits_BV is not None
-            nlls.append(nll(conversation.logits_BV, full.follow(torch.tensor([tail[:-1]])), tail))
-        return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": 1.0, "hit_mass": 1.0}
-    options = {name: value for name, value in setting.items() if name != "name"} | {"sample_every": SAMPLE_EVERY}
-    if "pool" in options:
-        options["pool"] = _pool(prompt, options["pool"])
-    conversation = prompt.under(POLICIES[setting["name"]](**options))
+    conversation = prompt.under(Offload() if setting == FULL else policy_of(prompt, **setting))
     assert conversation.logits_BV is not None
     for tail in tails:
-        fork = conversation.fork()
-        nlls.append(nll(conversation.logits_BV, fork.follow(torch.tensor([tail[:-1]])), tail))
-        shares.append(fetched_share(fork))
-        assert isinstance(fork.cache, RetrievedCache)
-        masses += [mass for mass in fork.cache.retrieval.report().hit_mass if mass is not None]
-    return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": mean(shares), "hit_mass": mean(masses)}
+        decoding = FullCache.of(conversation, len(tail)) if setting == FULL else conversation.fork()
+        nlls.append(nll(conversation.logits_BV, decoding.follow(torch.tensor([tail[:-1]])), tail))
+        if isinstance(decoding.cache, RetrievedCache):
+            shares.append(fetched_share(decoding.cache))
+            masses += [mass for mass in decoding.cache.retrieval.report().hit_mass if mass is not None]
+    fetched, seen = (mean(shares), mean(masses)) if shares else (1.0, 1.0)
+    return {"copy_nll": nlls[0], "nll": nlls[1], "fetched_share": fetched, "hit_mass": seen}
 
 
-def _pool(prompt: RetrievedPrompt, victim: str) -> dict[str, Any]:
-    if victim == "none":
-        return {}
-    shapes = prompt.model.kv_shapes[POLICIES["infinigen"]().first_layer :]  # type: ignore[attr-defined]
-    slots = int(POOL_SHARE * len(prompt.ids))
-    return {"bytes": slots * sum(shape.bytes_per_token() for shape in shapes), "victim": victim}
+def policy_of(prompt: RetrievedPrompt, *, name: str, **options: Any) -> Policy:
+    """The policy of a setting. A pool without a victim has no limit."""
+    if "pool" in options:
+        shapes = prompt.model.kv_shapes[InfiniGen().first_layer :]
+        limit = int(POOL_SHARE * len(prompt.ids)) * sum(shape.bytes_per_token() for shape in shapes)
+        victim = options["pool"]
+        options["pool"] = {} if victim == "none" else {"bytes": limit, "victim": victim}
+    return POLICIES[name](**options | {"sample_every": SAMPLE_EVERY})
 
 
 def nll(first_1V: Tensor, rest_1CV: Tensor, ids: Sequence[int]) -> float:
@@ -151,56 +148,44 @@ def label(setting: dict[str, Any]) -> str:
 
 
 def table(found: list[Line]) -> str:
-    rows = [
-        f"{'tokens':>7}  {'setting':<48} {'copy-NLL':>8} {'over full':>9}  {'perplexity':>10} {'over full':>9}  "
-        f"{'fetched':>7}  {'seen':>6}  samples"
+    rows: Rows = [
+        ("tokens", "setting", "copy-NLL", "over full", "perplexity", "over full", "fetched", "seen", "samples")
     ]
     for (length, _), line in sorted(combined(found).items(), key=lambda each: each[0][0]):
-        rows.append(
-            f"{length:>7,}  {label(line['setting']):<48} {line['copy_nll']:>8.2f} {line['copy_nll_over']:>+9.2f}  "
-            f"{math.exp(line['nll']):>10.2f} {math.exp(line['nll_over']) - 1:>+9.1%}  "
-            f"{line['fetched_share']:>7.1%}  {line['hit_mass']:>6.1%}  {line['samples']}"
-        )
-    return "\n".join(rows)
+        copy = f"{line['copy_nll']:.2f}", f"{line['copy_nll_over']:+.2f}"
+        perplexity = f"{math.exp(line['nll']):.2f}", f"{math.exp(line['nll_over']) - 1:+.1%}"
+        shares = f"{line['fetched_share']:.1%}", f"{line['hit_mass']:.1%}"
+        rows.append((f"{length:,}", label(line["setting"]), *copy, *perplexity, *shares, str(line["samples"])))
+    return text_table(rows, left=(1,))
 
 
 def picture(found: list[Line]) -> bytes:
     """Draw copy-NLL beyond the full cache's over alpha and share of columns, at the length with the most settings."""
     means = combined(found)
-    lengths = [length for length, _ in means]
-    length = max(set(lengths), key=lengths.count)
+    length = mode(length for length, _ in means)
     by_setting = {setting: line for (at, setting), line in means.items() if at == length}
     figure = new_figure(10.4, 4.4)
     left, right = panels(figure, 2, 1, 2)
-    alphas = [(alpha, by_setting.get(str(infinigen(alpha=alpha)))) for alpha in ALPHAS]
-    points = [(alpha, line) for alpha, line in alphas if line is not None]
-    left.plot([a for a, _ in points], [line["copy_nll_over"] for _, line in points], color=ACCENT, marker="D")
-    for alpha, line in points:
-        left.annotate(
-            f"{line['fetched_share']:.0%}",
-            (alpha, line["copy_nll_over"]),
-            fontsize=8,
-            xytext=(4, 5),
-            textcoords="offset points",
-            color=INK,
-        )
-    for skew, colour, marker, name in (("auto", ACCENT, "D", "skewed"), ("none", "#0072b2", "s", "as they are")):
-        curve = [(ratio, by_setting.get(str(infinigen(ratio=ratio, skew=skew)))) for ratio in RATIOS]
-        some = [(ratio, line) for ratio, line in curve if line is not None]
-        right.plot(
-            [r for r, _ in some], [line["copy_nll_over"] for _, line in some], color=colour, marker=marker, label=name
-        )
+
+    def draw(axes: Any, settings: dict[float, dict[str, Any]], **look: Any) -> dict[float, Line]:
+        """Draw the measured ones of these settings, given by their x. Returns their lines."""
+        points = {x: by_setting[str(setting)] for x, setting in settings.items() if str(setting) in by_setting}
+        axes.plot(list(points), [line["copy_nll_over"] for line in points.values()], **look)
+        return points
+
+    points = draw(left, {alpha: infinigen(alpha=alpha) for alpha in ALPHAS}, color=ACCENT, marker="D")
+    for alpha, line in points.items():
+        share, at = f"{line['fetched_share']:.0%}", (alpha, line["copy_nll_over"])
+        left.annotate(share, at, fontsize=8, xytext=(4, 5), textcoords="offset points", color=INK)
+    for skew, colour, marker, name in (("auto", ACCENT, "D", "skewed"), ("none", BLUE, "s", "as they are")):
+        settings = {ratio: infinigen(ratio=ratio, skew=skew) for ratio in RATIOS}
+        draw(right, settings, color=colour, marker=marker, label=name)
     for axes in (left, right):
         axes.axhline(0, color=MUTED, linewidth=1, linestyle="--", label="full cache")
-    dress(
-        left,
-        title="Fetched: all within alpha of the best",
-        x="alpha, nats (numbers: share of the K,V)",
-        y="copy-NLL over the full cache's",
-    )
-    dress(right, title="Partial keys", x="share of the columns on the device", y="copy-NLL over the full cache's")
-    for axes in (left, right):
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+        legend(axes)
+    lost = "copy-NLL over the full cache's"
+    dress(left, title="Fetched: all within alpha of the best", x="alpha, nats (numbers: share of the K,V)", y=lost)
+    dress(right, title="Partial keys", x="share of the columns on the device", y=lost)
     some_line = next(iter(by_setting.values()))
     set_title(figure, "What InfiniGen's settings cost", f"{some_line['model']}, {length:,} tokens, {some_line['text']}")
     return png(figure)

@@ -1,21 +1,25 @@
-"""KV cache of one prompt, computed once and decoded from under many retrieving policies."""
+"""KV cache of one prompt, computed once and decoded from under many retrieving policies; bytes of a decoding step."""
 
-# Legend: B batch, V vocabulary.
+# Legend: B batch, C new tokens, V vocabulary.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 import torch
 from torch import Tensor
 
-from policies.base import Policy
+from policies.base import Phase, Policy
+from policies.exact_topk import ExactTopK
 from policies.offload import Offload
 from runahead import Model
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kept import KeptLayer
+from runahead.cache.base import KVStore
+from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
 from runahead.conversation import Conversation
+from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 
 LAST_TOKENS = 512
@@ -46,18 +50,43 @@ class RetrievedPrompt:
         return conversation
 
 
-class FullCache:
-    """The full KV cache, as the engine decodes from it.
+class Decoding:
+    """Decoding of given tokens from a KV cache, as the engine does it.
+
+    Args:
+        cache: holds `num_tokens` tokens of each of `batch` rows.
+    """
+
+    def __init__(self, model: Model, cache: KVStore, *, num_tokens: int, batch: int) -> None:
+        self.model, self.cache, self.num_tokens, self.pads = model, cache, num_tokens, [0] * batch
+
+    @torch.inference_mode()
+    def step(self, ids_B1: Tensor) -> Tensor:
+        """Logits (B, V) after one token per row."""
+        start = self.num_tokens
+        self.num_tokens += 1
+        attention = CausalAttention(self.cache, start=start, pads=self.pads, phase=Phase.decode)
+        return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
+
+    def follow(self, ids_BC: Tensor) -> Tensor:
+        """Logits (B, C, V) after each token."""
+        return torch.stack([self.step(ids_B1) for ids_B1 in ids_BC.split(1, dim=1)], dim=1)
+
+
+class FullCache(Decoding):
+    """Decoding from the full KV cache.
 
     Args:
         num_tokens: tokens per row, whose keys and values the caller stores.
         room: further tokens that can be decoded.
     """
 
+    cache: KVCache
+
     def __init__(self, model: Model, *, num_tokens: int, batch: int, room: int) -> None:
-        self.model, self.num_tokens, self.pads = model, num_tokens, [0] * batch
         spans = [(0, num_tokens + room)] * model.num_layers
-        self.cache = KVCache(model.kv_shapes, batch=batch, spans=spans, num_slabs=model.num_layers, device=model.device)
+        cache = KVCache(model.kv_shapes, batch=batch, spans=spans, num_slabs=model.num_layers, device=model.device)
+        super().__init__(model, cache, num_tokens=num_tokens, batch=batch)
 
     @classmethod
     def of(cls, conversation: Conversation, room: int) -> FullCache:
@@ -72,14 +101,51 @@ class FullCache:
         """Copy a layer's keys and values."""
         self.cache.layer(layer).tokens(0, self.num_tokens).copy_(kept.slab().slab_TBKX)
 
-    @torch.inference_mode()
-    def step(self, ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) after one token per row."""
-        start = self.num_tokens
-        self.num_tokens += 1
-        attention = CausalAttention(self.cache, start=start, pads=self.pads)
-        return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
 
-    def follow(self, ids_BC: Tensor) -> Tensor:
-        """Logits (B, C, V) after each token."""
-        return torch.stack([self.step(ids_B1) for ids_B1 in ids_BC.split(1, dim=1)], dim=1)
+def fetched_share(cache: KeptCache | None) -> float:
+    """Fetched share of tokens, a mean over all layers; layers that attend to everything count as 1."""
+    assert isinstance(cache, RetrievedCache)
+    return mean(1.0 if share is None else share for share in cache.retrieval.report().fetched_share)
+
+
+def kv_bytes(model: Model, batch: int) -> int:
+    """KV cache bytes of one token in every row, over all layers."""
+    return sum(shape.bytes_per_token(batch) for shape in model.kv_shapes)
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of all matrices that a token is multiplied with; an embedding tied to the output counts once."""
+    parameters = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
+    embedding = model.module.get_input_embeddings().weight
+    tied = embedding.data_ptr() == model.module.get_output_embeddings().weight.data_ptr()
+    return sum(parameters.values()) - (0 if tied else embedding.nbytes)
+
+
+def full_bytes(model: Model, num_tokens: int, batch: int = 1) -> int:
+    """Bytes that one step reads with the full cache."""
+    return weight_bytes(model) + num_tokens * kv_bytes(model, batch)
+
+
+def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
+    """Bytes that one step needs under a retrieving policy: in the device's memory, and from the host to it.
+
+    A layer that attends to everything counts in full.
+    """
+    assert isinstance(cache, RetrievedCache)
+    retrieval, device, link = cache.retrieval, weight_bytes(model), 0
+    shares = retrieval.report().fetched_share
+    for shape, kept, found, share in zip(model.kv_shapes, cache.layers, retrieval.layers, shares, strict=True):
+        stored = kept.num_slots * shape.bytes_per_token(len(kept.pads))
+        fetched = int(stored * (1.0 if share is None else share))
+        device += fetched
+        if found is not None:
+            device += found.index.num_bytes
+            if retrieval.policy.looks_ahead_on(model.device) and retrieval.policy.asks:
+                heads = model.config.num_attention_heads
+                device += model.config.hidden_size * heads * shape.key_dim * shape.dtype.itemsize
+            if isinstance(retrieval.policy, ExactTopK):  # scores all keys where they are
+                keys = stored * shape.key_dim // (shape.key_dim + shape.value_dim)
+                fetched += keys
+                device += 0 if kept.on_host else keys
+        link += fetched if kept.on_host else 0
+    return device, link
