@@ -22,15 +22,24 @@ from typing import Any
 import torch
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import BLUE, legend
 from benchmarks.harness.study import Run, Study, option
-from benchmarks.studies.prompt_cache_pictures import ttft_png
+from benchmarks.harness.text_table import Rows, markdown
+from benchmarks.studies.prompt_cache_quality import Variant, cut, edges_of
 from policies.prompt_cache.placement import LINK_TOKENS
-from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.reuse import ReusingPrompt
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title
 from runahead.report import GenerationBatch
 from runahead.reuse.store import SegmentStore, StoreLimits
 
 ANSWER_TOKENS = 5
+CURVES = {
+    "full": ("full prefill", INK),
+    "host": ("modules in host memory", ACCENT),
+    "disk": ("modules in mapped files", BLUE),
+    "bound": ("new and link tokens alone", MUTED),
+}
 
 
 @dataclass(frozen=True)
@@ -49,19 +58,8 @@ class Point:
 def prompt_of(point: Point, vocab_size: int) -> ReusingPrompt:
     draw = random.Random(point.total)
     ids = [draw.randrange(vocab_size) for _ in range(point.total)]
-    edges = [round(number * point.cached / point.modules) for number in range(point.modules + 1)]
-    uses, again = [], dict[int, int]()
-    for start, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
-        segment = Segment(name=f"{start}", ids=tuple(ids[start:end]), positions=tuple(range(start, end)))
-        first = LINK_TOKENS if start else 0
-        again.update((position, ids[position]) for position in range(start, start + first))
-        uses.append(SegmentUse(segment=segment, parts=(range(first, end - start),)))
-    new = sorted(again.items()) + list(enumerate(ids[point.cached :], point.cached))
-    return ReusingPrompt(
-        uses=tuple(uses),
-        new_ids=tuple(token for _, token in new),
-        new_positions=tuple(position for position, _ in new),
-    )
+    cached, new, edges = ids[: point.cached], ids[point.cached :], edges_of(point.cached, point.modules)
+    return cut(cached, edges, new, Variant("linked", link=LINK_TOKENS), last=False)
 
 
 def measure(run: Run, model: Model, ranks: Ranks, point: Point, folder: Path, *, full: bool) -> Line:
@@ -126,32 +124,72 @@ def last_job(found: Sequence[Line]) -> list[Line]:
     return [line for line in found if line["job"] == found[-1]["job"]]
 
 
-def ttft(line: Line, variant: str) -> float | None:
-    """Median TTFT of a variant in seconds, or None if it was not run."""
-    runs = line["runs"].get(variant)
-    return median(run["ttft_s"] for run in runs) if runs else None
+def ttft(line: Line, variant: str) -> float:
+    """Median TTFT of a variant in seconds."""
+    return median(run["ttft_s"] for run in line["runs"][variant])
 
 
 def table(found: list[Line]) -> str:
     """Format a Markdown table, one row per point of the last run."""
-    rows = [
-        "| cached | new | computed | full prefill | host memory | speed-up | files | bound | lookup, host |",
-        "|---" * 9 + "|",
+    rows: Rows = [
+        ("cached", "new", "computed", "full prefill", "host memory", "speed-up", "files", "bound", "lookup, host")
     ]
     for line in last_job(found):
-        point, host, full = line["point"], ttft(line, "host"), ttft(line, "full")
-        looked = median(run["reuse"]["lookup_s"] for run in line["runs"]["host"])
-        cells = [f"{point['cached']:,}", f"{point['new']:,}", f"{line['computed']:,}"]
-        cells += ["" if full is None else f"{full:.2f} s", f"{host:.3f} s"]
-        cells += ["" if full is None or host is None else f"{full / host:.1f}x"]
-        cells += [f"{ttft(line, 'disk'):.3f} s", f"{ttft(line, 'bound'):.3f} s", f"{looked * 1e3:.1f} ms"]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        point, host_s, full = line["point"], ttft(line, "host"), ("", "")
+        if "full" in line["runs"]:
+            full = f"{ttft(line, 'full'):.2f} s", f"{ttft(line, 'full') / host_s:.1f}x"
+        looked_s = median(run["reuse"]["lookup_s"] for run in line["runs"]["host"])
+        counts = f"{point['cached']:,}", f"{point['new']:,}", f"{line['computed']:,}"
+        others = f"{ttft(line, 'disk'):.3f} s", f"{ttft(line, 'bound'):.3f} s", f"{looked_s * 1e3:.1f} ms"
+        rows.append((*counts, full[0], f"{host_s:.3f} s", full[1], *others))
+    return markdown(rows, right=False)
 
 
 def picture(found: list[Line]) -> bytes:
-    """Draw the picture of the last run."""
-    return ttft_png(last_job(found))
+    """Draw TTFT of the last run against length, with guides, and against the cached share at one length.
+
+    Prompts of that one length have no full prefill of their own, except the one that is also among the lengths.
+    """
+    lines = sorted(last_job(found), key=lambda line: line["point"]["cached"])
+    figure = new_figure(11.5, 4.6)
+    left, right = panels(figure, 2, 1, 2)
+
+    def draw(axes: Any, variant: str, x: Sequence[float], drawn: list[Line]) -> None:
+        label, colour = CURVES[variant]
+        axes.plot(x, [ttft(line, variant) for line in drawn], "o-", color=colour, label=label, lw=1.6, ms=4)
+
+    by_length = [line for line in lines if "full" in line["runs"]]
+    lengths = [_tokens(line) for line in by_length]
+    for variant in CURVES:
+        draw(left, variant, lengths, by_length)
+    for variant, power, name in (("full", 2, "quadratic"), ("host", 1, "linear")):  # through the last point
+        y = [ttft(by_length[-1], variant) * (length / lengths[-1]) ** power for length in lengths]
+        left.plot(lengths, y, ":", color=CURVES[variant][1], lw=1, label=name)
+    left.set_xscale("log", base=2)
+    left.set_yscale("log")
+    left.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    dress(left, title="by length, the last tokens new", x="tokens of the prompt", y="TTFT, s")
+    legend(left, fontsize=8, labelcolor=None)
+
+    share_of = max((_tokens(line) for line in lines if "full" not in line["runs"]), default=0)
+    by_share = [line for line in lines if _tokens(line) == share_of]
+    for variant in ("host", "disk", "bound"):
+        draw(right, variant, [line["point"]["cached"] / share_of for line in by_share], by_share)
+    for line in by_share:
+        if "full" in line["runs"]:
+            right.axhline(ttft(line, "full"), color=INK, lw=1.6, label="full prefill")
+    right.set_ylim(bottom=0)
+    right.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    dress(right, title=f"{share_of:,} tokens, by the share that is cached", x="cached", y="TTFT, s")
+    about = found[-1]
+    runs = len(by_length[0]["runs"]["host"])
+    subject = f"{about['model']}, {about['dtype']}, {about['threads']} thread, medians of {runs} runs"
+    set_title(figure, "Time to first token with cached modules", subject)
+    return png(figure)
+
+
+def _tokens(line: Line) -> int:
+    return int(line["point"]["cached"] + line["point"]["new"])
 
 
 STUDY = Study(

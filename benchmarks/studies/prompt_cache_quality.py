@@ -11,6 +11,7 @@ number, and one of them is asked for. Prints a table and appends JSON lines.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from benchmarks.evaluation.tasks.retrieval import number_in
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, last_run, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_table import Rows, markdown
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
@@ -57,9 +59,11 @@ VARIANTS = (
 )
 
 
-def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant) -> ReusingPrompt:
-    """Cut a context into modules at these edges, with new tokens after it. The context's last token counts as new."""
-    again: dict[int, int] = {len(ids) - 1: ids[-1]}
+def cut(
+    ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant, *, last: bool = True
+) -> ReusingPrompt:
+    """Cut a context into modules at these edges, with new tokens after it; `last`: its last token counts as new."""
+    again = {len(ids) - 1} if last else set[int]()
     uses = []
     spans = [(0, len(ids))] if variant.joint else list(pairwise(edges))
     for start, end in spans:
@@ -71,17 +75,14 @@ def cut(ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: V
             context_ids=tuple(ids[:sinks]),
             context_positions=tuple(range(sinks)),
         )
-        first = min(variant.link, end - start) if start else 0
-        again.update((position, ids[position]) for position in range(start, start + first))
-        kept = [index for index in range(first, end - start) if start + index not in again]
+        again |= set(range(start, min(start + variant.link, end))) if start else set()
+        kept = [position - start for position in range(start, end) if position not in again]
         if kept:
             uses.append(SegmentUse(segment=segment, parts=(range(kept[0], kept[-1] + 1),)))
-    tokens = sorted(again.items()) + list(enumerate(new, len(ids)))
-    return ReusingPrompt(
-        uses=tuple(uses),
-        new_ids=tuple(token for _, token in tokens),
-        new_positions=tuple(position for position, _ in tokens),
-    )
+    positions = [*sorted(again), *range(len(ids), len(ids) + len(new))]
+    every = [*ids, *new]
+    new_ids = tuple(every[position] for position in positions)
+    return ReusingPrompt(uses=tuple(uses), new_ids=new_ids, new_positions=tuple(positions))
 
 
 @torch.inference_mode()
@@ -184,21 +185,18 @@ def measure(run: Run) -> Iterator[Line]:
 def table(found: list[Line]) -> str:
     """Format a Markdown table, one row per variant of the last run."""
     results = last_run(found)
+    values = {(line["variant"], line["task"]): mean(line["values"]) for line in results}
     tasks = list(dict.fromkeys(line["task"] for line in results))
-    rows = ["| | " + " | ".join(tasks) + " |", "|---" * (len(tasks) + 1) + "|"]
+    rows: Rows = [("", *tasks)]
     for variant in dict.fromkeys(line["variant"] for line in results):
-        cells = []
-        for task in tasks:
-            [values] = [line["values"] for line in results if (line["task"], line["variant"]) == (task, variant)]
-            value = mean(values)
-            if task.startswith("perplexity"):
-                cells.append(f"{torch.tensor(value).exp().item():.1f}")
-            elif task.startswith("copy"):
-                cells.append(f"{value:.2f}")
-            else:
-                cells.append(f"{value:.0%}")
-        rows.append(f"| {variant} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append((variant, *(_cell(task, values[variant, task]) for task in tasks)))
+    return markdown(rows, right=False)
+
+
+def _cell(task: str, value: float) -> str:
+    if task.startswith("perplexity"):
+        return f"{math.exp(value):.1f}"
+    return f"{value:.2f}" if task.startswith("copy") else f"{value:.0%}"
 
 
 STUDY = Study(
