@@ -13,9 +13,10 @@ def markdown(table: Sequence[Sequence[str]], *, right: bool = True) -> str:
     Args:
         right: right-align all columns but the first; otherwise all are left-aligned.
     """
-    head, *body = table
-    lines = [head, ["---", *["---:" if right else "---"] * (len(head) - 1)], *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    columns = len(table[0])
+    rule = "| --- |" + " ---: |" * (columns - 1) if right else "|" + "---|" * columns
+    head, *body = (f"| {' | '.join(row)} |" for row in table)
+    return "\n".join([head, rule, *body, ""])
 
 
 def mebibytes(count: float | None) -> str:

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.lines import Line
-from benchmarks.studies.pyramid_relations.__main__ import FULL, UNSEEN, configurations
-from benchmarks.studies.pyramid_relations.pictures import Samples, recent_ratio_png, shape_png, tables
+from benchmarks.studies.pyramid_relations import (
+    FULL,
+    UNSEEN,
+    Samples,
+    configurations,
+    recent_ratio_png,
+    shape_png,
+    tables,
+)
 
 STARTS = (0, 1000, 2000)
 

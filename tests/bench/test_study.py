@@ -26,7 +26,7 @@ STUDIES = (
     "prediction",
     "prompt_cache",
     "prompt_cache_quality",
-    "pyramid_relations.__main__",
+    "pyramid_relations",
     "retrieval_decode",
     "retrieval_quality",
     "split_quality",

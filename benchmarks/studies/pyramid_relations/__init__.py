@@ -1,1 +1,0 @@
-"""The relations of the PyramidInfer paper: the shape of the pyramid, and the recent ratio."""
