@@ -45,12 +45,27 @@ UNFUSED_STEP_S, FUSED_STEP_S = 50e-6, 20e-6
 LATENCY_S = 10e-6
 BYTES = 2
 """Bytes per number in fp16."""
+WEIGHT_TOKENS = MATMUL_FLOPS * BYTES / (2 * MEMORY_BPS)
+"""Number of tokens whose multiply-adds with a weight take as long as reading it."""
 
 RANKS = [2, 4, 8]
 TRANSFER_EVALUATIONS = 300
 FAR_EVALUATIONS = 150
 NOISE = 0.5
 """Share of the bandwidth that is left to a pair of ranks beside other traffic."""
+
+
+class WeightBound(FittedCost):
+    """Cost in which matrix products take at least as long as reading the weights."""
+
+    def first(self, c: float) -> float:
+        return super().first(max(c, WEIGHT_TOKENS))
+
+    def between(self, c: float) -> float:
+        return super().between(max(c, WEIGHT_TOKENS))
+
+    def last(self, c: float) -> float:
+        return super().last(max(c, WEIGHT_TOKENS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +85,7 @@ class Shape:
         """Cost of an A100: with dense attention in single operations as published, or with a causal fused kernel."""
         pair_flops = 4 * self.head_dim
         unfused_flops = pair_flops / (UNFUSED_BYTES / MEMORY_BPS + pair_flops / MATMUL_FLOPS)
-        fitted = FittedCost.from_shape(
+        return WeightBound.from_shape(
             num_layers=self.num_layers,
             model_dim=self.model_dim,
             kv_dim=self.kv_dim,
@@ -81,8 +96,6 @@ class Shape:
             step_s=UNFUSED_STEP_S if published else FUSED_STEP_S,
             dense=published,
         )
-        # Reading a weight of two bytes takes as long as this many multiply-adds with it.
-        return WeightBound(fitted, MATMUL_FLOPS * BYTES / (2 * MEMORY_BPS))
 
 
 LLAMA_7B = Shape(model_dim=4096, kv_dim=4096, mlp_dim=11008, vocab_size=32000)
@@ -94,33 +107,6 @@ SHAPES = {
     # Its MLP has two matrices of 4 x 4544 rows, not three, so two thirds of that.
     "Falcon 7B": Shape(model_dim=4544, kv_dim=64, mlp_dim=4 * 4544 * 2 // 3, vocab_size=65024, head_dim=64),
 }
-
-
-@dataclass(frozen=True)
-class WeightBound:
-    """Cost in which matrix products take at least as long as reading the weights, that is, as `shortest` tokens."""
-
-    fitted: FittedCost
-    shortest: float
-
-    @property
-    def num_layers(self) -> int:
-        return self.fitted.num_layers
-
-    def first(self, c: float) -> float:
-        return self.fitted.first(max(c, self.shortest))
-
-    def between(self, c: float) -> float:
-        return self.fitted.between(max(c, self.shortest))
-
-    def own(self, c: float) -> float:
-        return self.fitted.own(c)
-
-    def prefix(self, c: float, P: float) -> float:
-        return self.fitted.prefix(c, P)
-
-    def last(self, c: float) -> float:
-        return self.fitted.last(max(c, self.shortest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,22 +178,17 @@ def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iter
     most, stride = max(ranks), min_stride(num_tokens)
     wide = cluster_of(model, most, study.GBps[0], published=study.published)
     free = {p: practical_bound(num_tokens, p, wide, min_stride=stride) for p in ranks}
-    relayed = {
-        GBps: best_num_ranks(
-            num_tokens,
-            cluster_of(model, most, GBps, published=study.published),
-            min_stride=stride,
-            candidates=ranks,
-        )
-        for GBps in study.GBps
-    }
+    relayed = {}
+    for GBps in study.GBps:
+        cluster = cluster_of(model, most, GBps, published=study.published)
+        relayed[GBps] = best_num_ranks(num_tokens, cluster, min_stride=stride, candidates=ranks).splits
     for p in ranks:
         # The search for the bound is heuristic too, so its result is compared with the splits that it bounds.
-        splits = [relayed[GBps].splits[p].partition for GBps in study.GBps]
+        splits = [relayed[GBps][p].partition for GBps in study.GBps]
         uncommunicative = wide.without_communication()
         bound_s = min([free[p].cost_s, *(simulate(split, uncommunicative).ttft_s for split in splits)])
         for GBps in study.GBps:
-            split, one_s = relayed[GBps].splits[p], relayed[GBps].splits[1].cost_s
+            split, one_s = relayed[GBps][p], relayed[GBps][1].cost_s
             attention = Attention.dense if study.published else Attention.causal
             cluster = cluster_of(model, p, GBps, published=study.published)
             ttft_s = {
@@ -221,15 +202,8 @@ def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iter
                 ttft_s["TSP"] = simulate_tsp(num_tokens, p, cluster).ttft_s
             elif study.name == TODAY.name:
                 ttft_s |= _others(model, num_tokens, p, GBps, [split.partition, free[p].partition])
-            yield {
-                "study": study.name,
-                "model": model,
-                "ranks": p,
-                "GBps": GBps,
-                "tokens": num_tokens,
-                "boundaries": split.partition.boundaries,
-                "ttft_s": ttft_s,
-            }
+            about = {"study": study.name, "model": model, "ranks": p, "GBps": GBps, "tokens": num_tokens}
+            yield about | {"boundaries": split.partition.boundaries, "ttft_s": ttft_s}
 
 
 def _others(model: str, num_tokens: int, p: int, GBps: float, seeds: list[ContextPartition]) -> dict[str, float]:
@@ -237,14 +211,8 @@ def _others(model: str, num_tokens: int, p: int, GBps: float, seeds: list[Contex
     ttft_s = {}
     for place, shared in (("", True), (", wire per pair", False)):
         cluster = cluster_of(model, p, GBps, published=False, transfer=Transfer.direct, shared=shared)
-        direct = best_split(
-            num_tokens,
-            p,
-            cluster,
-            min_stride=min_stride(num_tokens),
-            seeds=seeds,
-            max_evaluations=TRANSFER_EVALUATIONS,
-        )
+        stride, most = min_stride(num_tokens), TRANSFER_EVALUATIONS
+        direct = best_split(num_tokens, p, cluster, min_stride=stride, seeds=seeds, max_evaluations=most)
         ttft_s[f"KVR-S direct{place}"] = direct.cost_s
         for name, attention in (("TSP dense", Attention.dense), ("TSP causal", Attention.causal)):
             ttft_s[name + place] = simulate_tsp(num_tokens, p, cluster, attention=attention).ttft_s
@@ -274,68 +242,55 @@ def noise_lines(published: list[Line]) -> Iterator[Line]:
 
 def far_line() -> Line:
     """Simulate a large configuration: 64 ranks and a million tokens."""
-    model, tokens, p, GBps = "Llama 3 8B", 1024 * K, 64, 25
-    cluster = cluster_of(model, p, GBps, published=False)
+    model, p, GBps, tokens = "Llama 3 8B", 64, 25, 1024 * K
+    relay = cluster_of(model, p, GBps, published=False)
+    direct, free = replace(relay, transfer=Transfer.direct), relay.without_communication()
 
-    def searched(each: Cluster) -> SearchResult:
-        def cost(split: ContextPartition) -> float:
-            return simulate(split, each).ttft_s
-
-        seed = equal_work(tokens, p, each.compute)
+    def searched(cluster: Cluster) -> SearchResult:
         return seeded_search(
-            cost, tokens, p, min_stride=64, seed=seed, leave_out=False, max_evaluations=FAR_EVALUATIONS
+            lambda split: simulate(split, cluster).ttft_s,
+            tokens,
+            p,
+            min_stride=64,
+            seed=equal_work(tokens, p, cluster.compute),
+            leave_out=False,
+            max_evaluations=FAR_EVALUATIONS,
         )
 
-    split = searched(cluster)
-    one = cluster_of(model, 1, GBps, published=False)
-    one_s = simulate(even(tokens, 1), one).ttft_s
-    direct = replace(cluster, transfer=Transfer.direct)
-    return {
-        "study": "far",
-        "model": model,
-        "ranks": p,
-        "GBps": GBps,
-        "tokens": tokens,
-        "boundaries": split.partition.boundaries,
-        "ttft_s": {
-            "one rank": one_s,
-            "KVR-E": simulate(even(tokens, p), cluster).ttft_s,
-            "KVR-S": split.cost_s,
-            "KVR-S direct": searched(direct).cost_s,
-            "TTFT(p)": min(
-                searched(cluster.without_communication()).cost_s,
-                simulate(split.partition, cluster.without_communication()).ttft_s,
-            ),
-            "TTFT*(p)": ttft_star(one_s, p, Attention.causal),
-            "TSP causal": simulate_tsp(tokens, p, direct, attention=Attention.causal).ttft_s,
-            "zigzag all-gather": simulate_zigzag(tokens, p, direct).ttft_s,
-            "zigzag ring": simulate_zigzag(tokens, p, direct, ring=True).ttft_s,
-        },
+    split = searched(relay)
+    one_s = simulate(even(tokens, 1), cluster_of(model, 1, GBps, published=False)).ttft_s
+    ttft_s = {
+        "one rank": one_s,
+        "KVR-E": simulate(even(tokens, p), relay).ttft_s,
+        "KVR-S": split.cost_s,
+        "KVR-S direct": searched(direct).cost_s,
+        "TTFT(p)": min(searched(free).cost_s, simulate(split.partition, free).ttft_s),
+        "TTFT*(p)": ttft_star(one_s, p, Attention.causal),
+        "TSP causal": simulate_tsp(tokens, p, direct, attention=Attention.causal).ttft_s,
+        "zigzag all-gather": simulate_zigzag(tokens, p, direct).ttft_s,
+        "zigzag ring": simulate_zigzag(tokens, p, direct, ring=True).ttft_s,
     }
-
-
-def simulate_all(studies: list[Grid], ranks: list[int], *, far: bool) -> list[Line]:
-    """Simulate all lines, with a progress bar on standard error."""
-    lines: list[Line] = []
-    prompts = [(study, model, tokens) for study in studies for model in study.models for tokens in study.tokens]
-    with tqdm(total=len(prompts) + far, unit="prompt") as progress:
-        for study, model, tokens in prompts:
-            progress.set_postfix_str(f"{study.name}, {model}, {tokens} tokens")
-            lines += lines_of(study, model, tokens, ranks)
-            progress.update()
-        lines += noise_lines([line for line in lines if line["study"] == "published"])
-        if far:
-            lines.append(far_line())
-            progress.update()
-    return lines
+    about = {"study": "far", "model": model, "ranks": p, "GBps": GBps, "tokens": tokens}
+    return about | {"boundaries": split.partition.boundaries, "ttft_s": ttft_s}
 
 
 def measure(run: Run) -> Iterator[Line]:
     """Simulate all lines; a few of them with --quick."""
-    if run.options.quick:
-        yield from simulate_all(QUICK, [2, 4], far=False)
-    else:
-        yield from simulate_all([PUBLISHED, TODAY, SLOWER], RANKS, far=True)
+    quick = run.options.quick
+    studies, ranks = (QUICK, [2, 4]) if quick else ([PUBLISHED, TODAY, SLOWER], RANKS)
+    prompts = [(study, model, tokens) for study in studies for model in study.models for tokens in study.tokens]
+    published = []
+    with tqdm(total=len(prompts) + (not quick), unit="prompt") as progress:
+        for study, model, tokens in prompts:
+            progress.set_postfix_str(f"{study.name}, {model}, {tokens} tokens")
+            lines = list(lines_of(study, model, tokens, ranks))
+            published += lines if study.published else []
+            yield from lines
+            progress.update()
+        yield from noise_lines(published)
+        if not quick:
+            yield far_line()
+            progress.update()
 
 
 STUDY = Study(

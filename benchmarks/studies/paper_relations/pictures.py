@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import matplotlib
@@ -12,7 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.harness.lines import Line
-from benchmarks.studies.paper_relations.tables import SHORT, WIRED, ZIGZAG, best_ranks, fastest, lead, of
+from benchmarks.harness.pictures import BLUE, PURPLE, SKY, VERMILION, legend
+from benchmarks.studies.paper_relations.tables import SHORT, WIRED, ZIGZAG, best_ranks, fastest, lead, of, ratio
 from partitioner.table.lookup_table import WORTHWHILE
 from runahead.picture_style import (
     ACCENT,
@@ -29,18 +31,18 @@ from runahead.picture_style import (
     tokens,
 )
 
-Text = Callable[[Line], str]
-
 SAID = {(4, 12288): 1.42, (8, 16384): 1.41}
 """Speed-ups over TSP reported in the paper for Llama 7B at 300 GB/s, by (ranks, tokens)."""
-BLUE, ORANGE, GREEN, PINK, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9"
-"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
 WIDEST = 0.4
 """Lead at which a map's colour is saturated."""
 
 
 def _values(lines: list[Line], name: str) -> list[Any]:
     return sorted({line[name] for line in lines})
+
+
+def _models(lines: list[Line]) -> list[str]:
+    return [model for model in ("Llama 7B", "Llama 3 8B") if of(lines, model=model)]
 
 
 def published_png(lines: list[Line]) -> bytes:
@@ -54,7 +56,7 @@ def published_png(lines: list[Line]) -> bytes:
             series = of(found, GBps=GBps, ranks=ranks)
             lengths = [line["tokens"] for line in series]
             for name, style in (("KVR-S", "-"), ("KVR-E", ":")):
-                ratios = [line["ttft_s"]["TSP"] / line["ttft_s"][name] for line in series]
+                ratios = [ratio(line, "TSP", name) for line in series]
                 axes.plot(lengths, ratios, style, color=shade, linewidth=1.8, marker="o", markersize=3.5)
             if GBps == 300:
                 for (count, length), factor in SAID.items():
@@ -66,17 +68,11 @@ def published_png(lines: list[Line]) -> bytes:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         fine, coarse = (0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6), (0.8, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
-        ticks = [tick for tick in (coarse if high > 1.8 else fine) if low < tick < high]
-        axes.yaxis.set_major_locator(FixedLocator(ticks))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _set_ticks(axes.yaxis, [tick for tick in (coarse if high > 1.8 else fine) if low < tick < high])
     handles = [Line2D([], [], color=shade, linewidth=2, label=f"{ranks} ranks") for ranks, shade in shades.items()]
-    handles += [
-        Line2D([], [], color=INK, label="KVR-S"),
-        Line2D([], [], color=INK, linestyle=":", label="KVR-E"),
-        Line2D([], [], color="white", marker="*", markersize=10, markeredgecolor=ACCENT, label="paper, KVR-S"),
-    ]
-    _legend(figure, handles)
+    handles += [Line2D([], [], color=INK, label="KVR-S"), Line2D([], [], color=INK, linestyle=":", label="KVR-E")]
+    star: dict[str, Any] = {"marker": "*", "markersize": 10, "markeredgecolor": ACCENT}
+    _legend(figure, [*handles, Line2D([], [], color="white", label="paper, KVR-S", **star)])
     set_title(figure, "KV-Runahead against TSP as published", "Llama 7B, dense attention without a fused kernel")
     return png(figure)
 
@@ -85,37 +81,31 @@ def bounds_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
     most = max(_values(found, "ranks"))
     found = of(found, ranks=most)
-    models = [model for model in ("Llama 7B", "Llama 3 8B") if of(found, model=model)]
+    models = _models(found)
     links = _values(found, "GBps")[::-1]
     figure = new_figure(3.1 * len(links), 2.9 * len(models) + 1.0)
     styles: dict[str, tuple[str, str, Sequence[str]]] = {
         "one rank": (MUTED, "-", ("one rank",)),
-        "TSP dense": (PINK, "--", ("TSP dense",)),
-        "TSP causal": (PINK, "-", ("TSP causal",)),
-        "zigzag": (ORANGE, "-", ZIGZAG),
+        "TSP dense": (PURPLE, "--", ("TSP dense",)),
+        "TSP causal": (PURPLE, "-", ("TSP causal",)),
+        "zigzag": (VERMILION, "-", ZIGZAG),
         "KVR-E": (SKY, "-", ("KVR-E",)),
         "KVR-S": (BLUE, "-", ("KVR-S", "KVR-S direct")),
         "TTFT*(p)": (INK, ":", ("TTFT*(p)",)),
     }
-    all_axes = panels(figure, len(models) * len(links), len(models), len(links))
-    for at, axes in enumerate(all_axes):
-        model, GBps = models[at // len(links)], links[at % len(links)]
+    for axes, model, GBps in _grid(figure, models, links):
         series = of(found, model=model, GBps=GBps)
         for name, (colour, style, methods) in styles.items():
             ratios = [fastest(line, methods)[1] / line["ttft_s"]["TTFT(p)"] for line in series]
             width = 2.2 if name == "KVR-S" else 1.5
             axes.plot([line["tokens"] for line in series], ratios, style, color=colour, linewidth=width)
         axes.axhline(1, color=INK, linewidth=0.9)
-        title = f"{model}, {GBps} GB/s"
-        last_row, first = at >= len(all_axes) - len(links), at % len(links) == 0
-        dress(axes, title=title, x="prompt, tokens" if last_row else "", y="TTFT / TTFT(p)" if first else "")
+        _dress(axes, title=f"{model}, {GBps} GB/s", y="TTFT / TTFT(p)")
         set_lengths(axes, _values(found, "tokens"))
         axes.tick_params(axis="x", labelsize=7.5)
         axes.set_yscale("log")
         axes.set_ylim(0.75, 80)
-        axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50]))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _set_ticks(axes.yaxis, [1, 2, 5, 10, 20, 50])
     handles = [
         Line2D([], [], color=colour, linestyle=style, linewidth=2, label=name)
         for name, (colour, style, _) in styles.items()
@@ -132,23 +122,17 @@ def winners_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
     models, counts = list(dict.fromkeys(line["model"] for line in found)), _values(found, "ranks")
     figure = new_figure(4.6 * len(counts), 1.95 * len(models) + 1.1)
-    leads = {id(line): lead(found, line) for line in found}
     # Purple for ahead, orange for behind, white for equal.
     scale, norm = matplotlib.colormaps["PuOr"], TwoSlopeNorm(0, -WIDEST, WIDEST)
 
-    def text(line: Line) -> str:
-        factor, other = leads[id(line)]
-        return f"{factor - 1:+.0%} {SHORT[other]}".replace("-0%", "0%").replace("+0%", "0%")
+    def cell(line: Line) -> tuple[Any, str]:
+        factor, other = lead(found, line)
+        text = f"{factor - 1:+.0%} {SHORT[other]}".replace("-0%", "0%").replace("+0%", "0%")
+        return scale(norm(max(-WIDEST, min(WIDEST, factor - 1)))), text
 
-    def colour(line: Line) -> Any:
-        return scale(norm(max(-WIDEST, min(WIDEST, leads[id(line)][0] - 1))))
-
-    for at, axes in enumerate(panels(figure, len(models) * len(counts), len(models), len(counts))):
-        model, ranks = models[at // len(counts)], counts[at % len(counts)]
-        _map(axes, of(found, model=model, ranks=ranks), colour, text)
-        last_row, first = at // len(counts) == len(models) - 1, at % len(counts) == 0
-        title = f"{model}, up to {ranks} ranks"
-        dress(axes, title=title, x="prompt, tokens" if last_row else "", y="GB/s per link" if first else "", grid="")
+    for axes, model, ranks in _grid(figure, models, counts):
+        _map(axes, of(found, model=model, ranks=ranks), cell)
+        _dress(axes, title=f"{model}, up to {ranks} ranks", y="GB/s per link", grid="")
     set_title(
         figure,
         "Lead of KVR-S over the best other method",
@@ -159,31 +143,21 @@ def winners_png(lines: list[Line]) -> bytes:
 
 def transfer_png(lines: list[Line]) -> bytes:
     found = of(lines, study="today")
-    models = [model for model in ("Llama 7B", "Llama 3 8B") if of(found, model=model)]
+    models = _models(found)
     links = _values(found, "GBps")[::-1]
     places = {"one port per rank": "", "a wire per pair of ranks": WIRED}
     figure = new_figure(8.4, 2.9 * len(models) + 1.0)
     shades = dict(zip(links, colours(len(links)), strict=True))
     counts = [ranks for ranks in _values(found, "ranks") if ranks > 2]
     styles = dict(zip(counts, ("-", "--") if len(counts) == 1 else (":", "-"), strict=False))
-    columns = list(places.items())
-    for at, axes in enumerate(panels(figure, 2 * len(models), len(models), 2)):
-        model, (place, suffix) = models[at // 2], columns[at % 2]
+    for axes, model, place in _grid(figure, models, list(places)):
         for GBps, shade in shades.items():
             for ranks, style in styles.items():
                 series = of(found, model=model, GBps=GBps, ranks=ranks)
-                relay_s = [line["ttft_s"]["KVR-S"] for line in series]
-                direct_s = [line["ttft_s"]["KVR-S direct" + suffix] for line in series]
-                gains = [100 * (relay / direct - 1) for relay, direct in zip(relay_s, direct_s, strict=True)]
+                gains = [100 * (ratio(line, "KVR-S", "KVR-S direct" + places[place]) - 1) for line in series]
                 axes.plot([line["tokens"] for line in series], gains, style, color=shade, linewidth=1.7)
         axes.axhline(0, color=MUTED, linewidth=0.9)
-        last_row, first = at // 2 == len(models) - 1, at % 2 == 0
-        dress(
-            axes,
-            title=f"{model}, {place}",
-            x="prompt, tokens" if last_row else "",
-            y="direct is ahead of relay by, %" if first else "",
-        )
+        _dress(axes, title=f"{model}, {place}", y="direct is ahead of relay by, %")
         set_lengths(axes, _values(found, "tokens"))
     handles = [Line2D([], [], color=shade, linewidth=2, label=f"{GBps} GB/s") for GBps, shade in shades.items()]
     handles += [Line2D([], [], color=INK, linestyle=style, label=f"{ranks} ranks") for ranks, style in styles.items()]
@@ -196,47 +170,60 @@ def ranks_png(lines: list[Line]) -> bytes:
     today = of(lines, study="today")
     most = max(_values(today, "ranks"))
     found = [line for line in lines if line["study"] in ("today", "more bandwidths") and line["ranks"] == most]
-    models = [model for model in ("Llama 7B", "Llama 3 8B") if of(found, model=model)]
+    models = _models(found)
     counts = [1, *_values(today, "ranks")]
     shades = dict(zip(counts, colours(len(counts), last=0.95)[::-1], strict=True))
     figure = new_figure(9.6, 2.5 * len(models) + 0.9)
-    best = {id(line): best_ranks(lines, line) for line in found}
-    for at, axes in enumerate(panels(figure, 2 * len(models), len(models), 2)):
-        model, which = models[at // 2], at % 2
+    ways = ("searched", "even")
+    for axes, model, way in _grid(figure, models, ways):
 
-        def colour(line: Line, which: int = which) -> Any:
-            return shades[best[id(line)][which]]
+        def cell(line: Line, which: int = ways.index(way)) -> tuple[Any, str]:
+            best = best_ranks(lines, line)[which]
+            return shades[best], str(best)
 
-        def text(line: Line, which: int = which) -> str:
-            return str(best[id(line)][which])
-
-        _map(axes, of(found, model=model), colour, text)
-        last_row = at // 2 == len(models) - 1
-        title = f"{model}, {('searched', 'even')[which]} chunks"
-        dress(axes, title=title, x="prompt, tokens" if last_row else "", y="" if which else "GB/s per link", grid="")
+        _map(axes, of(found, model=model), cell)
+        _dress(axes, title=f"{model}, {way} chunks", y="GB/s per link", grid="")
     subject = f"of {', '.join(map(str, counts))}: a doubling has to make the first token {WORTHWHILE:.0%} earlier"
     set_title(figure, "The best number of ranks", subject)
     return png(figure)
 
 
-def _map(axes: Any, lines: list[Line], colour: Callable[[Line], Any], text: Text) -> None:
-    """Draw a cell per line: prompt lengths by bandwidths, the fastest links on top."""
+def _grid(figure: Any, rows: Sequence[Any], columns: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """(axes, row, column) of a panel for each combination."""
+    all_axes = panels(figure, len(rows) * len(columns), len(rows), len(columns))
+    for axes, (row, column) in zip(all_axes, product(rows, columns), strict=True):
+        yield axes, row, column
+
+
+def _dress(axes: Any, *, title: str, y: str, **more: str) -> None:
+    """Dress a panel of a grid over prompt lengths; only outer panels have labels."""
+    place = axes.get_subplotspec()
+    x = "prompt, tokens" if place.is_last_row() else ""
+    dress(axes, title=title, x=x, y=y if place.is_first_col() else "", **more)
+
+
+def _map(axes: Any, lines: list[Line], cell: Callable[[Line], tuple[Any, str]]) -> None:
+    """Draw a cell per line, of a colour and with a text: prompt lengths by bandwidths, the fastest links on top."""
     lengths, links = _values(lines, "tokens"), _values(lines, "GBps")[::-1]
     for line in lines:
-        x, y, shade = lengths.index(line["tokens"]), links.index(line["GBps"]), tuple(colour(line))
+        x, y, (shade, text) = lengths.index(line["tokens"]), links.index(line["GBps"]), cell(line)
         axes.add_patch(matplotlib.patches.Rectangle((x, y), 1, 1, facecolor=shade, edgecolor="white", linewidth=1))
-        rgba = shade if len(shade) == 4 else (*shade, 1.0)
-        axes.text(x + 0.5, y + 0.5, text(line), ha="center", va="center", fontsize=7.5, color=ink_on(rgba))
+        axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink_on(shade))
     axes.set_xlim(0, len(lengths))
     axes.set_ylim(len(links), 0)
     axes.set_xticks([at + 0.5 for at in range(len(lengths))], [tokens(length) for length in lengths])
     axes.set_yticks([at + 0.5 for at in range(len(links))], [f"{GBps:g}" for GBps in links])
 
 
+def _set_ticks(axis: Any, ticks: list[float]) -> None:
+    """Set the ticks of a logarithmic axis."""
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
 def _legend(figure: Any, handles: list[Any]) -> None:
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5, labelcolor=INK
-    )
+    legend(figure, handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 PICTURES = {

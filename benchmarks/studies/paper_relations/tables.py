@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.text_table import Rows, markdown
 from partitioner.simulation.bounds import chain_dot_products, chain_tokens, kv_entries, tsp_dot_products, tsp_tokens
 from partitioner.table.lookup_table import worthwhile
 from runahead.context import ContextPartition
@@ -55,76 +56,53 @@ def ratio(line: Line, slow: str, fast: str) -> float:
 def tables(lines: list[Line]) -> str:
     """Format all tables; a table whose lines are missing is left out."""
     made = [table(lines) for table in (_paper, _noise, _winners, _today, _transfer, _far)]
-    return "\n\n".join(each for each in made if each)
+    return "\n".join(each for each in made if each)
 
 
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rows = list(rows)
-    if not rows:
-        return ""
-    text = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*text, *("| " + " | ".join(row) + " |" for row in rows)])
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"**{title}**\n\n{markdown([head, *rows], right=False)}" if rows else ""
 
 
 def _paper(lines: list[Line]) -> str:
     published = of(lines, study="published")
-    rows: list[tuple[str, str, str]] = []
+    llama = of(published, model="Llama 7B")
+    rows: Rows = []
 
-    def row(what: str, paper: str, say: Callable[[Line], str], **values: Any) -> None:
-        rows.extend((what, paper, say(line)) for line in of(published, **values))
+    def row(
+        what: str, paper: str, say: Callable[[Line], str], *, model: str = "Llama 7B", GBps: int = 300, **values: Any
+    ) -> None:
+        rows.extend((what, paper, say(line)) for line in of(published, model=model, GBps=GBps, **values))
 
     def over_tsp(line: Line) -> str:
         return f"{ratio(line, 'TSP', 'KVR-S'):.2f}"
 
-    llama = {"model": "Llama 7B"}
-    row("KVR-S over TSP, Llama 7B, 4 ranks, 12k", "1.42", over_tsp, **llama, ranks=4, tokens=12288, GBps=300)
+    row("KVR-S over TSP, Llama 7B, 4 ranks, 12k", "1.42", over_tsp, ranks=4, tokens=12288)
     for model, said in (("Llama 7B", "1.41"), ("Llama 7B, GQA8", "1.46"), ("Llama 7B, MQA", "1.48")):
-        row(f"KVR-S over TSP, {model}, 8 ranks, 16k", said, over_tsp, model=model, ranks=8, tokens=16384, GBps=300)
-    row("KVR-S over TSP, Falcon 7B, 8 ranks, 8k", "1.63", over_tsp, model="Falcon 7B", ranks=8, tokens=8192, GBps=300)
-    low = {"ranks": 4, "tokens": 12288, "GBps": 10}
-    row("the same at 10 GB/s, Llama 7B, 4 ranks, 12k", "more than at 300 GB/s", over_tsp, **llama, **low)
-    slower = sum(ratio(line, "TSP", "KVR-S") < 1 for line in published)
-    rows.append(("KVR-S slower than TSP", "never", f"{slower} of {len(published)} configurations"))
-    slower = sum(ratio(line, "TSP", "KVR-E") < 1 for line in published)
-    rows.append(("KVR-E slower than TSP", "Llama 7B: never", f"{slower} of {len(published)} configurations"))
+        row(f"KVR-S over TSP, {model}, 8 ranks, 16k", said, over_tsp, model=model, ranks=8, tokens=16384)
+    row("KVR-S over TSP, Falcon 7B, 8 ranks, 8k", "1.63", over_tsp, model="Falcon 7B", ranks=8, tokens=8192)
+    low = "the same at 10 GB/s, Llama 7B, 4 ranks, 12k"
+    row(low, "more than at 300 GB/s", over_tsp, ranks=4, tokens=12288, GBps=10)
+    for name, said in (("KVR-S", "never"), ("KVR-E", "Llama 7B: never")):
+        slower = sum(ratio(line, "TSP", name) < 1 for line in published)
+        rows.append((f"{name} slower than TSP", said, f"{slower} of {len(published)} configurations"))
     for GBps in (300, 10, 1):
-        gaps = [ratio(line, "KVR-S", "TTFT(p)") - 1 for line in of(published, **llama, GBps=GBps)]
+        gaps = [ratio(line, "KVR-S", "TTFT(p)") - 1 for line in of(llama, GBps=GBps)]
         if gaps:
             rows.append((f"KVR-S above TTFT(p), Llama 7B, {GBps} GB/s", "up to 17%", f"up to {max(gaps):.1%}"))
-    row(
-        "TTFT(p) over TTFT*(p), Llama 7B, 8 ranks, 16k",
-        "close, except on 8 ranks",
-        lambda line: f"{ratio(line, 'TTFT(p)', 'TTFT*(p)'):.2f}",
-        **llama,
-        ranks=8,
-        tokens=16384,
-        GBps=300,
-    )
-    row(
-        "first boundary, 2 ranks, 16k (Fig. 6a)",
-        "9,728",
-        lambda line: f"{line['boundaries'][1]:,}",
-        **llama,
-        ranks=2,
-        tokens=16384,
-        GBps=300,
-    )
-    near = [of(published, **llama, ranks=4, tokens=length, GBps=300) for length in (8192, 12288)]
-    if all(near):
-        shares = [[(b - a) / line["tokens"] for a, b in pairwise(line["boundaries"])] for (line,) in near for _ in (0,)]
+    bounds, boundary = "TTFT(p) over TTFT*(p), Llama 7B, 8 ranks, 16k", "first boundary, 2 ranks, 16k (Fig. 6a)"
+    close = "close, except on 8 ranks"
+    row(bounds, close, lambda line: f"{ratio(line, 'TTFT(p)', 'TTFT*(p)'):.2f}", ranks=8, tokens=16384)
+    row(boundary, "9,728", lambda line: f"{line['boundaries'][1]:,}", ranks=2, tokens=16384)
+    near = [line for length in (8192, 12288) for line in of(llama, ranks=4, tokens=length, GBps=300)]
+    if len(near) == 2:
+        shares = [[(b - a) / line["tokens"] for a, b in pairwise(line["boundaries"])] for line in near]
         middle = ", ".join(f"{(a + b) / 2:.3f}" for a, b in zip(*shares, strict=True))
         rows.append(("shares at 10k between 8k and 12k, 4 ranks (Fig. 10)", "0.350, 0.255, 0.210, 0.185", middle))
     for ranks, said in ((2, "0.16 s"), (4, "0.19 s")):
-        for GBps in (10, 1):
-            row(
-                f"TTFT, 2k, {ranks} ranks, {GBps} GB/s (App. B), KVR-S; KVR-E",
-                said if GBps == 10 else "worse than at 10 GB/s",
-                lambda line: f"{seconds(line['ttft_s']['KVR-S'])}; {seconds(line['ttft_s']['KVR-E'])}",
-                **llama,
-                ranks=ranks,
-                tokens=2048,
-                GBps=GBps,
-            )
+        for GBps, paper in ((10, said), (1, "worse than at 10 GB/s")):
+            for line in of(llama, ranks=ranks, tokens=2048, GBps=GBps):
+                times = "; ".join(seconds(line["ttft_s"][name]) for name in ("KVR-S", "KVR-E"))
+                rows.append((f"TTFT, 2k, {ranks} ranks, {GBps} GB/s (App. B), KVR-S; KVR-E", paper, times))
     worked = ContextPartition(boundaries=(0, 4, 7, 9))
     theirs = (f"{kv_entries(tsp_tokens(9, 3)):.0f} and {tsp_dot_products(9, 3):.0f}", "36 and 27")
     ours = (f"{kv_entries(chain_tokens(worked)):.0f} and {max(chain_dot_products(worked))}", "22 and 21")
