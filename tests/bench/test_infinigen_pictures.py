@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.lines import Line
-from benchmarks.studies.infinigen_relations.mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
-from benchmarks.studies.infinigen_relations.pictures import (
+from benchmarks.studies.infinigen_relations.__main__ import (
     SIMILARITY,
     columns_png,
     groups,
@@ -18,6 +17,7 @@ from benchmarks.studies.infinigen_relations.pictures import (
     subject,
     tables,
 )
+from benchmarks.studies.infinigen_relations.mass import ALL_COLUMNS, OURS, REFERENCES, VARIANTS
 
 RATIOS = ("0.1", "0.2", "0.3")
 

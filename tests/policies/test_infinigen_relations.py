@@ -24,6 +24,7 @@ from benchmarks.studies.infinigen_relations.mass import (
     PROMPT_BY_SIZE,
     SAMPLE_TURNED,
     Reading,
+    Setup,
     Variant,
     read,
 )
@@ -44,9 +45,7 @@ def reading() -> Reading:
     model = Model.load(ModelOptions(), torch.device("cpu"))
     assert model.tokenizer is not None
     ids = model.tokenizer(TEXT.read_text(encoding="utf-8"), verbose=False).input_ids
-    return read(
-        model,
-        torch.tensor(ids[START : START + PROMPT + BEHIND]),
+    setup = Setup(
         prompt_tokens=PROMPT,
         samples={"sample turned": skew_of(model, ids[:SAMPLE], rotaries=model.rotaries, chunk=SAMPLE)},
         variants=VARIANTS,
@@ -54,6 +53,7 @@ def reading() -> Reading:
         every=8,
         layers=LAYERS,
     )
+    return read(model, torch.tensor(ids[START : START + PROMPT + BEHIND]), setup)
 
 
 def mass(variant: Variant, ratio: float) -> float:

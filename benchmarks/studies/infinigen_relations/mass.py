@@ -11,8 +11,8 @@ fetched: with queries predicted from the layer before, keys reduced to some colu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -116,104 +116,87 @@ class Reading:
         return sum(values) / len(values)
 
 
-@torch.inference_mode()
-def read(
-    model: Model,
-    ids_S: Tensor,
-    *,
-    prompt_tokens: int,
-    samples: dict[str, Skew],
-    variants: Sequence[Variant] = VARIANTS,
-    ratios: Sequence[float],
-    share: float = 0.05,
-    every: int = 8,
-    window: range = range(WINDOW),
-    first_asking: int = 0,
-    layers: Sequence[int] | None = None,
-) -> Reading:
-    """Read a text and measure attention mass and similarities.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is measured of a text.
 
-    Args:
-        ids_S: the prompt's tokens and those after it, of which every `every`th is measured.
+    Attributes:
+        prompt_tokens: number of first tokens that are the prompt.
         samples: queries of another text, by name: "sample" at their own positions; "sample turned" at position 0.
         ratios: shares of columns in partial keys.
         share: share of the prompt's tokens that is fetched, in addition to the sinks.
+        every: of the tokens after the prompt, every `every`th is measured.
         window: positions after the prompt, its first one being 0, to which queries are rotated.
         first_asking: index, among the tokens after the prompt, of the first one to measure.
         layers: layers to measure; by default all from `FIRST_LAYER` on.
     """
-    reading, num_tokens = Reading(), len(ids_S)
-    cache = KVCache(
-        model.kv_shapes,
-        batch=1,
-        spans=[(0, num_tokens)] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
-    attention = _Asking(
-        cache,
-        model,
-        reading,
-        prompt_tokens=prompt_tokens,
-        window=window,
-        asking_P=torch.arange(prompt_tokens + first_asking + every // 2, num_tokens, every, device=model.device),
-        samples=samples,
-        variants=variants,
-        ratios=ratios,
-        num_fetched=SINKS + max(1, round(share * prompt_tokens)),
-        layers=list(layers or range(FIRST_LAYER, model.num_layers)),
-    )
-    modules = decoder_layers(model.module, model.num_layers)
-    with _similarities(modules, reading), attention.watching(modules):
+
+    prompt_tokens: int
+    ratios: Sequence[float]
+    samples: dict[str, Skew] = field(default_factory=dict)
+    variants: Sequence[Variant] = VARIANTS
+    share: float = 0.05
+    every: int = 8
+    window: range = range(WINDOW)
+    first_asking: int = 0
+    layers: Sequence[int] | None = None
+
+
+@torch.inference_mode()
+def read(model: Model, ids_S: Tensor, setup: Setup) -> Reading:
+    """Read a text, the prompt and tokens after it, and measure attention mass and similarities."""
+    layers = decoder_layers(model.module, model.num_layers)
+    modules = [layer.get_submodule("self_attn") for layer in layers]
+    attention = _Asking(model, len(ids_S), setup, modules)
+    with ExitStack() as hooks:
+        for layer, module in zip(layers, modules, strict=True):
+            for what, of in (("block input", layer), ("attention input", module)):
+                hooks.enter_context(of.register_forward_pre_hook(attention.notes_input(what), with_kwargs=True))
+            for what, of in (("attention output", module), ("FFN output", layer.get_submodule("mlp"))):
+                hooks.enter_context(of.register_forward_hook(attention.notes_output(what)))
         model.forward(ids_S[None].to(model.device), attention, start=0, pads=[0])
-    return reading
+    return attention.reading
 
 
 class _Asking(CausalAttention):
-    """Causal attention that also measures the attention mass of fetched tokens in each layer."""
+    """Causal attention that also measures the attention mass of fetched tokens in each layer.
 
-    def __init__(
-        self,
-        cache: KVCache,
-        model: Model,
-        reading: Reading,
-        *,
-        prompt_tokens: int,
-        window: range,
-        asking_P: Tensor,
-        samples: dict[str, Skew],
-        variants: Sequence[Variant],
-        ratios: Sequence[float],
-        num_fetched: int,
-        layers: Sequence[int],
-    ) -> None:
+    Args:
+        modules: attention of each layer, of Llama's kind.
+    """
+
+    def __init__(self, model: Model, num_tokens: int, setup: Setup, modules: list[nn.Module]) -> None:
+        spans = [(0, num_tokens)] * model.num_layers
+        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=model.device)
         super().__init__(cache, start=0, pads=[0])
-        self.model, self.reading, self.samples = model, reading, samples
-        self.prediction, self.rotaries = model.query_prediction, model.rotaries
-        self.prompt_tokens, self.window, self.asking_P = prompt_tokens, window, asking_P
-        self.num_fetched = num_fetched
-        self.variants, self.ratios, self.layers = variants, ratios, layers
+        self.model, self.rotaries, self.setup, self.modules = model, model.rotaries, setup, modules
+        self.prediction = model.query_prediction  # made before the forward, whose inputs it passes on
+        self.reading = Reading()
+        first = setup.prompt_tokens + setup.first_asking + setup.every // 2
+        self.asking_P = torch.arange(first, num_tokens, setup.every, device=model.device)
+        self.num_fetched = SINKS + max(1, round(setup.share * setup.prompt_tokens))
+        self.layers = setup.layers or range(FIRST_LAYER, model.num_layers)
         self._inputs: list[LayerInput] = []
-        self._normed: list[Tensor] = []
+        self._noted: dict[str, list[Tensor]] = {}
 
     def see_input(self, layer: int, given: LayerInput) -> None:
         self._inputs = [*self._inputs[-1:], given]
 
-    @contextmanager
-    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Record the inputs of attention modules of Llama's kind within this context."""
+    def notes_input(self, what: str) -> Callable[..., None]:
+        """Make a hook that notes a module's input."""
+        return lambda _, args, keywords: self._note(what, args[0] if args else keywords["hidden_states"])
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
-            self._normed = [*self._normed[-1:], args[0] if args else keywords["hidden_states"]]
+    def notes_output(self, what: str) -> Callable[..., None]:
+        """Make a hook that notes a module's output."""
+        return lambda _, __, output: self._note(what, output[0] if isinstance(output, tuple) else output)
 
-        attentions = [module.get_submodule("self_attn") for module in modules]
-        hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in attentions]
-        self._attentions = attentions
-        try:
-            yield
-        finally:
-            for each in hooks:
-                each.remove()
+    def _note(self, what: str, x_1SD: Tensor) -> None:
+        """Record the cosine between this layer's value and that of the layer before."""
+        last_two = self._noted[what] = [*self._noted.get(what, [])[-1:], x_1SD]
+        if len(last_two) == 2:
+            before, now = last_two
+            cosine_1S = torch.nn.functional.cosine_similarity(now.float(), before.float(), dim=-1)
+            self.reading.similarity.setdefault(what, []).append(float(cosine_1S.mean()))
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         if layer in self.layers:
@@ -240,10 +223,10 @@ class _Asking(CausalAttention):
         note(ALL_COLUMNS, need(asking_KGPH @ k_KSH[:, None].mT + hidden_PS))
         normed_KGPH = self._predicted_by_the_paper(layer).unflatten(0, (heads, -1)) * scaling
         note(NORMED_BEFORE, need(normed_KGPH @ k_KSH[:, None].mT + hidden_PS))
-        for variant in self.variants:
+        for variant in self.setup.variants:
             a_KgHH, weights_KgH = self._columns(variant, layer, q_NSH, k_KSH)
             best_KgH = weights_KgH.argsort(dim=-1, descending=True)
-            for ratio in self.ratios:
+            for ratio in self.setup.ratios:
                 chosen_Kgr = best_KgH[..., : max(1, round(ratio * k_KSH.shape[2]))]
                 a_KgHr = a_KgHH.take_along_dim(chosen_Kgr[:, :, None], dim=3)
                 partial_KgrS = (k_KSH[:, None] @ a_KgHr).mT
@@ -255,20 +238,20 @@ class _Asking(CausalAttention):
 
     def _predicted_by_the_paper(self, layer: int) -> Tensor:
         """Queries (N, P, H) predicted as in the paper, from the layer before's normed attention input."""
-        linear, dim = self._attentions[layer].get_submodule("q_proj"), self.model.kv_shapes[layer].key_dim
-        q_1NSH = linear(self._normed[0]).unflatten(-1, (-1, dim)).transpose(1, 2)
+        linear, dim = self.modules[layer].get_submodule("q_proj"), self.model.kv_shapes[layer].key_dim
+        q_1NSH = linear(self._noted["attention input"][0]).unflatten(-1, (-1, dim)).transpose(1, 2)
         positions_1S = torch.arange(q_1NSH.shape[2], device=q_1NSH.device)[None]
         return self.rotaries[layer].turned(q_1NSH, positions_1S)[0, :, self.asking_P]
 
     def _columns(self, variant: Variant, layer: int, q_NSH: Tensor, k_KSH: Tensor) -> tuple[Tensor, Tensor]:
         """A (K, g, H, H), and the weights (K, g, H) of its columns."""
-        heads, dim, end = len(k_KSH), k_KSH.shape[2], self.prompt_tokens
+        heads, dim, end = len(k_KSH), k_KSH.shape[2], self.setup.prompt_tokens
         k_K1nH = k_KSH[:, None, SINKS:end]
         turned_KGXH = self._turned(layer, q_NSH[:, max(0, end - OBSERVED) : end]).unflatten(0, (heads, -1))
         if variant.queries == "none":
             a_KgHH = torch.eye(dim, dtype=k_KSH.dtype, device=k_KSH.device).expand(heads, 1, dim, dim)
         else:
-            if variant.queries in self.samples:
+            if variant.queries in self.setup.samples:
                 q_KGXH = self._of_sample(variant.queries, layer).to(k_KSH)[:, None]
             else:
                 q_KGXH = {
@@ -293,16 +276,16 @@ class _Asking(CausalAttention):
         """The prompt's last queries (N, X, H), rotated to positions spread over the window after it."""
         count = q_NXH.shape[1]
         places_X = torch.arange(count, device=q_NXH.device)
-        by_1X = (self.window.start + places_X * len(self.window) // count + count - places_X)[None]
+        by_1X = (self.setup.window.start + places_X * len(self.setup.window) // count + count - places_X)[None]
         return self.rotaries[layer].turned(q_NXH[None], by_1X)[0]
 
     def _of_sample(self, name: str, layer: int) -> Tensor:
         """Queries (K, X, H) of a sample, rotated to positions in the window if they are at position 0."""
-        q_KHH = self.samples[name].queries[layer]
-        if not self.samples[name].at_position_0:
+        q_KHH = self.setup.samples[name].queries[layer]
+        if not self.setup.samples[name].at_position_0:
             return q_KHH
-        steps = torch.arange(SAMPLE_POSITIONS) * len(self.window) // SAMPLE_POSITIONS
-        by_1X = (self.prompt_tokens + self.window.start + steps).repeat_interleave(q_KHH.shape[1])[None]
+        steps = torch.arange(SAMPLE_POSITIONS) * len(self.setup.window) // SAMPLE_POSITIONS
+        by_1X = (self.setup.prompt_tokens + self.setup.window.start + steps).repeat_interleave(q_KHH.shape[1])[None]
         return self.rotaries[layer].turned(q_KHH.repeat(1, SAMPLE_POSITIONS, 1)[None], by_1X)[0]
 
 
@@ -313,40 +296,3 @@ def need(scores_KGPS: Tensor) -> Tensor:
 
 def _of_trace_1(products_HH: Tensor) -> Tensor:
     return products_HH / products_HH.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
-
-
-@contextmanager
-def _similarities(modules: Sequence[nn.Module], reading: Reading) -> Iterator[None]:
-    """Record cosines of consecutive layers within this context, for layers of Llama's kind."""
-    last: dict[str, Tensor] = {}
-
-    def note(what: str, x_1SD: Tensor) -> None:
-        if what in last:
-            cosine_1S = torch.nn.functional.cosine_similarity(x_1SD.float(), last[what].float(), dim=-1)
-            reading.similarity.setdefault(what, []).append(float(cosine_1S.mean()))
-        last[what] = x_1SD
-
-    def goes_in(what: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor]) -> None:
-            note(what, args[0] if args else keywords["hidden_states"])
-
-        return hook
-
-    def comes_out(what: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            note(what, output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
-    hooks = []
-    for module in modules:
-        attention, ffn = module.get_submodule("self_attn"), module.get_submodule("mlp")
-        hooks.append(module.register_forward_pre_hook(goes_in("block input"), with_kwargs=True))
-        hooks.append(attention.register_forward_pre_hook(goes_in("attention input"), with_kwargs=True))
-        hooks.append(attention.register_forward_hook(comes_out("attention output")))
-        hooks.append(ffn.register_forward_hook(comes_out("FFN output")))
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()

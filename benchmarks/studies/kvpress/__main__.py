@@ -18,6 +18,7 @@ Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl, which do
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import venv
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from runahead.model import loading
 from runahead.model.loading.smollm2 import cache_folder
 from runahead.thinning.rank_policies import RankPolicies
 
+TORCH = version("torch").split("+")[0]
 REQUIREMENTS = ["kvpress>=0.5,<0.6", "transformers<5.3"]
 
 WINDOW, KERNEL, SINKS = 64, 5, 4
@@ -89,7 +92,7 @@ class Case:
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per comparison."""
     options, model_options = run.options, ModelOptions()
-    python = environment(cache_folder() / f"kvpress-0.5-torch-{_torch_version()}")
+    python = environment(cache_folder() / f"kvpress-0.5-torch-{TORCH}")
     loaded = loading.load(model_options, device=torch.device("cpu"), attn_implementation="sdpa")
     assert loaded.path is not None
     model = Model.load(model_options, torch.device("cpu"))
@@ -98,7 +101,7 @@ def measure(run: Run) -> Iterator[Line]:
     if len(ids) < needed:
         raise SystemExit(f"--text={options.text} has {len(ids)} tokens, but {needed} are needed; use a longer text")
 
-    agreeing = list(agreement_cases(ids, options.lengths, options.budgets, options.prompts))
+    agreeing = list(agreement_cases(ids, options))
     padded = list(padded_cases(ids, options.padded, min(options.padded) // 2))
     asked = [case for case, _ in agreeing] + [case for batch, alone in padded for case in (batch, *alone)]
     theirs, versions = ask(python, loaded.path, asked)
@@ -130,10 +133,6 @@ def table(found: list[Line]) -> str:
     return f"{markdown(same)}\n{markdown(padded)}"
 
 
-def _torch_version() -> str:
-    return version("torch").split("+")[0]
-
-
 def environment(folder: Path) -> Path:
     """Python of kvpress's environment, which is made first unless it is complete.
 
@@ -145,7 +144,7 @@ def environment(folder: Path) -> Path:
         print(f"Making kvpress's environment in {folder} ...", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         # Install torch by its version alone first: pip then takes a CPU build if one is offered, and keeps it.
-        torch_is = f"torch=={_torch_version()}"
+        torch_is = f"torch=={TORCH}"
         for packages in ([torch_is], [torch_is, *REQUIREMENTS]):
             done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-input", *packages], check=False)
             if done.returncode != 0:
@@ -154,21 +153,17 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def agreement_cases(
-    ids: list[int], lengths: list[int], budgets: list[float], prompts: int
-) -> Iterator[tuple[Case, str]]:
+def agreement_cases(ids: list[int], options: argparse.Namespace) -> Iterator[tuple[Case, str]]:
     """(case, name of the definition that differs) for all prompts of one row."""
-    for length in lengths:
-        stride = max(1, (len(ids) - length) // prompts)
-        for start in range(0, stride * prompts, stride):
-            for budget in budgets:
-                row = ids[start : start + length]
-                given: dict[str, Any] = {"budget": round(budget * length), "rows": [row], "following": [[]]}
-                yield Case(policy="streaming_llm", **given), "alike"
-                yield Case(policy="snapkv", ours=ALIKE, **given), "alike"
-                if length == min(lengths):
-                    for name, ours in DIFFERENT.items():
-                        yield Case(policy="snapkv", ours=ours, **given), name
+    for length in options.lengths:
+        stride = max(1, (len(ids) - length) // options.prompts)
+        names = ["alike", *(DIFFERENT if length == min(options.lengths) else ())]
+        for prompt, share in product(range(options.prompts), options.budgets):
+            row = ids[prompt * stride : prompt * stride + length]
+            given: dict[str, Any] = {"budget": round(share * length), "rows": [row], "following": [[]]}
+            yield Case(policy="streaming_llm", **given), "alike"
+            for name in names:
+                yield Case(policy="snapkv", ours=DIFFERENT.get(name, ALIKE), **given), name
 
 
 def padded_cases(ids: list[int], lengths: list[int], budget: int) -> Iterator[tuple[Case, list[Case]]]:
@@ -240,25 +235,22 @@ def padding(
     ours_alone = [kept_by_us(model, case) for case in alone]
     rows = []
     for row, prompt in enumerate(batch.rows):
-        by_us, by_them = ours_positions[row], theirs["positions"][row]
         target_T = torch.tensor(batch.following[row][1:])
-        alone_TV = {"ours": ours_alone[row][1][0], "theirs": theirs_alone[row]["logits"]["no mask"][0]}
+        (alone_LKm,), alone_1TV = ours_alone[row]
+        kept = {"ours": ours_positions[row], "theirs": theirs["positions"][row]}
+        kept_alone = {"ours": alone_LKm, "theirs": theirs_alone[row]["positions"][0]}
+        alone_TV = {"ours": alone_1TV[0], "theirs": theirs_alone[row]["logits"]["no mask"][0]}
         padded_TV = {"ours": ours_logits[row]}
         padded_TV |= {f"theirs, {name}": logits[row] for name, logits in theirs["logits"].items()}
+        off_TV = {name: logits_TV - alone_TV[name.split(",")[0]] for name, logits_TV in padded_TV.items()}
         found: dict[str, Any] = {
             "tokens": len(prompt),
             "pads": max(map(len, batch.rows)) - len(prompt),
-            "same_tokens": {
-                "ours": shares(by_us, ours_alone[row][0][0]).mean().item(),
-                "theirs": shares(by_them, theirs_alone[row]["positions"][0]).mean().item(),
-            },
-            "padding_kept": {name: (x < 0).float().mean().item() for name, x in (("ours", by_us), ("theirs", by_them))},
+            "same_tokens": {who: shares(kept[who], kept_alone[who]).mean().item() for who in kept},
+            "padding_kept": {who: (kept[who] < 0).float().mean().item() for who in kept},
             "nll_alone": {name: _nll(logits_TV, target_T) for name, logits_TV in alone_TV.items()},
             "nll_padded": {name: _nll(logits_TV, target_T) for name, logits_TV in padded_TV.items()},
-            "logits_off_by": {
-                name: (logits_TV - alone_TV[name.split(",")[0]]).abs().max().item()
-                for name, logits_TV in padded_TV.items()
-            },
+            "logits_off_by": {name: difference_TV.abs().max().item() for name, difference_TV in off_TV.items()},
         }
         rows.append(found)
     return {"policy": batch.policy, "budget": batch.budget, "rows": rows}
