@@ -123,37 +123,29 @@ def text_loss(model: Model, ranks: Ranks, ids: list[int], modules: int, samples:
     return measure
 
 
-def documents(model: Model, text: list[int], count: int, sample: int) -> tuple[list[int], list[int], list[int], str]:
-    """Make a context of documents. Returns its token ids, the documents' edges, a question, and the answer."""
-    draw = random.Random(f"{count} {sample}")
-    encode = lambda told: model.tokenizer(told, add_special_tokens=False).input_ids  # noqa: E731
-    people = draw.sample(PEOPLE, count)
-    keys = {person: str(draw.randrange(10000, 100000)) for person in people}
-    ids: list[int] = []
-    edges = [0]
-    for person in people:
-        start = draw.randrange(len(text) - 200)
-        told = f"\n\nThe number of {person} is {keys[person]}."
-        ids += [*encode(f"\n\nA letter of {person}.\n"), *text[start : start + 120], *encode(told)]
-        edges.append(len(ids))
-    asked = draw.choice(people)
-    return (
-        ids,
-        edges,
-        encode(f"\n\nQuestion: What is the number of {asked}?\nAnswer: The number of {asked} is"),
-        keys[asked],
-    )
-
-
 def key_hit(model: Model, ranks: Ranks, text: list[int], count: int) -> Measure:
-    """Make a measure of 1 if the answer contains the number, else 0."""
+    """Make a measure on a context of documents, each a module: 1 if the answer contains the number, else 0."""
+
+    def encode(told: str) -> list[int]:
+        ids: list[int] = model.tokenizer(told, add_special_tokens=False).input_ids
+        return ids
 
     def measure(sample: int, variant: Variant, store: SegmentStore) -> float:
-        ids, edges, question, answer = documents(model, text, count, sample)
-        prompt = cut(ids, edges, question, variant)
+        draw = random.Random(f"{count} {sample}")
+        people = draw.sample(PEOPLE, count)
+        keys = {person: str(draw.randrange(10000, 100000)) for person in people}
+        ids, edges = list[int](), [0]
+        for person in people:
+            start = draw.randrange(len(text) - 200)
+            told = f"\n\nThe number of {person} is {keys[person]}."
+            ids += [*encode(f"\n\nA letter of {person}.\n"), *text[start : start + 120], *encode(told)]
+            edges.append(len(ids))
+        asked = draw.choice(people)
+        question = encode(f"\n\nQuestion: What is the number of {asked}?\nAnswer: The number of {asked} is")
         engine = Engine(model, ranks, store=store)
+        prompt = cut(ids, edges, question, variant)
         [generation] = engine.generate([prompt], GenerationOptions(max_new_tokens=6)).generations
-        return float(number_in(generation.text) == answer)
+        return float(number_in(generation.text) == keys[asked])
 
     return measure
 
