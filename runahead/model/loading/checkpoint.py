@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
+from runahead.config import ModelOptions
 from runahead.files import read_user_file
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.quiet import one_line, quiet
@@ -54,6 +55,8 @@ class Checkpoint:
 
     Attributes:
         gguf: name of the GGUF file in the folder, or None.
+        config_file: the config of a model with random weights, for which the folder may have a tokenizer; or None.
+        name: the model's name; "" if its config gives it.
         label: what the user wrote, for error messages.
         cure: what to do if the files are damaged, for error messages.
         from_hub: missing files, such as code in another repository, may be fetched.
@@ -61,9 +64,16 @@ class Checkpoint:
 
     folder: Path
     gguf: str | None = None
+    config_file: Path | None = None
+    name: str = ""
     label: str
     cure: str
     from_hub: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The folder, or the one file that was named."""
+        return self.config_file or self.folder / (self.gguf or "")
 
     @property
     def place(self) -> dict[str, Any]:
@@ -71,6 +81,14 @@ class Checkpoint:
         place: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder)}
         place["local_files_only"] = not self.from_hub
         return place if self.gguf is None else place | {"gguf_file": self.gguf}
+
+    @property
+    def config_place(self) -> dict[str, Any]:
+        """Arguments of from_pretrained for the config."""
+        # transformers finds a model's own code beside config.json only if the folder is named.
+        if self.config_file is None or self.config_file.name == "config.json":
+            return self.place
+        return self.place | {"pretrained_model_name_or_path": str(self.config_file)}
 
 
 @dataclass(kw_only=True)
@@ -84,43 +102,48 @@ class StoredTensor:
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def find(path: str, *, option: str, weights: bool, code: bool, progress: bool) -> Checkpoint:
-    """Find a checkpoint.
+def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
+    """Find the checkpoint of model=hf: a local folder, a .gguf file, or a hub id, which is downloaded.
 
     Args:
-        path: a local folder, a .gguf file, or a hub id, which is downloaded.
-        option: the option that holds the path, for messages.
         weights: also download the weights.
-        code: also download the repository's Python files.
 
     Raises:
         ValueError, OSError: there is no such checkpoint; one line with the remedy.
     """
-    label = f"{option}={path}"
-    try:
-        local = Path(path).expanduser()
-    except RuntimeError as error:  # ~name of an unknown user
-        raise ValueError(f"{label} cannot be found: {error}; write the whole path") from error
+    assert options.path is not None, options
+    path, label = options.path, f"model.path={options.path}"
+    local = local_path(path, label)
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{label} is a file but not a .gguf; name the model's folder, a .gguf file or a hub id")
-        return Checkpoint(folder=local.parent, gguf=local.name, label=label, cure="download it again")
+        return Checkpoint(folder=local.parent, gguf=local.name, name=path, label=label, cure="download it again")
     if local.is_dir():
         require_small_files(local, label)
-        return Checkpoint(folder=local, label=label, cure="copy or download the folder again")
+        return Checkpoint(folder=local, name=path, label=label, cure="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
         file = _from_hub(label, progress, match[1], [match[2]]) / match[2]
         if not file.is_file():
             raise ValueError(f"{label}: the hub's {match[1]} has no file {match[2]}; name one that it has")
-        return Checkpoint(folder=file.parent, gguf=file.name, label=label, cure=f"delete {file} and run again")
+        cure = f"delete {file} and run again"
+        return Checkpoint(folder=file.parent, gguf=file.name, name=path, label=label, cure=cure)
     if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
     # The small files first: they say which large ones belong to the model if a repository holds several formats.
-    folder = _from_hub(label, progress, path, SMALL_FILES + (["*.py"] if code else []))
-    checkpoint = Checkpoint(folder=folder, label=label, cure=f"delete {folder} and run again", from_hub=True)
+    folder = _from_hub(label, progress, path, SMALL_FILES + (["*.py"] if options.trust_remote_code else []))
+    cure = f"delete {folder} and run again"
+    checkpoint = Checkpoint(folder=folder, name=path, label=label, cure=cure, from_hub=True)
     if weights:
         _from_hub(label, progress, path, weight_names(checkpoint))
     return checkpoint
+
+
+def local_path(path: str, label: str) -> Path:
+    """The path on this machine. Raises: ValueError: its home folder is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ValueError(f"{label} cannot be found: {error}; write the whole path") from error
 
 
 def require_small_files(folder: Path, label: str) -> None:
@@ -153,17 +176,24 @@ def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> 
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the checkpoint's config.json, which names the architecture, and check its generation_config.json.
+    """Read the checkpoint's config, which names the architecture, and check its generation_config.json.
 
     Raises:
-        ValueError: one of them is damaged.
+        ValueError: a file is missing, damaged, or not a transformers config.
     """
+    label, path = checkpoint.label, checkpoint.config_file or checkpoint.folder / "config.json"
     # transformers would ignore a damaged generation config, and with it the tokens that end an answer.
-    if (checkpoint.folder / "generation_config.json").is_file():
-        _require_end_tokens(
-            _read_json(checkpoint.folder / "generation_config.json", checkpoint.label), checkpoint.label
-        )
-    return read_config_file(checkpoint.folder / "config.json", checkpoint.label)
+    generation = checkpoint.folder / "generation_config.json"
+    if checkpoint.config_file is None and generation.is_file():
+        _require_end_tokens(_read_json(generation, label), label)
+    if not path.is_file():
+        raise ValueError(f"{label} has no {path.name}; name the folder of a transformers model")
+    config = _read_json(path, label)
+    # Repositories with their own code may name a class instead.
+    if "model_type" not in config and "auto_map" not in config:
+        raise ValueError(f'{label}: {path.name} has no "model_type"; transformers needs it to know the architecture')
+    _require_end_tokens(config, label)
+    return config
 
 
 def _require_end_tokens(config: dict[str, Any], label: str) -> None:
@@ -174,22 +204,6 @@ def _require_end_tokens(config: dict[str, Any], label: str) -> None:
         raise ValueError(
             f"{label}: eos_token_id {ascii(ids)[:60]} must be a token id or a list of them; restore the file"
         )
-
-
-def read_config_file(path: Path, label: str) -> dict[str, Any]:
-    """Read a transformers config as a dictionary.
-
-    Raises:
-        ValueError: the file is missing, damaged, or not a transformers config.
-    """
-    if not path.is_file():
-        raise ValueError(f"{label} has no {path.name}; name the folder of a transformers model")
-    config = _read_json(path, label)
-    # Repositories with their own code may name a class instead.
-    if "model_type" not in config and "auto_map" not in config:
-        raise ValueError(f'{label}: {path.name} has no "model_type"; transformers needs it to know the architecture')
-    _require_end_tokens(config, label)
-    return config
 
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:

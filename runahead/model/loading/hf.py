@@ -20,73 +20,34 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runahead.config import MAX_LAYERS, DType, ModelOptions
+from runahead.config import MAX_LAYERS, ModelOptions
 from runahead.model.loading import checkpoint as checkpoints
-from runahead.model.loading.base import LoadedWeights
-from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
-from runahead.model.loading.memory import Footprint, available_bytes, give_back, require_room
+from runahead.model.loading.checkpoint import Checkpoint
+from runahead.model.loading.memory import give_back
 from runahead.model.loading.quiet import one_line, quiet
-
-LONG_LOAD_BYTES = 2**28
-"""Least bytes to copy for which a progress bar is shown."""
-
-PAGE_BYTES = 4096
 
 MAX_VOCABULARY = 2**31
 """Largest vocabulary, in tokens. A larger one means a damaged config, for which a model would be built all the same."""
 
 
-def load(
-    options: ModelOptions, *, device: torch.device, attn_implementation: str, progress: bool, ranks_on_host: int
-) -> LoadedWeights:
-    return load_checkpoint(
-        _find(options, weights=True, progress=progress),
-        options,
-        name=str(options.path),
-        device=device,
-        attn_implementation=attn_implementation,
-        progress=progress,
-        ranks_on_host=ranks_on_host,
-    )
-
-
-def load_config(options: ModelOptions, *, progress: bool) -> Any:
-    return checkpoint_config(_find(options, weights=False, progress=progress), options)
-
-
-def load_tokenizer(options: ModelOptions, *, progress: bool) -> Any | None:
-    return checkpoint_tokenizer(_find(options, weights=False, progress=progress), options)
-
-
-def _find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
-    assert options.path is not None, options
-    code = options.trust_remote_code
-    return checkpoints.find(options.path, option="model.path", weights=weights, code=code, progress=progress)
-
-
-def load_checkpoint(
+def build(
     checkpoint: Checkpoint,
+    config: Any,
     options: ModelOptions,
-    *,
-    name: str,
+    dtype: torch.dtype,
     device: torch.device,
     attn_implementation: str,
-    progress: bool,
-    ranks_on_host: int,
-) -> LoadedWeights:
-    """Load a checkpoint.
+    *,
+    bars: bool,
+) -> PreTrainedModel:
+    """Build the model with the checkpoint's weights.
+
+    Args:
+        bars: show progress bars.
 
     Raises:
-        ValueError: something is wrong with its files, or they need more memory than there is.
+        ValueError: something is wrong with the files.
     """
-    config = checkpoint_config(checkpoint, options)
-    tokenizer = checkpoint_tokenizer(checkpoint, options)
-    stored = {} if checkpoint.gguf else checkpoints.stored_tensors(checkpoint)
-    dtype = _dtype(options, config, checkpoint, stored)
-    empty = empty_model(config, dtype, options, label=checkpoint.label)
-    footprint = _footprint(empty, stored, dtype, device)
-    require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
-    bars = progress and footprint.copied > LONG_LOAD_BYTES
     arguments: dict[str, Any] = {
         **checkpoint.place,
         "dtype": dtype,
@@ -104,41 +65,32 @@ def load_checkpoint(
         arguments["config"] = config  # not read again, which takes seconds
     try:
         with quiet(bars=bars):
-            module, report = _from_pretrained(arguments, attn_implementation)
+            module, report = build_with_attention(
+                lambda name: AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=name),
+                attn_implementation,
+            )
     except Exception as error:  # transformers, torch, safetensors and the model's own code may raise anything
         raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}; {checkpoint.cure}") from error
     _require_all(report, checkpoint)
-    module = module.eval().requires_grad_(False)
     if checkpoint.gguf:
         give_back()
-    if device.type == "cpu" and footprint.mapped < available_bytes():
-        _read_in(module)
-    path = checkpoint.folder / (checkpoint.gguf or "")
-    return LoadedWeights(module=module, tokenizer=tokenizer, name=name, dtype=dtype, path=str(path))
+    return module
 
 
-def checkpoint_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
-    """Load the checkpoint's transformers config.
+def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
+    """Load the checkpoint's transformers config, with `options.layers` layers if that is set.
 
     Raises:
-        ValueError: the config is damaged, or its architecture unknown.
+        ValueError: the config is damaged or contradicts itself, or transformers does not know the architecture.
     """
     if checkpoint.gguf:
         checkpoints.read_gguf(checkpoint)
     else:
         checkpoints.read_config(checkpoint)
-    return read_transformers_config(checkpoint.place, options, label=checkpoint.label)
-
-
-def read_transformers_config(place: dict[str, Any], options: ModelOptions, *, label: str) -> Any:
-    """Load a transformers config; `place` holds arguments of from_pretrained.
-
-    Raises:
-        ValueError: transformers does not know the architecture, or the config contradicts itself.
-    """
+    label = checkpoint.label
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(**place, trust_remote_code=options.trust_remote_code)
+            config = AutoConfig.from_pretrained(**checkpoint.config_place, trust_remote_code=options.trust_remote_code)
             text = config.get_text_config(decoder=True)
     except Exception as error:
         raise ValueError(_config_trouble(error, label, options)) from error
@@ -146,10 +98,14 @@ def read_transformers_config(place: dict[str, Any], options: ModelOptions, *, la
         size = getattr(text, name, None)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise ValueError(f"{label}: its config has {name} {ascii(size)[:60]}, which must be from 1 to {most:,}")
+    if options.layers is not None:
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[layer % len(text.layer_types)] for layer in range(options.layers)]
+        text.num_hidden_layers = options.layers
     return config
 
 
-def checkpoint_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any | None:
+def read_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any | None:
     """Load the checkpoint's tokenizer; None if it has none.
 
     Raises:
@@ -202,58 +158,6 @@ def build_with_attention(build: Any, attn_implementation: str) -> Any:
     return build("eager")
 
 
-def _from_pretrained(arguments: dict[str, Any], attn_implementation: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    def build(name: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=name)
-
-    module, report = build_with_attention(build, attn_implementation)
-    module.config._attn_implementation = attn_implementation
-    return module, report
-
-
-def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:
-    """The dtype asked for; for auto the config's, else that of the first tensor; float32 for quantised GGUF files."""
-    if options.dtype is not DType.auto:
-        return torch_dtype(options.dtype)
-    if checkpoint.gguf:
-        # Norms are in float32 in every GGUF file.
-        forms = set(checkpoints.read_gguf(checkpoint).tensors.values()) - {"F32"}
-        halves = {"F16": torch.float16, "BF16": torch.bfloat16}
-        return halves.get(forms.pop(), torch.float32) if len(forms) == 1 else torch.float32
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    return next((tensor.dtype for tensor in stored.values() if tensor.dtype), torch.float32)
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype of an option other than auto."""
-    return {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}[dtype]
-
-
-def parameter_bytes(module: PreTrainedModel) -> int:
-    """Bytes of a model's parameters; tied ones count once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def _footprint(
-    empty: PreTrainedModel, stored: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
-) -> Footprint:
-    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model in the same dtype."""
-    if device.type != "cpu" or not stored:
-        return Footprint(copied=parameter_bytes(empty))
-    parameters, prefix = empty.state_dict(), empty.base_model_prefix
-    footprint = Footprint(copied=0)
-    for name, tensor in stored.items():
-        # Checkpoints of the model without its head lack the prefix, and the other way round.
-        names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-        parameter = next((parameters[name] for name in names if name in parameters), None)
-        if parameter is not None and parameter.dtype == tensor.dtype:
-            footprint.mapped += tensor.num_elements * parameter.element_size()
-        else:
-            footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
-    return footprint
-
-
 def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Check that all weights came from the files: transformers initialises missing ones at random.
 
@@ -271,12 +175,6 @@ def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
             f"{checkpoint.label}: {len(report['missing_keys'])} of the model's weights are not in the files, such as "
             f"{min(report['missing_keys'])}; {checkpoint.cure}"
         )
-
-
-def _read_in(module: PreTrainedModel) -> None:
-    """Touch every page of the mapped weights, so that the file is read now rather than during the first prompt."""
-    for parameter in module.parameters():
-        parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 
 
 def _config_trouble(error: Exception, label: str, options: ModelOptions) -> str:

@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -26,8 +25,6 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
 from runahead.config import ModelOptions
-from runahead.model.loading import hf
-from runahead.model.loading.base import LoadedWeights
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.memory import give_back
@@ -47,31 +44,10 @@ WATCH_SECONDS = 0.5
 """Seconds between two updates of the progress bar."""
 
 
-def load(
-    options: ModelOptions, *, device: torch.device, attn_implementation: str, progress: bool, ranks_on_host: int
-) -> LoadedWeights:
-    return hf.load_checkpoint(
-        _checkpoint(progress=progress),
-        options,
-        name=NAME,
-        device=device,
-        attn_implementation=attn_implementation,
-        progress=progress,
-        ranks_on_host=ranks_on_host,
-    )
-
-
-def load_config(options: ModelOptions, *, progress: bool) -> Any:
-    return hf.checkpoint_config(_checkpoint(progress=progress), options)
-
-
-def load_tokenizer(options: ModelOptions, *, progress: bool) -> Any | None:
-    return hf.checkpoint_tokenizer(_checkpoint(progress=progress), options)
-
-
-def _checkpoint(*, progress: bool) -> Checkpoint:
+def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
     folder = obtain(cache_folder() / "smollm2-135m-instruct", make, progress=progress)
-    return Checkpoint(folder=folder, label=f"model=smollm2 ({folder})", cure="delete this folder, and it is made again")
+    label, cure = f"model=smollm2 ({folder})", "delete this folder, and it is made again"
+    return Checkpoint(folder=folder, name=NAME, label=label, cure=cure)
 
 
 def cache_folder() -> Path:
