@@ -1,5 +1,7 @@
 """Runahead: the first token of a long prompt, early, from several GPUs."""
 
+# ruff: noqa: F401 (names for type checkers; `__getattr__` imports them)
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -27,19 +29,7 @@ _HOMES = {
     "from_ratios": "context",
 }
 
-__all__ = [
-    "ContextPartition",
-    "Conversation",
-    "Engine",
-    "GenerationOptions",
-    "Model",
-    "ModelOptions",
-    "PrefillOptions",
-    "Ranks",
-    "RanksOptions",
-    "even",
-    "from_ratios",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -76,8 +76,8 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
         if target.exists() and not target.is_file():
             return  # a device or a pipe is written directly
         # Permission bits do not suffice: root ignores them, and they do not show a read-only file system.
-        trial, handle = _create_beside(target)
-        os.close(handle)
+        trial = _beside(target)
+        os.close(_create(trial))
         trial.unlink()
     except OSError as error:
         raise ValueError(f"{name} cannot be written: {error.strerror}; name another file") from error
@@ -103,63 +103,44 @@ def _write(path: str | os.PathLike[str], data: bytes) -> None:
     if target.exists() and not target.is_file():
         Path(path).write_bytes(data)
         return
-    if not _write_unnamed(target, data):
-        _write_beside(target, data)
+    part = _beside(target)
+    try:
+        if not _write_unnamed(target, part, data):
+            with os.fdopen(_create(part), "wb") as file:
+                _fill(file, data, target)
+            os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
-def _write_unnamed(target: Path, data: bytes) -> bool:
+def _write_unnamed(target: Path, part: Path, data: bytes) -> bool:
     """Write a file without a name, and name it at the end, so that a killed process leaves no partial file.
 
-    Only if it replaces another file, a temporary name exists for the moment between two system calls.
+    Only if it replaces another file, the temporary name `part` exists for the moment between two system calls.
 
     Returns:
         Whether the file system supports files without a name; if not, nothing was written.
     """
     try:
         handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, 0o666)
-    except (AttributeError, OSError):  # an error of the folder occurs again in _write_beside
+    except (AttributeError, OSError):  # an error of the folder occurs again when `part` is created
         return False
-    part = _beside(target)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _fill(file, data, target)
+    with os.fdopen(handle, "wb") as file:
+        _fill(file, data, target)
+        for path in (target, part):
             try:
-                _give_name(handle, target)
-                return True
+                # src_dir_fd makes Python follow the symbolic link in /proc; it has no effect on an absolute path
+                # otherwise.
+                os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)
             except FileExistsError:  # link() does not replace a file, rename() does
-                _give_name(handle, part)
-        os.replace(part, target)
-        return True
-    except _NoNames:
-        return False
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-class _NoNames(Exception):
-    """The file system cannot name a file that was created without a name."""
-
-
-def _give_name(handle: int, path: Path) -> None:
-    try:
-        # src_dir_fd makes Python follow the symbolic link in /proc; it has no effect on an absolute path otherwise.
-        os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise _NoNames from error
-
-
-def _write_beside(target: Path, data: bytes) -> None:
-    part, handle = _create_beside(target)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _fill(file, data, target)
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+                continue
+            except OSError:
+                return False
+            if path == part:
+                os.replace(part, target)
+            return True
+    return False
 
 
 def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
@@ -174,7 +155,6 @@ def _beside(target: Path) -> Path:
     return target.parent / f".{secrets.token_hex(6)}.part"
 
 
-def _create_beside(target: Path) -> tuple[Path, int]:
-    """Create a file beside `target`, with the usual permissions, unlike tempfile; return its path and descriptor."""
-    part = _beside(target)
-    return part, os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def _create(path: Path) -> int:
+    """Create a file with the usual permissions, unlike tempfile; returns its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 
-class Clock(Protocol):
-    """Interface of a clock."""
-
-    def mark(self) -> object:
-        """Mark this moment in the device's work, without waiting for the device."""
-        ...
-
-    def seconds(self, mark: object) -> float:
-        """Seconds of `time.perf_counter` at a mark, for which it may wait. A float is returned as it is."""
-        ...
-
-
-class HostClock:
+class Clock:
     """Clock for a CPU, where an operation has ended when its call returns: marks are seconds."""
 
     def mark(self) -> object:
+        """Mark this moment in the device's work, without waiting for the device."""
         return time.perf_counter()
 
     def seconds(self, mark: object) -> float:
+        """Seconds of `time.perf_counter` at a mark, for which it may wait. A float is returned as it is."""
         assert isinstance(mark, float)
         return mark
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Clock for a GPU, where calls only queue work: marks are events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
         self._device = device
-        self._origin = self._event()
+        self._origin = self.mark()
         torch.cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
-    def _event(self) -> torch.cuda.Event:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def mark(self) -> object:
-        return self._event()
 
     def seconds(self, mark: object) -> float:
         if isinstance(mark, float):
@@ -59,4 +45,4 @@ class CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     """The clock for a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()
