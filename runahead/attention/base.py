@@ -58,3 +58,24 @@ class LayerAttention(ABC):
     @abstractmethod
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of one layer for queries, keys and values of the new tokens."""
+
+
+class Recording(LayerAttention):
+    """Attention that records what the layers pass to it and returns zeros.
+
+    Attributes:
+        inputs: of every layer, if the model predicts queries.
+        calls: layer, queries, keys, values and terms of every call of `attend`.
+    """
+
+    def __init__(self, *, start: int, pads: list[int]) -> None:
+        super().__init__(start=start, pads=pads)
+        self.inputs: list[LayerInput] = []
+        self.calls: list[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]] = []
+
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        self.inputs.append(given)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        self.calls.append((layer, q_BNCH, k_BKCH, v_BKCV, terms))
+        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

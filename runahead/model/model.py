@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
@@ -26,10 +25,9 @@ from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint
-from runahead.model.finite import require_numbers
 from runahead.model.loading.sharing import shard_module
 from runahead.model.narrowing import decoder_layers, narrowing
-from runahead.model.query_prediction import PROBED_AT, QueryPrediction
+from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register
 from runahead.rotary import Heads, Rotary, find_rotaries
@@ -218,24 +216,23 @@ class Model:
         Raises:
             ValueError: this family does not allow it.
         """
-        token_11 = torch.full((1, 1), 3, device=self.device)
         try:
             with torch.inference_mode():
-                return QueryPrediction(
-                    self._layers,
-                    lambda attention: self.forward(token_11, attention, start=PROBED_AT, pads=[0]),
-                    self.known_rotaries,
-                )
+                return QueryPrediction(self._layers, self._recorded, self.known_rotaries)
         except ValueError as error:
             raise ValueError(
                 f"model {self.name} ({self.config.model_type}) {error}, so queries cannot be predicted a layer ahead; "
                 "use policy.ahead=false"
             ) from error
 
+    def _recorded(self, position: int) -> Recording:
+        """What the layers pass to their attention for one token at a position."""
+        recording = Recording(start=position, pads=[0])
+        self.forward(torch.full((1, 1), 3 % self.vocab_size, device=self.device), recording, start=position, pads=[0])
+        return recording
+
     def _heads_at(self, position: int) -> list[Heads]:
-        trace = _Trace(position)
-        self.forward(torch.full((1, 1), 3, device=self.device), trace, start=position, pads=[0])
-        return trace.heads
+        return [(q, k, v) for _, q, k, v, _ in self._recorded(position).calls]
 
     @property
     def rotates_by_length(self) -> bool:
@@ -258,6 +255,11 @@ class Model:
         if getattr(self.config, "attn_temperature_tuning", False):  # Llama 4 scales queries by position // floor_scale
             return int(self.config.floor_scale)
         return None
+
+    def empty_cache(self, num_tokens: int, *, batch: int = 1) -> KVCache:
+        """A KV cache with room for `num_tokens` tokens in every layer. Raises: ValueError: memory is too small."""
+        spans = [(0, num_tokens)] * self.num_layers
+        return KVCache(self.kv_shapes, batch=batch, spans=spans, num_slabs=self.num_layers, device=self.device)
 
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
         """First token that a chunk from `start` on attends to in a layer: 0, or later under a sliding window."""
@@ -316,24 +318,22 @@ class Model:
         wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
-    def _trace(self) -> list[tuple[KVShape, AttentionTerms]]:
+    def _look_at_layers(self) -> None:
         """Find the KV shape and attention terms of every layer, by a forward of one token."""
-        trace = _Trace()
-        self.forward(torch.zeros(1, 1, dtype=torch.long, device=self.device), trace, start=0, pads=[0])
+        calls = self._recorded(0).calls
         expected = int(self.config.num_hidden_layers)
-        if [layer for layer, _, _ in trace.calls] != list(range(expected)):
+        if [layer for layer, *_ in calls] != list(range(expected)):
             raise ValueError(
-                f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(trace.calls)} calls of "
+                f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(calls)} calls of "
                 "transformers' attention interface; recurrent layers and layers that share keys and values are not "
                 "supported"
             )
-        return [(shape, terms) for _, shape, terms in trace.calls]
-
-    def _look_at_layers(self) -> None:
-        trace = self._trace()
-        self.kv_shapes = [shape for shape, _ in trace]
-        self.rules: list[MaskRule | None] = [terms.rule for _, terms in trace]
-        self.has_key_bias = any(terms.key_bias is not None for _, terms in trace)
+        self.kv_shapes = [
+            KVShape(num_kv_heads=k.shape[1], key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=k.dtype)
+            for _, _, k, v, _ in calls
+        ]
+        self.rules: list[MaskRule | None] = [terms.rule for *_, terms in calls]
+        self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
 
     def _check_ids(self) -> Tensor:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size
@@ -350,13 +350,7 @@ class Model:
         """
         require_numbers(theirs_BV, self.module, self.name)
         first, second = CHECK_TOKENS
-        cache = KVCache(
-            self.kv_shapes,
-            batch=1,
-            spans=[(0, first + second)] * self.num_layers,
-            num_slabs=self.num_layers,
-            device=self.device,
-        )
+        cache = self.empty_cache(first + second)
         for start, chunk in ((0, ids_1S[:, :first]), (first, ids_1S[:, first:])):
             attention = CausalAttention(cache, start=start, pads=[0])
             ours_BV = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
@@ -386,6 +380,25 @@ class Model:
                 module.forward = forward
 
 
+def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:
+    """Check that no logit is NaN or plus infinity, as damaged weights give; minus infinity is allowed.
+
+    Args:
+        logits: of any shape.
+        module: the model that computed them.
+        name: of the model, for the message.
+
+    Raises:
+        ValueError: a logit is NaN or infinite; the message names a weight that is, if there is one.
+    """
+    if logits.isnan().any() or logits.isposinf().any():
+        found = next((weight for weight, values in module.named_parameters() if not values.isfinite().all()), None)
+        cause = "its weights are finite, so a layer overflows; use model.dtype=float32 or bfloat16"
+        if found is not None:
+            cause = f"its weight {found} holds NaN or infinity; restore or download the checkpoint again"
+        raise ValueError(f"model {name} gives logits that are not numbers: {cause}")
+
+
 def max_positions(config: Any) -> int | None:
     """Longest sequence in tokens that a model supports, if its config says so."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
@@ -408,20 +421,3 @@ def set_attention(module: PreTrainedModel, name: str) -> None:
         if isinstance(child, PreTrainedModel):
             child.config._attn_implementation = name
             child.config.get_text_config(decoder=True)._attn_implementation = name
-
-
-class _Trace(LayerAttention):
-    """Attention object that records each layer's inputs and returns zeros."""
-
-    def __init__(self, start: int = 0) -> None:
-        super().__init__(start=start, pads=[0])
-        self.calls: list[tuple[int, KVShape, AttentionTerms]] = []
-        self.heads: list[Heads] = []
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        shape = KVShape(
-            num_kv_heads=k_BKCH.shape[1], key_dim=k_BKCH.shape[-1], value_dim=v_BKCV.shape[-1], dtype=k_BKCH.dtype
-        )
-        self.calls.append((layer, shape, terms))
-        self.heads.append((q_BNCH, k_BKCH, v_BKCV))
-        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

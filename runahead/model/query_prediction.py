@@ -11,7 +11,7 @@ the same, only these are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runahead.attention.base import LayerAttention, LayerInput
+from runahead.attention.base import LayerAttention, LayerInput, Recording
 from runahead.attention.partial import AttentionTerms
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
@@ -95,26 +95,24 @@ class QueryPrediction:
 
     Args:
         layers: the model's decoder layers.
-        run_token: runs one token at position `PROBED_AT` with the given attention.
+        record: runs one token at a position, and returns what the layers passed to their attention.
         rotaries: of each layer, if known; otherwise a projection that rotates runs as the model's own code.
 
     Raises:
         ValueError: layers are called with different arguments.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], run_token: Any, rotaries: Sequence[Rotary] | None) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], record: Callable[[int], Recording], rotaries: Sequence[Rotary] | None
+    ) -> None:
         self._layers = layers
         for index, module in enumerate(layers):
             module.register_forward_pre_hook(_shown_to_attention(index), with_kwargs=True)
-        probe = _Probe()
-        run_token(probe)
+        recording = record(PROBED_AT)
         self._projections: list[_Projection | None] = []
-        for layer, q_BNCH in enumerate(probe.queries):
-            given = probe.inputs[layer]
-            before = probe.inputs[max(0, layer - 1)]
-            as_called_before = LayerInput(
-                x_BCD=given.x_BCD, rest=before.rest, keywords=before.keywords, start=given.start, pads=given.pads
-            )
+        for layer, q_BNCH, *_ in recording.calls:
+            given = recording.inputs[layer]
+            as_called_before = replace(recording.inputs[max(0, layer - 1)], x_BCD=given.x_BCD)
             if not _same(self._by_module(layer, as_called_before), q_BNCH):
                 raise ValueError(f"calls layer {layer} with other arguments than the layer before it")
             self._projections.append(self._found(layer, given, q_BNCH, rotaries))
@@ -217,19 +215,3 @@ class _Stop(LayerAttention):
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         raise _Queries(q_BNCH)
-
-
-class _Probe(LayerAttention):
-    """Attention that records inputs and queries and returns zeros."""
-
-    def __init__(self) -> None:
-        super().__init__(start=PROBED_AT, pads=[0])
-        self.inputs: list[LayerInput] = []
-        self.queries: list[Tensor] = []
-
-    def see_input(self, layer: int, given: LayerInput) -> None:
-        self.inputs.append(given)
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.queries.append(q_BNCH)
-        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])

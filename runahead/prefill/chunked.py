@@ -13,7 +13,6 @@ from itertools import pairwise
 from policies.base import Phase
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
-from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.report import RankReport
@@ -30,13 +29,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     bounded = policies.most_slots(model.num_layers, Phase.prefill) is not None
     room = policies.room(job.capacity - num_tokens)
     kept = policies.cache(model, batch=num_rows) if policies else None
-    cache: KVStore = kept or KVCache(
-        model.kv_shapes,
-        batch=num_rows,
-        spans=[(0, job.capacity)] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=ranks.device,
-    )
+    cache: KVStore = kept or model.empty_cache(job.capacity, batch=num_rows)
 
     def after_layer() -> None:
         if kept is not None:

@@ -13,7 +13,6 @@ from policies.base import Segment
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kv_cache import KVCache
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.reuse.cache import ReusedCache
@@ -62,13 +61,7 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
             f"segment {segment.name} reaches position {positions[-1] + 1:,} of the {model.max_positions:,} that model "
             f"{model.name} has; shorten it"
         )
-    cache = KVCache(
-        model.kv_shapes,
-        batch=1,
-        spans=[(0, len(ids))] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
+    cache = model.empty_cache(len(ids))
     at_positions = ReusedKV(parts=[], positions_BS=torch.tensor([positions]), ends=[positions[-1] + 1])
     on_layer = nothing if ranks is None else ranks.progress
     attention = _EncodingAttention(ReusedCache(cache, at_positions), start=0, pads=[0], on_layer=on_layer)

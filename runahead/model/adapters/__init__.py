@@ -1,4 +1,4 @@
-"""Adapters for model families that do not use transformers' attention interface, one file each."""
+"""Adapters for model families that do not use transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from runahead.model.adapters import bloom, falcon, gptj, mpt
+from runahead.model.adapters import alibi, falcon, gptj
 
 ADAPTERS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
-    "bloom": (BloomAttention, "forward", bloom.forward),
+    "bloom": (BloomAttention, "forward", alibi.bloom_forward),
     "codegen": (CodeGenAttention, "_attn", gptj.attend),
     "falcon": (FalconAttention, "forward", falcon.forward),
     "gptj": (GPTJAttention, "_attn", gptj.attend),
-    "mpt": (MptAttention, "forward", mpt.forward),
+    "mpt": (MptAttention, "forward", alibi.mpt_forward),
 }
 """By model_type: the attention class of a family, and the function that replaces a method of it and calls ours."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
@@ -31,11 +30,14 @@ def forward(
     if alibi is None:
         assert position_embeddings is not None
         q_BNCH, k_BKCH = apply_rotary_pos_emb(q_BNCH, k_BKCH, *position_embeddings)
-    terms = AttentionTerms(
-        scaling=self.inv_norm_factor,
-        rule=attention_mask,
-        key_bias=None if alibi is None else _KeyBias(self.num_heads, hidden_states.dtype, self.inv_norm_factor),
-    )
+    dtype, scaling = hidden_states.dtype, self.inv_norm_factor
+
+    def key_bias(keys_S: Tensor) -> Tensor:
+        # As Falcon computes it: rounded to bfloat16, and scaled together with the scores.
+        slopes_N = alibi_slopes(self.num_heads, keys_S.device).bfloat16()
+        return (slopes_N[:, None] * keys_S).to(dtype) * scaling
+
+    terms = AttentionTerms(scaling=scaling, rule=attention_mask, key_bias=None if alibi is None else key_bias)
     out_BNCH = layer_past.attention.attend(self.layer_idx, q_BNCH, k_BKCH, v_BKCH, terms)
     return self.dense(out_BNCH.transpose(1, 2).flatten(2)), None
 
@@ -56,14 +58,3 @@ def _project(self: FalconAttention, hidden_states: Tensor) -> tuple[Tensor, Tens
     q_BNCH = fused_BCKGH[..., :-2, :].flatten(2, 3).transpose(1, 2)
     k_BKCH, v_BKCH = fused_BCKGH[..., -2, :].transpose(1, 2), fused_BCKGH[..., -1, :].transpose(1, 2)
     return q_BNCH, k_BKCH, v_BKCH
-
-
-class _KeyBias:
-    """ALiBi as Falcon computes it: rounded to bfloat16, and scaled together with the scores."""
-
-    def __init__(self, num_heads: int, dtype: torch.dtype, scaling: float) -> None:
-        self.num_heads, self.dtype, self.scaling = num_heads, dtype, scaling
-
-    def __call__(self, keys_S: Tensor) -> Tensor:
-        slopes_N = alibi_slopes(self.num_heads, keys_S.device).bfloat16()
-        return (slopes_N[:, None] * keys_S).to(self.dtype) * self.scaling
