@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from runahead.config import PrefillName
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob, PromptBatch
-from runahead.prefill.kv_runahead import KVRunahead
-from runahead.prefill.single import Single
+from runahead.prefill.kv_runahead import KVRunahead, Single
 from runahead.prefill.tensor import TensorParallel
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag

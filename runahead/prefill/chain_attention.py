@@ -1,18 +1,23 @@
-"""Attention of one rank's chunk in a chain of ranks: KV-Runahead's loop body, once per layer."""
+"""Attention of one rank's chunk in a chain of ranks: KV-Runahead's loop body, with and without cache policies."""
 
-# Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C chunk, n tokens in the slab, H head dim, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.new_tokens import NewTokens, num_tokens_of
+from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
+from runahead.thinning.steps import PolicySteps
 
 
 class ChainAttention(CausalAttention):
@@ -44,3 +49,73 @@ class ChainAttention(CausalAttention):
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:
         """The new tokens of a layer, whose start is their index in the layer's slab."""
         return self.tokens
+
+
+class ThinnedAttention(ChainAttention):
+    """Attention of one rank's chunk under cache policies: deeper layers compute and send fewer tokens.
+
+    A layer's tokens are contiguous in its slab: those that are left of earlier ranks' chunks, then this rank's. So the
+    chain works as without policies, with different boundaries in every layer. All ranks, including the last, have a
+    ring of slabs; after a layer's attention the policies drop tokens, and the kept ones are copied to memory of their
+    own.
+
+    Args:
+        by_layer: the chunks of each layer.
+        rank: the rank in the chain.
+        kept: the KV cache for decoding, on the last rank.
+    """
+
+    def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int, kept: KeptCache | None) -> None:
+        job = run.job
+        super().__init__(run, run.cache, start=job.partition.chunk(rank).start, pads=job.batch.pads)
+        self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
+        self.kept = kept
+        self._steps = PolicySteps(
+            job.policies.of(is_last=run.is_last),
+            self.tokens,
+            prompt_tokens=job.batch.num_tokens,
+            num_layers=job.model.num_layers,
+            room=job.policies.room(job.capacity - job.batch.num_tokens),
+            evicts=run.is_last,
+            cache=self.kept,
+        )
+
+    def tokens_in(self, layer: int, num_new: int) -> NewTokens:
+        partition, chunks = self._by_layer[layer], self.run.job.partition
+        own = partition.chunk(self._rank)
+        assert num_new == len(own) or len(partition.chain) == 1, (layer, num_new)
+        left = {rank: len(partition.chunk(rank)) for rank in partition.chain if rank < self._rank}
+        left[self._rank] = num_new
+        # Rows with fewer tokens than are left keep some of their padding, on the left.
+        pads = [
+            sum(max(0, num_left - num_tokens_of(pad, chunks.chunk(rank))) for rank, num_left in left.items())
+            for pad in self.pads
+        ]
+        return NewTokens(own.start, pads)
+
+    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        num_new, device, slab = seen.q_BNCH.shape[2], seen.q_BNCH.device, self._slabs.layers[layer].slab
+        placed = self.tokens_in(layer, num_new)
+        end = placed.start + num_new
+        # This rank does not know which tokens of the prefix are left; any positions before its own serve.
+        pads_B = torch.tensor(placed.row_pads, device=device)
+        before_nB = torch.arange(slab.first, placed.start, device=device)[:, None] - pads_B
+        own_nB = self.tokens.positions_BC(num_new, device).T
+        kept = KeptLayer(
+            shape=self._slabs.shapes[layer],
+            slab_TBKX=slab.tokens(slab.first, end),
+            positions_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
+            pads=placed.row_pads,
+            num_slots=end - slab.first,
+            first=slab.first,
+            rotary=self._slabs.layers[layer].rotary,
+        )
+        borrowed = kept.slab_TBKX
+        if self.kept is not None:
+            self.kept.layers[layer] = kept
+        self._steps.run(layer, kept, seen, terms)
+        if self.kept is not None:
+            if kept.slab_TBKX is borrowed:
+                kept.copy_out(room=self._steps.room)
+            self.kept.close(layer, room=self._steps.room)
+            self.kept.note_peak()

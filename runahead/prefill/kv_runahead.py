@@ -11,10 +11,9 @@ from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
-from runahead.prefill.thinned_chain import ThinnedAttention
 from runahead.ranks.ranks import Ranks
 from runahead.reuse.cache import ReusedCache
 
@@ -38,6 +37,13 @@ class KVRunahead(Prefill):
         return run_in_chain(job, job.ranks.rank)
 
 
+class Single(KVRunahead):
+    """Prefill by a chain of one rank: the last one computes the whole prompt, the others stay idle."""
+
+    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
+        return ContextPartition(boundaries=(0,) * num_ranks + (num_tokens,))
+
+
 def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     """Run the part of `rank` in the chain. Ranks with an empty chunk return at once."""
     model, pads, policies = job.model, job.batch.pads, job.policies
@@ -57,15 +63,14 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
     # Under policies the last rank has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
-    own = [partition.chunk(rank) for partition in by_layer]
     kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
     run = ChainRun(
         job,
         TRANSFERS[job.ranks.backend],
         schedule,
         spans=[
-            (first_needed(layer, tokens.start), job.capacity if decodes_from_slabs else tokens.stop)
-            for layer, tokens in enumerate(own)
+            (first_needed(layer, own.start), job.capacity if decodes_from_slabs else own.stop)
+            for layer, own in enumerate(partition.chunk(rank) for partition in by_layer)
         ],
         num_slabs=model.num_layers if decodes_from_slabs else depth,
         depth=depth,

@@ -6,7 +6,7 @@ A prompt may be as long as the model's context, or of any length if policies bou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from policies.base import Phase, ReusingPrompt
@@ -59,13 +59,8 @@ class PromptLimits:
     @classmethod
     def of_model(cls, model: Model, policies: RankPolicies, prefill: PrefillOptions, num_ranks: int) -> PromptLimits:
         """Limits of a loaded model."""
-        return cls(
-            max_positions=model.max_positions,
-            num_layers=model.num_layers,
-            vocab_size=model.vocab_size,
-            policies=policies,
-            prefill=prefill,
-            num_ranks=num_ranks,
+        return replace(
+            cls.of_config(model.config, policies, prefill, num_ranks),
             uneven_limit=model.uneven_limit,
             length_threshold=model.length_threshold,
             name=f"model {model.name} ({model.config.model_type})",
