@@ -10,7 +10,7 @@ needs the chosen tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,10 +23,10 @@ from runahead.attention.base import LayerInput
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
+from runahead.cache.slabs import KVSlab
 from runahead.model.model import Model
 from runahead.model.query_prediction import FoldedProjection
 from runahead.report import RetrievalReport
-from runahead.retrieval.fetched import Fetched, Gather
 
 REMEMBERED_EVERY = 4
 """One in this many of the queries that an index was built from is kept for rebuilding it."""
@@ -64,6 +64,32 @@ class LayerRetrieval:
     out_of_order: bool = False
 
 
+@dataclass(kw_only=True)
+class Fetched:
+    """Chosen slots of a layer, copied or being copied to the device for attention.
+
+    On a GPU they are gathered on a separate stream, by a kernel that reads host memory over the link; the layer's
+    attention waits for that kernel alone. On a CPU the pool is ordinary memory, and gathering copies the chosen rows.
+
+    Attributes:
+        bring: returns the chosen slots and, after them, room for the new token.
+        num_bytes: bytes of those.
+        under_way: whether the copy has been started.
+        pads: chosen slots on the left of each row that are padding.
+        slots_BKm: numbers of the chosen slots; None is all slots, in order.
+    """
+
+    bring: Callable[[], Tensor]
+    num_bytes: int
+    under_way: bool
+    pads: list[int]
+    slots_BKm: Tensor | None
+
+    def slab(self, key_dim: int) -> KVSlab:
+        """The chosen slots; later compute waits for their copy."""
+        return KVSlab(slab_TBKX=self.bring(), key_dim=key_dim, first=0)
+
+
 class Retrieval:
     """Indices of all layers of a batch, and the slots being fetched for the next layers.
 
@@ -91,7 +117,7 @@ class Retrieval:
         self._copies = copies_for(model.device)
         few = FEW_TOKENS if self._copies is None else 0
         self._min_tokens = few if policy.min_tokens is None else policy.min_tokens
-        self._gather = Gather()
+        self._places_BK: Tensor | None = None
         self._pads: tuple[list[int], Tensor] | None = None
         self.in_pool = [
             layer >= policy.first_layer and (rule is None or rule.sees_everything)
@@ -324,10 +350,31 @@ class Retrieval:
         found.resident += kept.num_slots
         found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
         if slots_BKm is None:
-            return self._gather(kept, None, list(kept.pads))
+            return self._gathered(kept, None, list(kept.pads))
         if self.max_slots is not None:
             note_choice(self.policy.pool.victim, _use_of(kept), slots_BKm, found.steps + SIMULATED_STEPS)
-        return self._gather(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
+        return self._gathered(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
+
+    def _gathered(self, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int]) -> Fetched | None:
+        """Start fetching slots of a layer, with room for one more after them; None if attention can read them in place.
+
+        Args:
+            slots_BKm: the chosen slots; None is all slots.
+            pads: number of padding slots among the chosen ones, by row.
+        """
+        batch, heads, num_chosen, rows_mBK = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots, None
+        if slots_BKm is not None:
+            num_chosen = slots_BKm.shape[2]
+            if any(pads):  # padding comes first; the order of tokens does not matter
+                slots_BKm = slots_BKm.sort(dim=-1).values
+            if self._places_BK is None or self._places_BK.shape != (batch, heads):
+                self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
+            rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        bring = kept.gather(rows_mBK)
+        if bring is None:
+            return None
+        num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(batch)
+        return Fetched(bring=bring, num_bytes=num_bytes, under_way=kept.on_host, pads=pads, slots_BKm=slots_BKm)
 
     def _next_positions(self, start: int, pads: Sequence[int]) -> Tensor:
         """Position in each row of the token with index `start`. The pads are copied to the device only once."""

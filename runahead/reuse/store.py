@@ -113,25 +113,26 @@ class SegmentStore:
         return self._mapped(segment, key) is not None
 
     def find(self, segment: Segment) -> Found | None:
-        """Look up a segment and copy it to the fastest tier that has room; None if it is in no tier.
+        """Look up a segment and copy it to all faster tiers that have room; None if it is in no tier.
 
         A segment on disk for which memory has no room is mapped, and read when it is used.
         """
-        key = self.key(segment)
-        found: Found | None = None
-        for tier, memory in self._memory.items():
-            kv = memory.take(key)
-            if kv is not None:
-                found = Found(kv=kv, tier=tier)
+        key, missed = self.key(segment), list[Tier]()
+        for tier, memory in self._memory.items():  # the fastest first
+            if (kv := memory.take(key)) is not None:
                 break
-        if found is None:
-            mapped = self._mapped(segment, key)
-            if mapped is None:
+            missed.append(tier)
+        else:
+            tier, kv = Tier.disk, self._mapped(segment, key)
+            if kv is None:
                 return None
             self._touch(key)
-            found = Found(kv=mapped, tier=Tier.disk)
-        kv = self._promoted(segment, key, found)
-        return Found(kv=kv, tier=found.tier, is_mapped=found.tier is Tier.disk and kv is found.kv)
+        found = kv
+        for faster in reversed(missed):
+            if self._memory[faster].make_room(key, kv.num_bytes):
+                kv = self._copy(kv, faster)
+                self._memory[faster].add(key, kv, pinned=segment.pinned)
+        return Found(kv=kv, tier=tier, is_mapped=tier is Tier.disk and kv is found)
 
     def put(self, segment: Segment, kv: SegmentKV) -> None:
         """Store a segment in every tier that has room for it.
@@ -158,16 +159,6 @@ class SegmentStore:
         if self._folder is not None:
             used[Tier.disk.value] = sum(size for _, size, _ in self._files())
         return used
-
-    def _promoted(self, segment: Segment, key: str, found: Found) -> SegmentKV:
-        """Copy a found segment to all faster tiers that have room. Returns the copy in the fastest one."""
-        kv = found.kv
-        order = [Tier.disk, Tier.host, Tier.device]
-        for tier in order[order.index(found.tier) + 1 :]:
-            if tier in self._memory and self._memory[tier].make_room(key, kv.num_bytes):
-                kv = self._copy(kv, tier)
-                self._memory[tier].add(key, kv, pinned=segment.pinned)
-        return kv
 
     def _copy(self, kv: SegmentKV, tier: Tier) -> SegmentKV:
         if tier is Tier.device:
