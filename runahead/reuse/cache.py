@@ -92,48 +92,47 @@ class SeenReused(SeenKV):
     def _merged(self, terms: AttentionTerms, await_prefix: Callable[[], None]) -> MergedParts:
         """Parts of the own chunk, of what is reused and of the prefix."""
         views, slab, start, q_BNCH = self.layer.views, self.layer.own.slab, self.tokens.start, self.q_BNCH
-        batch, _, num_new, _ = q_BNCH.shape
+        pads, num_new = self.tokens.row_pads, q_BNCH.shape[2]
         merged = MergedParts(q_BNCH, slab.value_dim)
         positions_BC = views.reused.positions_BC(torch.arange(start, start + num_new))
-        prefixes = []
-        for row in self._rows(num_new, terms, positions_BC):
-            queries, positions_C = q_BNCH[row.rows, :, row.offset :], positions_BC[row.first, row.offset :]
-            if num_new == 1 or start <= row.pad:
-                own_start = row.pad  # one query takes one call
-            else:
-                own_start = start + row.offset
-                prefixes.append((row, queries, positions_C))
-            if num_new == 1:
+
+        def attend_slab(rows: slice, first: int, end: int) -> None:
+            """Add the attention of these rows to the tokens [first, end) of the slab."""
+            offset = max(0, pads[rows.start] - start)  # queries before it are padding
+            positions_C = own_S = positions_BC[rows.start, offset:]
+            if first != start + offset:
+                own_S = views.reused.positions_BC(torch.arange(first, end))[rows.start]
+            k, v = slab.read(first, end)
+            part = _partial(q_BNCH[rows, :, offset:], k[rows], v[rows], terms, positions_C, own_S)
+            merged.add(slice(rows.start * num_new + offset, rows.stop * num_new), *part)
+
+        groups = self._row_groups(terms, positions_BC)
+        for rows in groups:
+            if num_new == 1:  # one query takes one call
                 await_prefix()
-            k, v = slab.read(own_start, start + num_new)
-            own_S = positions_C
-            if own_start < start:
-                own_S = views.reused.positions_BC(torch.arange(own_start, start + num_new))[row.first]
-            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, own_S)
-            merged.add(row.index(num_new, batch), *part)
+                attend_slab(rows, pads[rows.start], start + 1)
+            else:
+                attend_slab(rows, max(start, pads[rows.start]), start + num_new)
         for view in views.of(self.tokens, positions_BC):
             kv_1KTX, index = view.kv_TKX(self.layer.number).permute(1, 0, 2)[None], view.queries
             k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
             positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
             merged.add(index, *_partial(merged.queries(index), k_1KTH, v_1KTV, terms, positions_Q, view.positions_T))
         await_prefix()
-        for row, queries, positions_C in prefixes:
-            k, v = slab.read(row.pad, start)
-            before_P = views.reused.positions_BC(torch.arange(row.pad, start))[row.first]
-            part = _partial(queries, k[row.rows], v[row.rows], terms, positions_C, before_P)
-            merged.add(row.index(num_new, batch), *part)
+        for rows in groups:
+            if num_new > 1 and pads[rows.start] < start:
+                attend_slab(rows, pads[rows.start], start)
         return merged
 
-    def _rows(self, num_new: int, terms: AttentionTerms, positions_BC: Tensor) -> list[_Rows]:
-        """Groups of rows that attend in one call: all rows if attention depends only on order, else one row each."""
-        start, pads = self.tokens.start, self.tokens.row_pads
+    def _row_groups(self, terms: AttentionTerms, positions_BC: Tensor) -> list[slice]:
+        """Rows that attend in one call: all rows if attention depends only on order, else one row each.
+
+        Rows whose new tokens are all padding are in no group.
+        """
+        pads, end = self.tokens.row_pads, self.tokens.start + positions_BC.shape[1]
         if len(pads) == 1 or (not any(pads) and _is_plain(terms, positions_BC.flatten(), positions_BC.flatten())):
-            return [_Rows(rows=slice(None), first=0, pad=pads[0], offset=max(0, pads[0] - start))]
-        each = [
-            _Rows(rows=slice(row, row + 1), first=row, pad=pad, offset=max(0, pad - start))
-            for row, pad in enumerate(pads)
-        ]
-        return [row for row in each if row.offset < num_new]
+            return [slice(0, len(pads))]
+        return [slice(row, row + 1) for row, pad in enumerate(pads) if pad < end]
 
 
 def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tensor) -> dict[int, list[range]]:
@@ -208,29 +207,6 @@ class _View:
         """Keys and values (T, K, H + V) of the seen tokens: a view of a single part, else a copy."""
         seen = [part.layers_TKX[layer][:num_seen] for part, num_seen in self.parts]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Rows with the same padding.
-
-    Attributes:
-        rows: the rows of the batch.
-        first: number of the first of them.
-        pad: their left padding.
-        offset: index of their first query that is not padding.
-    """
-
-    rows: slice
-    first: int
-    pad: int
-    offset: int
-
-    def index(self, num_new: int, batch: int) -> slice:
-        """Indices of these rows' queries among all rows' queries."""
-        if self.rows == slice(None) and batch > 1:
-            return slice(0, batch * num_new)
-        return slice(self.first * num_new + self.offset, (self.first + 1) * num_new)
 
 
 def _index(ranges: list[range], device: torch.device) -> Index:
