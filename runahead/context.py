@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,10 +48,6 @@ class ContextPartition:
     def chain(self) -> list[int]:
         """Ranks with a chunk that is not empty, in order. The last one gets the whole prompt's KV cache and decodes."""
         return [rank for rank, length in enumerate(self.chunk_lengths) if length]
-
-    def owner(self, token: int) -> int:
-        """Rank whose chunk contains a token."""
-        return bisect_right(self.boundaries, token) - 1
 
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         """Check that the partition is for this prompt and this many ranks, and return it.

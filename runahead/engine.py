@@ -12,8 +12,7 @@ from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.decoding.token_stream import TokenStream
-from runahead.model.fingerprint import model_fingerprint
-from runahead.model.model import Model
+from runahead.model.model import Model, model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret

@@ -84,8 +84,7 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     Raises: ValueError and OSError for a user's mistakes.
     """
     from runahead.model.model import Model
-    from runahead.reuse.encoding import check_reuse
-    from runahead.reuse.reuse import encode_missing
+    from runahead.reuse.reuse import check_reuse, encode_missing
     from runahead.reuse.store import SegmentStore, StoreLimits
 
     if not run.out:

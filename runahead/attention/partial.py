@@ -86,13 +86,10 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
 
 
 def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
-    """Output (B, N, C, V) with the family's attention sinks, if it has any."""
-    return out if terms.sinks_N is None else add_sinks(out, lse, terms.sinks_N)
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks_N: Tensor) -> Tensor:
-    """Output (B, N, C, V) with exp(sink) added to each query's softmax denominator."""
-    share = torch.sigmoid(lse - sinks_N.to(lse.dtype)[None, :, None])
+    """Output (B, N, C, V) with exp(sink) added to each query's softmax denominator, if the family has sinks."""
+    if terms.sinks_N is None:
+        return out
+    share = torch.sigmoid(lse - terms.sinks_N.to(lse.dtype)[None, :, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 

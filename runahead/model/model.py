@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +25,6 @@ from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
-from runahead.model.fingerprint import model_fingerprint
 from runahead.model.loading.sharing import shard_module
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
@@ -37,6 +37,8 @@ Run = Callable[[Callable[[], Tensor]], Tensor]
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
+FINGERPRINT_SAMPLES = 64
+"""Number of values of each parameter that the fingerprint covers, spread evenly over the parameter."""
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
 
@@ -48,11 +50,12 @@ class PrefillEndsHere(Exception):
 class Model:
     """A transformers causal language model whose attention layers call ours.
 
+    The logits of a short text are compared with those of transformers' own attention.
+
     Args:
         module: the model, in eval mode, on its device.
         tokenizer: its tokenizer, if it has one.
         name: for reports and messages; the model type by default.
-        check: compare the logits of a short text with those of transformers' own attention.
 
     Attributes:
         config: configuration of the text decoder.
@@ -65,7 +68,7 @@ class Model:
         ValueError: a layer does not call our attention, or the check fails: this family is not supported.
     """
 
-    def __init__(self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", check: bool = True) -> None:
+    def __init__(self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "") -> None:
         register()
         self.module, self.tokenizer = module, tokenizer
         self.config = module.config.get_text_config(decoder=True)
@@ -82,9 +85,8 @@ class Model:
         self._rotaries = length_dependent_rotaries(module)
         try:
             self._look_at_layers()
-            if check:
-                ids_1S = self._check_ids()
-                self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
+            ids_1S = self._check_ids()
+            self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
         except (torch.OutOfMemoryError, ValueError):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -378,6 +380,23 @@ class Model:
             set_attention(self.module, ATTENTION_NAME)
             for module, forward in adapted.items():
                 module.forward = forward
+
+
+@torch.inference_mode()
+def model_fingerprint(module: nn.Module) -> str:
+    """Compute the fingerprint: 32 hexadecimal digits from each parameter's name, shape, dtype and some of its values.
+
+    The same weights have the same fingerprint on every device, but another one in another dtype, since what is
+    computed from them differs.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        index = torch.linspace(0, max(0, flat.numel() - 1), min(FINGERPRINT_SAMPLES, flat.numel()), dtype=torch.float64)
+        values = flat[index.long().to(flat.device)].float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:

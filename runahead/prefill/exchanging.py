@@ -16,11 +16,22 @@ SLABS = 2
 """Slabs of a rank that does not decode: the layer at work, and the next one, which ranks that are ahead send."""
 
 
+class ExchangingAttention(LayerAttention):
+    """Attention of one rank's tokens to themselves and to those that other ranks send, once per layer."""
+
+    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
+        super().__init__(start=schedule.own[0].start, pads=run.job.batch.pads)
+        self.run, self.schedule = run, schedule
+
+
 class ExchangingPrefill(Prefill):
     """Prefill in which all ranks exchange keys and values layer by layer.
 
     The last rank has the last token, so it stores the KV cache of the whole prompt and decodes.
     """
+
+    attention: type[ExchangingAttention]
+    """This rank's attention."""
 
     def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
         return num_ranks - 1
@@ -32,10 +43,6 @@ class ExchangingPrefill(Prefill):
     @abstractmethod
     def exchange(self, options: PrefillOptions) -> Exchange:
         """The way in which ranks exchange keys and values."""
-
-    @abstractmethod
-    def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> LayerAttention:
-        """This rank's attention."""
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
         if ranks.backend == "nccl" and ranks.size > 1:

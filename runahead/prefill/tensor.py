@@ -25,9 +25,23 @@ class TensorParallel(Prefill):
     shares_model = True
 
     def check_config(self, config: Any, num_ranks: int) -> None:
-        if num_ranks > 1:
-            _check_plan(config)
-            _check_heads(config, num_ranks)
+        if num_ranks == 1:
+            return
+        if config.model_type in ADAPTERS or not getattr(config, "base_model_tp_plan", None):
+            raise ValueError(
+                f"prefill=tensor: transformers has no tensor-parallel plan for {config.model_type}; use another "
+                "prefill, such as prefill=kv_runahead"
+            )
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        shared = gcd(heads, kv_heads)
+        if shared % num_ranks:
+            fitting = max(ranks for ranks in range(1, num_ranks) if shared % ranks == 0)
+            remedy = f"--nproc-per-node={fitting} or " if fitting > 1 else ""
+            raise ValueError(
+                f"prefill=tensor cannot split {heads} heads and {kv_heads} KV heads over {num_ranks} ranks; use "
+                f"{remedy}another prefill, such as prefill=kv_runahead"
+            )
 
     def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
         return ContextPartition(boundaries=(0, num_tokens))
@@ -48,8 +62,7 @@ def shard_model(model: Model, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    _check_plan(model.config)
-    _check_heads(model.config, ranks.size)
+    TensorParallel().check_config(model.config, ranks.size)
     with ranks.announcing_failure():
         with ranks.busy():
             group = ranks.collective_group()
@@ -66,24 +79,3 @@ def allreduce_bytes(model: Model, num_tokens: int, num_ranks: int, batch: int = 
     """
     activations = batch * num_tokens * int(model.config.hidden_size) * model.dtype.itemsize
     return model.num_layers * 2 * 2 * (num_ranks - 1) * activations
-
-
-def _check_plan(config: Any) -> None:
-    if config.model_type in ADAPTERS or not getattr(config, "base_model_tp_plan", None):
-        raise ValueError(
-            f"prefill=tensor: transformers has no tensor-parallel plan for {config.model_type}; use another prefill, "
-            "such as prefill=kv_runahead"
-        )
-
-
-def _check_heads(config: Any, num_ranks: int) -> None:
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    shared = gcd(heads, kv_heads)
-    if shared % num_ranks:
-        fitting = max(ranks for ranks in range(1, num_ranks) if shared % ranks == 0)
-        remedy = f"--nproc-per-node={fitting} or " if fitting > 1 else ""
-        raise ValueError(
-            f"prefill=tensor cannot split {heads} heads and {kv_heads} KV heads over {num_ranks} ranks; use "
-            f"{remedy}another prefill, such as prefill=kv_runahead"
-        )

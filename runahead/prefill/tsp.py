@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runahead.attention.base import LayerAttention
 from runahead.attention.causal import attend_causally
 from runahead.attention.dense import DenseAttention
 from runahead.attention.partial import AttentionTerms, with_sinks
@@ -19,18 +18,16 @@ from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
 from runahead.prefill.chain_run import ChainRun
-from runahead.prefill.exchanging import ExchangingPrefill
+from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
 
 
-class TSPAttention(LayerAttention):
-    """Attention of one rank's even chunk to the gathered prompt, once per layer."""
+class TSPAttention(ExchangingAttention):
+    """Attention of one rank's even chunk to the gathered prompt."""
 
-    def __init__(self, run: ChainRun) -> None:
-        job = run.job
-        super().__init__(start=job.partition.chunk(job.ranks.rank).start, pads=job.batch.pads)
-        self.run = run
-        dense = job.options.attention is Attention.dense
-        self._attend = DenseAttention(job.batch.num_tokens).attend if dense else attend_causally
+    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
+        super().__init__(run, schedule)
+        dense = run.job.options.attention is Attention.dense
+        self._attend = DenseAttention(run.job.batch.num_tokens).attend if dense else attend_causally
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.run.open(layer)
@@ -46,6 +43,8 @@ class TSPAttention(LayerAttention):
 class TSP(ExchangingPrefill):
     """Prefill of even contiguous chunks, whatever the user's partition."""
 
+    attention = TSPAttention
+
     def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
         return even(num_tokens, num_ranks)
 
@@ -55,6 +54,3 @@ class TSP(ExchangingPrefill):
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         return Exchange.all_gather
-
-    def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> TSPAttention:
-        return TSPAttention(run)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from runahead.attention.base import LayerAttention
 from runahead.attention.causal import padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.attention.ranges import RunsAttention
@@ -27,22 +26,21 @@ from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule, Message
 from runahead.model.model import Model
 from runahead.prefill.chain_run import ChainRun
-from runahead.prefill.exchanging import ExchangingPrefill
+from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
 
 
-class ZigzagAttention(LayerAttention):
+class ZigzagAttention(ExchangingAttention):
     """Attention of one rank's two chunks to themselves, then to each group of the other ranks' as it arrives."""
 
     def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
-        super().__init__(start=schedule.own[0].start, pads=run.job.batch.pads)
-        self.run, self._schedule = run, schedule
+        super().__init__(run, schedule)
         self._groups = _row_groups(schedule.own, self.pads)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.run.open(layer)
         slab = self.run.cache.layer(layer)
         written = 0
-        for run in self._schedule.own:
+        for run in self.schedule.own:
             own = slice(written, written + len(run))
             slab.write(run.start, k_BKCH[:, :, own], v_BKCV[:, :, own])
             written = own.stop
@@ -52,7 +50,7 @@ class ZigzagAttention(LayerAttention):
             num_queries = sum(map(len, runs))
             q, k, v = (x[rows, :, -num_queries:] for x in (q_BNCH, k_BKCH, v_BKCV))
             parts.append(RunsAttention(q, k, v, terms, rows=rows, pad=pad, runs=runs))
-        for messages in self._schedule.steps(layer):
+        for messages in self.schedule.steps(layer):
             self.run.transfer.await_messages(layer, messages)
             for tokens in _side_by_side(messages):
                 for part in parts:
@@ -65,6 +63,8 @@ class ZigzagAttention(LayerAttention):
 
 class Zigzag(ExchangingPrefill):
     """Prefill of 2p even chunks, two per rank, whatever the user's partition. `split` returns their boundaries."""
+
+    attention = ZigzagAttention
 
     def check(self, model: Model, num_ranks: int) -> None:
         if num_ranks > 1 and model.uneven_limit is not None:
@@ -82,9 +82,6 @@ class Zigzag(ExchangingPrefill):
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         return options.exchange
-
-    def attention(self, run: ChainRun, schedule: ExchangeSchedule) -> ZigzagAttention:
-        return ZigzagAttention(run, schedule)
 
 
 def _row_groups(runs: Sequence[range], pads: list[int]) -> list[tuple[slice, int, list[range]]]:

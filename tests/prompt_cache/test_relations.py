@@ -14,7 +14,7 @@ import torch
 from benchmarks.studies.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, edges_of, loss
 from policies.reuse import Segment
 from runahead import Model, ModelOptions
-from runahead.reuse.encoding import encode_segment
+from runahead.reuse.reuse import encode_segment
 from runahead.reuse.store import SegmentStore
 from tests.prompt_cache.serving import one_rank
 

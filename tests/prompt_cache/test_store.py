@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Model
-from runahead.reuse.encoding import encode_segment
+from runahead.reuse.reuse import encode_segment
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits, Tier
 from tests.families import build, largest_difference, throughout

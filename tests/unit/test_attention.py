@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -16,7 +16,7 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 
 from runahead.attention import partial as attention
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, add_sinks, attend, blockwise_attention, merge
+from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge, with_sinks
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H key dim, V value dim.
 
@@ -261,15 +261,15 @@ class TestTerms:
     ) -> None:
         case, sinks_N = make_case(q_start, num_queries), torch.tensor([0.0, 5.0, -5.0, 1.0], dtype=torch.float64)
         out, lse = merge(*case.attend(terms, q_start, case.q_end), *case.attend(terms, 0, q_start))
-        with_sinks = AttentionTerms(
-            scaling=terms.scaling, rule=terms.rule, softcap=terms.softcap, key_bias=terms.key_bias, sinks_N=sinks_N
-        )
-        torch.testing.assert_close(add_sinks(out, lse, sinks_N), reference(case, with_sinks)[0], atol=TOLERANCE, rtol=0)
+        with_terms = replace(terms, sinks_N=sinks_N)
+        ours = with_sinks(out, lse, with_terms)
+        torch.testing.assert_close(ours, reference(case, with_terms)[0], atol=TOLERANCE, rtol=0)
 
     def test_sink_far_below_all_scores_changes_nothing(self) -> None:
         case = make_case(4, 3)
         out, lse = case.attend(TERMS["plain"], 4, 7)
-        assert torch.equal(add_sinks(out, lse, torch.full((4,), -1e6, dtype=torch.float64)), out)
+        terms = replace(TERMS["plain"], sinks_N=torch.full((4,), -1e6, dtype=torch.float64))
+        assert torch.equal(with_sinks(out, lse, terms), out)
 
     def test_bias_of_keys_alone_is_the_bias_of_distances(self) -> None:
         """ALiBi is defined on distances; softmax cancels what depends on the query alone."""
