@@ -226,7 +226,6 @@ def _write_files(
     from launch.inputs.policies import reported
     from runahead.files import write_whole
     from runahead.report import report_json
-    from runahead.timeline.trace import write_timeline
 
     dtype = str(model.dtype).removeprefix("torch.")
     if run.report is not None:
@@ -245,6 +244,8 @@ def _write_files(
         )
         write_whole(run.report, text)
     if run.timeline is not None:
+        from runahead.timeline.picture import write_timeline
+
         batch = batches[-1]
         method = run.prefill.name.name
         if run.prefill.takes_partition:

@@ -188,12 +188,7 @@ class PrefillOptions:
         self.attention = choice("prefill.attention", Attention, self.attention)
         self.exchange = choice("prefill.exchange", Exchange, self.exchange)
         # With one layer in flight no transfer could overlap the next layer's compute.
-        require(
-            self.layers_in_flight >= 2,
-            "prefill.layers_in_flight",
-            self.layers_in_flight,
-            "must be at least 2",
-        )
+        require(self.layers_in_flight >= 2, "prefill.layers_in_flight", self.layers_in_flight, "must be at least 2")
         if self.chunk_tokens is not None:
             require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, "must be at least 1")
 
@@ -229,12 +224,7 @@ class GenerationOptions:
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
         require(self.top_k >= 0, "generation.top_k", self.top_k, "must not be negative; 0 is off")
         require(0 <= self.seed <= MAX_SEED, "generation.seed", self.seed, f"must be from 0 to {MAX_SEED}")
-        penalty_is_right = 0 < self.repetition_penalty < math.inf
-        require(
-            penalty_is_right,
-            "generation.repetition_penalty",
-            self.repetition_penalty,
-            "must be above 0; 1 is off",
-        )
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, "generation.repetition_penalty", penalty, "must be above 0; 1 is off")
         if any(not text for text in self.stop):
             raise ValueError("generation.stop holds an empty string, which would stop at once; leave it out")

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import PrefillOptions
-from runahead.timeline.span import Span
+from runahead.timeline.trace import Span
 
 
 @dataclass(kw_only=True)
@@ -202,16 +202,13 @@ def _prompt_fields(
     generation: Generation, batch: GenerationBatch, partition_name: str, kvr_name: str | None
 ) -> dict[str, Any]:
     """Fields of one prompt."""
+    fields = asdict(generation)
     # JSON has no NaN and no infinity, and a broken model should still get its report.
-    top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in generation.first_token_logits_top5]
+    top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in fields.pop("first_token_logits_top5")]
     partition: dict[str, Any] = {"name": partition_name}
     if kvr_name is not None:
         partition["kvr"] = kvr_name
-    return {
-        "prompt_tokens": generation.prompt_tokens,
-        "new_token_ids": generation.new_token_ids,
-        "text": generation.text,
-        "finish_reason": generation.finish_reason,
+    return fields | {
         "ttft_s": batch.ttft_s,
         "tpot_s": batch.tpot_s,
         "warm": batch.warm,

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from partitioner.simulation.cluster import Cluster
 from partitioner.simulation.routes import Routes, routes_of
 from runahead.context import ContextPartition
-from runahead.timeline.span import Span
+from runahead.timeline.trace import Span
 
 UNKNOWN = -1.0
 """Time of an event that the simulation has not reached."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -206,10 +206,9 @@ class Model:
     @cached_property
     def known_rotaries(self) -> list[Rotary] | None:
         """`rotaries`, or None where that raises a ValueError."""
-        try:
+        with suppress(ValueError):
             return self.rotaries
-        except ValueError:
-            return None
+        return None
 
     @cached_property
     def query_prediction(self) -> QueryPrediction:
@@ -242,15 +241,11 @@ class Model:
         return bool(self._rotaries)
 
     @property
-    def counts_positions(self) -> bool:
-        """Whether the family counts positions by itself, at least beyond some length, and ignores position ids."""
-        return self.uneven_limit is not None
-
-    @property
     def uneven_limit(self) -> int | None:
         """Longest text in tokens that may be batched with texts of other lengths; None is any length.
 
-        Some families count positions from the start of the padded batch, whatever position ids they are given.
+        Some families count positions from the start of the padded batch, at least beyond some length, whatever position
+        ids they are given.
         """
         if "position_ids" not in self._optional and self.config.model_type not in ADAPTERS:
             return 0

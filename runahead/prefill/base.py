@@ -19,7 +19,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
-from runahead.timeline.span import Span
+from runahead.timeline.trace import Span
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class ChainAttention(CausalAttention):
         self.run = run
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.open(layer)
+        self.run.transfer.open(layer)
         store, tokens = self.cache.layers[layer], self.tokens_in(layer, q_BNCH.shape[2])
         store.append(k_BKCH, v_BKCV, tokens)
         self.run.send(layer)

@@ -22,11 +22,11 @@ from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
-from runahead.timeline.span import Span
+from runahead.timeline.trace import Span
 
 
 class ChainRun:
-    """One rank's part of a prefill. Its attention calls `open`, `send` and `close` in each layer.
+    """One rank's part of a prefill. Its attention calls `transfer.open`, `send` and `close` in each layer.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
@@ -63,10 +63,6 @@ class ChainRun:
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth)
         self._layer_ends = [self._clock.mark()]
-
-    def open(self, layer: int) -> None:
-        """Wait until the slab of a layer may be written."""
-        self.transfer.open(layer)
 
     def send(self, layer: int) -> None:
         """Send this rank's keys and values of a layer, which are in the slab.

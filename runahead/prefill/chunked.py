@@ -19,7 +19,7 @@ from runahead.report import RankReport
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
-from runahead.timeline.span import Span
+from runahead.timeline.trace import Span
 
 
 def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:

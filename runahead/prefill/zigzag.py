@@ -37,7 +37,7 @@ class ZigzagAttention(ExchangingAttention):
         self._groups = _row_groups(schedule.own, self.pads)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.open(layer)
+        self.run.transfer.open(layer)
         slab = self.run.cache.layer(layer)
         written = 0
         for run in self.schedule.own:

@@ -261,7 +261,9 @@ class Retrieval:
                 kept.copy_out(room=min(1 + kept.num_slots // 8, self.max_slots - kept.num_slots))
             kept.store(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
             if found is not None and kept.num_slots > self._min_tokens:
-                self._index_rest(found.index, kept, k_BK1H)
+                indexed = found.index.num_slots  # fewer than the others if there were too few to choose from
+                is_next = indexed == kept.num_slots - 1
+                found.index.append(k_BK1H if is_next else kept.slab().read(kept.first + indexed, kept.end)[0])
             return
         slots_BK = self._victims(kept, 1, positions_B1[:, 0] + 1)[..., 0]
         kept.overwrite(slots_BK, k_BK1H, v_BK1V, positions_B1)
@@ -309,13 +311,6 @@ class Retrieval:
         found = self.layers[layer]
         assert found is not None, layer
         return found
-
-    def _index_rest(self, index: Index, kept: KeptLayer, k_BK1H: Tensor) -> None:
-        """Index the newest token, and earlier ones that came while there were too few to choose from."""
-        if index.num_slots == kept.num_slots - 1:
-            index.append(k_BK1H)
-        else:
-            index.append(kept.slab().read(kept.first + index.num_slots, kept.end)[0])
 
     def report(self) -> RetrievalReport:
         return RetrievalReport(

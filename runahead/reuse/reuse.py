@@ -135,7 +135,7 @@ def check_reuse(model: Model) -> None:
     why = None
     if model.rotates_by_length:
         why = "rotates by angles that depend on the length of the text"
-    elif model.counts_positions:
+    elif model.uneven_limit is not None:
         why = "counts positions on its own"
     if why is not None:
         raise ValueError(

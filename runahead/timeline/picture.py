@@ -1,7 +1,8 @@
-"""Picture of a timeline: what every rank did during the prefill, and the layer skew between ranks."""
+"""Picture of a timeline beside its trace: what every rank did during the prefill, and the layer skew between ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from runahead.picture_style import INK, MUTED, new_figure, png
-from runahead.timeline.span import Span
+from runahead.files import write_whole
+from runahead.picture_style import INK, MUTED, dress, new_figure, png
+from runahead.timeline.trace import Span, picture_path, trace_json
 
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
 SEND = "#d9480f"
@@ -22,6 +24,28 @@ NO_LAYER = "#9aa5b1"
 # Heights within a rank's band, which is 1 high and whose middle is the rank's number; the y axis points down.
 BAND_TOP, BAND_HEIGHT = -0.38, 0.60
 SEND_TOP, SEND_HEIGHT = 0.26, 0.07
+
+
+def write_timeline(
+    path: str | os.PathLike[str],
+    spans_by_rank: Sequence[Sequence[Span]],
+    *,
+    ttft_s: float | None = None,
+    subject: str = "",
+) -> None:
+    """Write the trace to `path`, and the picture beside it.
+
+    Args:
+        ttft_s: time of the first token, seconds since the prompt's start.
+        subject: what ran, in a few words, for the picture.
+
+    Raises:
+        ValueError: `path` ends in .png.
+        OSError: a file cannot be written.
+    """
+    picture = picture_path(path)
+    write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))
+    write_whole(picture, timeline_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
 
 
 def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
@@ -53,7 +77,12 @@ def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | Non
         label = axes.annotate("first token", (ttft_s, -0.5), ha="right", va="bottom", fontsize=9, color=INK)
         label.set_annotation_clip(False)
 
-    _dress(axes, len(shown), end_s)
+    dress(axes, x="seconds since the prompt's start", grid="x")
+    axes.set_xlim(0, end_s * 1.005)
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
+    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
+    axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=INK)
+    axes.spines["left"].set_visible(False)
     _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
@@ -101,12 +130,7 @@ def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: i
         for layer in _ticks(num_layers):
             if layer in upper_ends and layer in lower_ends:
                 xs = [upper_ends[layer]] * 2 + [lower_ends[layer]] * 2
-                ys = [
-                    upper + BAND_TOP,
-                    upper + BAND_TOP + BAND_HEIGHT,
-                    lower + BAND_TOP,
-                    lower + BAND_TOP + BAND_HEIGHT,
-                ]
+                ys = [rank + BAND_TOP + edge for rank in (upper, lower) for edge in (0, BAND_HEIGHT)]
                 axes.plot(xs, ys, color=INK, linewidth=0.8, path_effects=[halo], zorder=3)
 
 
@@ -114,20 +138,6 @@ def _ticks(num_layers: int) -> list[int]:
     """About five layer numbers from the first layer to the last."""
     steps = min(num_layers - 1, 4)
     return sorted({round(step * (num_layers - 1) / steps) for step in range(steps + 1)}) if steps else [0]
-
-
-def _dress(axes: Any, num_ranks: int, end_s: float) -> None:
-    axes.set_xlim(0, end_s * 1.005)
-    axes.set_ylim(max(num_ranks, 1) - 0.5, -0.5)
-    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    axes.set_xlabel("seconds since the prompt's start", color=INK, fontsize=9)
-    axes.tick_params(axis="y", length=0, labelsize=10, colors=INK)
-    axes.tick_params(axis="x", labelsize=8.5, colors=MUTED)
-    axes.grid(axis="x", color="#e4e7eb", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#cbd2d9")
 
 
 def _add_legend(figure: Figure, present: set[str]) -> None:

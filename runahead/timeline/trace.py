@@ -1,18 +1,38 @@
-"""Timeline files: the spans of every rank as a trace for Perfetto, and the picture beside it."""
+"""Timeline of every rank as spans, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runahead.files import write_whole
-from runahead.timeline.span import Span
-
 KINDS = ("compute", "wait", "send")
 """Kinds of spans, in the order of their lanes."""
+
+
+@dataclass(kw_only=True)
+class Span:
+    """Something that a rank did. The spans of all ranks are on one clock.
+
+    Attributes:
+        kind: "compute", "wait" or "send".
+        layer: None for what belongs to no layer, such as the embedding.
+        start_s, end_s: seconds since the prompt's start.
+        detail: more in a few words, such as the tokens that were sent.
+    """
+
+    kind: str
+    layer: int | None
+    start_s: float
+    end_s: float
+    detail: str = ""
+
+    def shifted(self, seconds: float) -> Span:
+        """The same span on a clock that is `seconds` ahead."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 
 def picture_path(path: str | os.PathLike[str]) -> Path:
@@ -25,31 +45,6 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
     if picture == Path(path):
         raise ValueError(f"timeline={path} is the trace's name, and the picture beside it ends in .png; use .json")
     return picture
-
-
-def write_timeline(
-    path: str | os.PathLike[str],
-    spans_by_rank: Sequence[Sequence[Span]],
-    *,
-    ttft_s: float | None = None,
-    subject: str = "",
-) -> None:
-    """Write the trace to `path`, and the picture beside it.
-
-    Args:
-        ttft_s: time of the first token, seconds since the prompt's start.
-        subject: what ran, in a few words, for the picture.
-
-    Raises:
-        ValueError: `path` ends in .png.
-        OSError: a file cannot be written.
-    """
-    # Imported here, so that a run without a timeline does not load matplotlib.
-    from runahead.timeline.picture import timeline_png
-
-    picture = picture_path(path)
-    write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))
-    write_whole(picture, timeline_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
 
 
 def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:

@@ -7,9 +7,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from runahead.timeline.picture import timeline_png
-from runahead.timeline.span import Span
-from runahead.timeline.trace import picture_path, trace_json, write_timeline
+from runahead.timeline.picture import timeline_png, write_timeline
+from runahead.timeline.trace import Span, picture_path, trace_json
 
 
 def span(kind: str, start_s: float, end_s: float, layer: int | None = 0, detail: str = "") -> Span:
