@@ -10,17 +10,9 @@ rotated once: a stored key is never rotated back, so rounding errors do not add 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
-
-
-class Pairs(Enum):
-    """Pairing of the rotated dims: i with i + F (Llama), or 2i with 2i + 1 (Cohere, GLM)."""
-
-    half = "half"
-    interleaved = "interleaved"
 
 
 class Rotary:
@@ -28,12 +20,12 @@ class Rotary:
 
     Args:
         inv_freq_F: radians per position; empty for a layer without positions.
-        pairs: how dims are paired.
+        interleaved: whether dims are paired as 2i with 2i + 1 (Cohere, GLM) rather than i with i + F (Llama).
         first: first of the head's dims that is rotated.
     """
 
-    def __init__(self, inv_freq_F: Tensor, pairs: Pairs = Pairs.half, first: int = 0) -> None:
-        self.inv_freq_F, self.pairs, self.first = inv_freq_F, pairs, first
+    def __init__(self, inv_freq_F: Tensor, interleaved: bool = False, first: int = 0) -> None:
+        self.inv_freq_F, self.interleaved, self.first = inv_freq_F, interleaved, first
         self._tables: tuple[Tensor, Tensor] | None = None
         self._step: tuple[tuple[int, tuple[int, ...], torch.dtype], Tensor, Tensor, Tensor] | None = None
 
@@ -107,9 +99,9 @@ class Rotary:
         """The first and the second dim of every pair, (..., F) each, as views."""
         num_freqs = len(self.inv_freq_F)
         turned = x[..., self.first : self.first + 2 * num_freqs]
-        if self.pairs is Pairs.half:
-            return turned[..., :num_freqs], turned[..., num_freqs:]
-        return turned[..., 0::2], turned[..., 1::2]
+        if self.interleaved:
+            return turned[..., 0::2], turned[..., 1::2]
+        return turned[..., :num_freqs], turned[..., num_freqs:]
 
     def _cos_sin(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tables (at least `length`, F), computed again only for longer texts."""
@@ -165,7 +157,7 @@ def _candidates(frequencies: list[Tensor], head_dim: int) -> list[Rotary]:
     for inv_freq_F in frequencies:
         if 2 * inv_freq_F.numel() <= head_dim and inv_freq_F.ndim == 1:
             firsts = sorted({0, head_dim - 2 * len(inv_freq_F)})
-            found += [Rotary(inv_freq_F, pairs, first) for first in firsts for pairs in Pairs]
+            found += [Rotary(inv_freq_F, interleaved, first) for first in firsts for interleaved in (False, True)]
     return found
 
 

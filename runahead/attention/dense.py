@@ -44,8 +44,13 @@ class DenseAttention:
             k, v = (x[group.rows] for x in kv.read(group.pad, self.num_tokens))
             if fused_kernel(q, k, v) is None or terms.needs_scores:
                 parts.append(blockwise_attention(q, k, v, terms, q_start=group.q_start, k_start=0, dense=True))
+                continue
+            mask = self._mask(terms.rule, group.pad, group.q_start, q)
+            if q.device.type == "cpu":
+                parts.append(cpu_flash(q, k, v, False, terms.scaling, mask[None, None]))
             else:
-                parts.append(_masked(q, k, v, self._mask(terms.rule, group.pad, group.q_start, q), terms.scaling))
+                mask = mask.expand(*q.shape[:2], *mask.shape)
+                parts.append(cuda_efficient(q, k, v, False, terms.scaling, mask))
         return padded_together(q_BNCH, kv.value_dim, [group.rows for group in groups], parts)
 
     def _mask(self, rule: MaskRule | None, pad: int, q_start: int, q_BNCH: Tensor) -> Tensor:
@@ -59,10 +64,3 @@ class DenseAttention:
             mask = q_BNCH.new_zeros(num_queries, room)[:, :num_keys]
             self._masks[rule, pad] = mask.masked_fill_(~allowed, -math.inf)
         return self._masks[rule, pad]
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all queries and keys under an additive mask (C, S)."""
-    if q.device.type == "cpu":
-        return cpu_flash(q, k, v, False, scaling, mask[None, None])
-    return cuda_efficient(q, k, v, False, scaling, mask.expand(*q.shape[:2], *mask.shape))

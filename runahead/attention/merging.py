@@ -53,19 +53,16 @@ class MergedParts:
 
     def result(self, sinks_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Output (B, N, C, V), with attention sinks if there are any, and log-sum-exp (B, N, C) without them."""
-        for parts in self._waiting.values():
-            self._merge(*parts)
+        for index, outs_QNV, lses_QN in self._waiting.values():
+            out_PQNV = torch.stack([self._out_FNV[index], *(out.to(self._out_FNV.dtype) for out in outs_QNV)])
+            lse_PQN = torch.stack([self._lse_FN[index], *lses_QN])
+            lse_QN = torch.logsumexp(lse_PQN, dim=0)
+            weight_PQN = torch.exp(lse_PQN - lse_QN).nan_to_num_(0.0)  # at most 1; nan: no part saw a key
+            self._out_FNV[index] = (out_PQNV * weight_PQN[..., None]).sum(dim=0)
+            self._lse_FN[index] = lse_QN
         batch, _, num_new, _ = self._q.shape
         out_FNV = self._out_FNV
         if sinks_N is not None:  # before the output is rounded to the model's dtype
             out_FNV = out_FNV * torch.sigmoid(self._lse_FN - sinks_N.to(self._lse_FN.dtype))[..., None]
         out_BNCV = out_FNV.unflatten(0, (batch, num_new)).transpose(1, 2).to(self._q.dtype)
         return out_BNCV, self._lse_FN.unflatten(0, (batch, num_new)).transpose(1, 2)
-
-    def _merge(self, index: Index, outs_QNV: list[Tensor], lses_QN: list[Tensor]) -> None:
-        out_PQNV = torch.stack([self._out_FNV[index], *(out.to(self._out_FNV.dtype) for out in outs_QNV)])
-        lse_PQN = torch.stack([self._lse_FN[index], *lses_QN])
-        lse_QN = torch.logsumexp(lse_PQN, dim=0)
-        weight_PQN = torch.exp(lse_PQN - lse_QN).nan_to_num_(0.0)  # at most 1; nan: no part saw a key
-        self._out_FNV[index] = (out_PQNV * weight_PQN[..., None]).sum(dim=0)
-        self._lse_FN[index] = lse_QN

@@ -39,15 +39,13 @@ class QuerySignals:
         """Implements `policies.base.Signals.votes`."""
         asked = num_queries, newest
         if asked not in self._votes:
-            self._votes[asked] = self._mean_over(min(num_queries, self._q_BNCH.shape[2]), newest)
+            num_queries = min(num_queries, self._q_BNCH.shape[2])
+            weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
+            if num_queries == 1:
+                weights_w.fill_(newest)
+            voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
+            self._votes[asked] = self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
         return self._votes[asked]
-
-    def _mean_over(self, num_queries: int, newest: float) -> Tensor:
-        weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
-        if num_queries == 1:
-            weights_w.fill_(newest)
-        voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
-        return self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
 
     def received(self) -> Tensor:
         """Implements `policies.base.Signals.received`."""

@@ -45,8 +45,12 @@ class TokenStream:
         if self._ranks.rank == self._source:
             self._post([STREAM_ENDED] * self._num_rows)
         elif self._ranks.rank == 0:
-            while (step := self._receive())[0] != STREAM_ENDED:
-                self._show([None if token == ROW_ENDED else token for token in step])
+            step, what = torch.empty(self._num_rows, dtype=torch.long), f"the next token of rank {self._source}"
+            while True:
+                self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG))
+                if step[0] == STREAM_ENDED:
+                    return
+                self._show([None if token == ROW_ENDED else token for token in step.tolist()])
 
     def _show(self, tokens: list[int | None]) -> None:
         with self._ranks.busy():  # a reader of the output that pauses must not count as silence
@@ -55,9 +59,3 @@ class TokenStream:
     def _post(self, values: list[int]) -> None:
         step = torch.tensor(values)
         self._ranks.post(lambda: dist.send(step, 0, tag=TAG))
-
-    def _receive(self) -> list[int]:
-        step = torch.empty(self._num_rows, dtype=torch.long)
-        what = f"the next token of rank {self._source}"
-        self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG))
-        return step.tolist()

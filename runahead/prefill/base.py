@@ -88,11 +88,6 @@ class Prefilled:
     cache: KVStore | None = None
     spans: list[Span] = field(default_factory=list)
 
-    @classmethod
-    def idle(cls, rank: int) -> Prefilled:
-        """Result of a rank without tokens."""
-        return cls(report=RankReport(rank=rank))
-
 
 class Prefill(ABC):
     """A prefill strategy: how the ranks fill the KV cache. It is stateless; one object serves every call."""

@@ -11,6 +11,7 @@ from runahead.kv_transfer import EXCHANGES, ExchangeSchedule
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
+from runahead.report import RankReport
 
 SLABS = 2
 """Slabs of a rank that does not decode: the layer at work, and the next one, which ranks that are ahead send."""
@@ -40,9 +41,9 @@ class ExchangingPrefill(Prefill):
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         """Contiguous ranges of every rank's tokens, in order, none of them empty; a rank without any stays idle."""
 
-    @abstractmethod
     def exchange(self, options: PrefillOptions) -> Exchange:
         """The way in which ranks exchange keys and values."""
+        return options.exchange
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
         if ranks.backend == "nccl" and ranks.size > 1:
@@ -52,7 +53,7 @@ class ExchangingPrefill(Prefill):
         model, ranks, pads = job.model, job.ranks, job.batch.pads
         runs = self.runs(job.partition)
         if not runs[ranks.rank]:
-            return Prefilled.idle(ranks.rank)
+            return Prefilled(report=RankReport(rank=ranks.rank))
         schedule = ExchangeSchedule(
             runs,
             ranks.rank,

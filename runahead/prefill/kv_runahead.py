@@ -15,6 +15,7 @@ from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
+from runahead.report import RankReport
 from runahead.reuse.cache import ReusedCache
 
 
@@ -49,7 +50,7 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     model, pads, policies = job.model, job.batch.pads, job.policies
     chunk = job.partition.chunk(rank)
     if not chunk:
-        return Prefilled.idle(job.ranks.rank)
+        return Prefilled(report=RankReport(rank=job.ranks.rank))
     if job.chunk_tokens is not None:
         return run_chunked(job, job.chunk_tokens)
 

@@ -14,14 +14,11 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from runahead.attention.causal import padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.attention.ranges import RunsAttention
-from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule, Message
 from runahead.model.model import Model
@@ -34,7 +31,12 @@ class ZigzagAttention(ExchangingAttention):
 
     def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
         super().__init__(run, schedule)
-        self._groups = _row_groups(schedule.own, self.pads)
+        # Rows with the same padding, and this rank's runs in positions of these rows.
+        self._groups: list[tuple[slice, int, list[range]]] = []
+        for rows, pad in rows_by_pad(self.pads):
+            runs = [range(max(run.start, pad) - pad, run.stop - pad) for run in schedule.own if run.stop > pad]
+            if runs:
+                self._groups.append((rows, pad, runs))
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.run.transfer.open(layer)
@@ -79,19 +81,6 @@ class Zigzag(ExchangingPrefill):
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         p = partition.num_ranks // 2
         return [_joined([partition.chunk(p - 1 - rank), partition.chunk(p + rank)]) for rank in range(p)]
-
-    def exchange(self, options: PrefillOptions) -> Exchange:
-        return options.exchange
-
-
-def _row_groups(runs: Sequence[range], pads: list[int]) -> list[tuple[slice, int, list[range]]]:
-    """Groups of rows with the same padding: (rows, their padding, runs in positions of these rows)."""
-    groups = []
-    for rows, pad in rows_by_pad(pads):
-        positions = [range(max(run.start, pad) - pad, run.stop - pad) for run in runs if run.stop > pad]
-        if positions:
-            groups.append((rows, pad, positions))
-    return groups
 
 
 def _side_by_side(messages: list[Message]) -> list[range]:

@@ -17,7 +17,7 @@ from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Model
-from runahead.rotary import Pairs, Rotary
+from runahead.rotary import Rotary
 from tests.families import Family, build, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.written_out import WrittenOut
@@ -123,11 +123,11 @@ def test_what_turns_how_is_found() -> None:
     found = {}
     for family in ("llama", "phi", "deepseek_v3", "glm", "smollm3"):
         with throughout(torch.float64):
-            found[family] = [(r.pairs, r.first, len(r.inv_freq_F)) for r in model_of(family).rotaries]
-    assert found["llama"] == [(Pairs.half, 0, 4)] * 3
-    assert found["phi"] == [(Pairs.half, 0, 2)] * 3
-    assert found["deepseek_v3"] == [(Pairs.half, 8, 4)] * 3
-    assert found["glm"] == [(Pairs.interleaved, 0, 2)] * 3
+            found[family] = [(r.interleaved, r.first, len(r.inv_freq_F)) for r in model_of(family).rotaries]
+    assert found["llama"] == [(False, 0, 4)] * 3
+    assert found["phi"] == [(False, 0, 2)] * 3
+    assert found["deepseek_v3"] == [(False, 8, 4)] * 3
+    assert found["glm"] == [(True, 0, 2)] * 3
     assert [frequencies for _, _, frequencies in found["smollm3"]] == [4, 0, 4]
 
 

@@ -105,13 +105,13 @@ def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     return hf.read_config(find_checkpoint(options, weights=False, progress=progress), options)
 
 
-def load_tokenizer(options: ModelOptions, *, progress: bool = False) -> Any | None:
+def load_tokenizer(options: ModelOptions) -> Any | None:
     """Load a model's tokenizer, without its weights; None if it has none.
 
     Raises:
         ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
-    return hf.read_tokenizer(find_checkpoint(options, weights=False, progress=progress), options)
+    return hf.read_tokenizer(find_checkpoint(options, weights=False, progress=False), options)
 
 
 def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,28 +32,18 @@ def shard_module(module: PreTrainedModel, group: dist.ProcessGroup, device: torc
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(AXIS,))
     _untie(module)
     distribute = type(module).maybe_distribute_model
-    wants_meshes = "mesh_manager" in inspect.signature(distribute).parameters  # not in transformers 5.17
+    meshes: Any = mesh
+    if "mesh_manager" in inspect.signature(distribute).parameters:  # not in transformers 5.17
+        meshes = SimpleNamespace(get_mesh=lambda dims: mesh)  # tensor parallelism is its only axis
     try:
         with quiet(), torch.no_grad():
-            distribute(
-                module, DistributedConfig(tp_size=mesh.size(), tp_plan="auto"), _OneMesh(mesh) if wants_meshes else mesh
-            )
+            distribute(module, DistributedConfig(tp_size=mesh.size(), tp_plan="auto"), meshes)
     except Exception as error:  # transformers may raise anything for sizes that do not divide
         raise ValueError(
             f"transformers cannot shard this model over {mesh.size()} ranks: {one_line(error)}; use another prefill"
         ) from error
     _drop_the_rest(module)
     module.to(device)
-
-
-class _OneMesh:
-    """Replacement for transformers' mesh manager, with tensor parallelism as its only axis."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    def get_mesh(self, dims: Any) -> DeviceMesh:
-        return self._mesh
 
 
 def _untie(module: PreTrainedModel) -> None:
