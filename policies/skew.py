@@ -141,7 +141,6 @@ def skew_of(
     from policies.skewing import Skew, query_products
     from runahead.attention.partial import AttentionTerms
     from runahead.cache.attention import CausalAttention
-    from runahead.cache.kv_cache import KVCache
 
     products = [
         torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes
@@ -158,13 +157,7 @@ def skew_of(
             products[layer] += query_products(at_0_BNCH, k_BKCH.shape[1]).cpu()
             return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
-    cache = KVCache(
-        model.kv_shapes,
-        batch=1,
-        spans=[(0, len(ids))] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
+    cache = model.empty_cache(len(ids))
     ids_1S = torch.tensor([list(ids)], device=model.device)
     for start in range(0, len(ids), chunk):
         ids_1C = ids_1S[:, start : start + chunk]

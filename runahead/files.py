@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,28 +90,22 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    try:
-        _write(path, content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        if error.errno is not None:
-            error.filename = os.fspath(path)  # an error of write() lacks it
-        raise
-
-
-def _write(path: str | os.PathLike[str], data: bytes) -> None:
+    data = content.encode() if isinstance(content, str) else content
     # Follows links, so that they stay links. Devices and pipes (report=/dev/stderr) must not be replaced by a file.
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        Path(path).write_bytes(data)
-        return
     part = _beside(target)
     try:
-        if not _write_unnamed(target, part, data):
+        if target.exists() and not target.is_file():
+            Path(path).write_bytes(data)
+        elif not _write_unnamed(target, part, data):
             with os.fdopen(_create(part), "wb") as file:
                 _fill(file, data, target)
             os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = os.fspath(path)  # an error of write() lacks it
         raise
 
 

@@ -79,26 +79,23 @@ class StopStrings:
         tokenizer: the model's tokenizer, or None.
         stop: the stop strings.
 
+    Attributes:
+        text: the text so far; after a stop string was found, the text before it.
+
     Raises:
         ValueError: there are stop strings but no tokenizer.
     """
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str] = ()):
-
         if stop and tokenizer is None:
             raise ValueError(f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out")
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._stop = list(stop)
         self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else set()
-        self._text = ""
+        self.text = ""
         self._num_taken = 0
         self.stopped = False
         self.finished = False
-
-    @property
-    def text(self) -> str:
-        """The text so far; after a stop string was found, the text before it."""
-        return self._text
 
     def add(self, token_id: int) -> bool:
         """Add the next token, and return whether a stop string is complete. Later tokens are ignored then."""
@@ -119,30 +116,30 @@ class StopStrings:
 
     def take(self) -> str:
         """Return the text that was not taken before and that no later token can change."""
-        end = len(self._text)
+        end = len(self.text)
         if not (self.stopped or self.finished):
             end -= self._num_chars_of_a_begun_stop_string()
-        part = self._text[self._num_taken : end]
+        part = self.text[self._num_taken : end]
         self._num_taken += len(part)
         return part
 
     def _append(self, part: str) -> None:
-        old_length = len(self._text)
-        self._text += part
+        old_length = len(self.text)
+        self.text += part
         ends_and_starts = []
         for stop in self._stop:
             # A stop string may begin in the old text, but it ends in the new part.
-            start = self._text.find(stop, max(0, old_length - len(stop) + 1))
+            start = self.text.find(stop, max(0, old_length - len(stop) + 1))
             if start >= 0:
                 ends_and_starts.append((start + len(stop), start))
         if ends_and_starts:
             self.stopped = True
-            self._text = self._text[: min(ends_and_starts)[1]]
+            self.text = self.text[: min(ends_and_starts)[1]]
 
     def _num_chars_of_a_begun_stop_string(self) -> int:
         longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            end_of_text = self._text[-length:]
+        for length in range(min(longest, len(self.text)), 0, -1):
+            end_of_text = self.text[-length:]
             if any(len(stop) > length and stop.startswith(end_of_text) for stop in self._stop):
                 return length
         return 0

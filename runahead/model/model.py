@@ -30,7 +30,7 @@ from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register
-from runahead.rotary import Heads, Rotary, find_rotaries
+from runahead.rotary import Rotary, find_rotaries
 
 Run = Callable[[Callable[[], Tensor]], Tensor]
 """Runs a forward and returns its result."""
@@ -190,7 +190,7 @@ class Model:
         else:
             try:
                 last = min(self.max_positions or PROBED_POSITION, PROBED_POSITION) - 1
-                return find_rotaries(self.module, self._heads_at, last)
+                return find_rotaries(self.module, lambda at: [heads[1:4] for heads in self._recorded(at).calls], last)
             except ValueError as error:
                 why = str(error)
         raise ValueError(
@@ -231,9 +231,6 @@ class Model:
         recording = Recording(start=position, pads=[0])
         self.forward(torch.full((1, 1), 3 % self.vocab_size, device=self.device), recording, start=position, pads=[0])
         return recording
-
-    def _heads_at(self, position: int) -> list[Heads]:
-        return [(q, k, v) for _, q, k, v, _ in self._recorded(position).calls]
 
     @property
     def rotates_by_length(self) -> bool:

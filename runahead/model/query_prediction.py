@@ -146,7 +146,8 @@ class QueryPrediction:
         try:
             self._layers[layer](given.x_BCD, *given.rest, **keywords)
         except _Queries as found:
-            return found.q_BNCH
+            q_BNCH: Tensor = found.args[0]
+            return q_BNCH
         raise AssertionError("a layer does not call attention")
 
     def _found(
@@ -205,9 +206,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 class _Queries(Exception):
     """Raised with a layer's queries, to skip the rest of the layer. Not an error."""
-
-    def __init__(self, q_BNCH: Tensor) -> None:
-        self.q_BNCH = q_BNCH
 
 
 class _Stop(LayerAttention):

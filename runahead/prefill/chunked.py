@@ -76,10 +76,8 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         kv_peak_bytes=cache.peak_bytes,
     )
     cache.describe_prompt(report)
-    result = Prefilled(logits_BV=logits_BV, cache=cache, report=report)
-    if job.record:
-        result.spans = [
-            Span(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
-            for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
-        ]
-    return result
+    spans = [
+        Span(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
+        for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
+    ]
+    return Prefilled(logits_BV=logits_BV, cache=cache, report=report, spans=spans if job.record else [])

@@ -78,8 +78,7 @@ class Checkpoint:
     @property
     def place(self) -> dict[str, Any]:
         """Arguments of transformers' from_pretrained for this checkpoint."""
-        place: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder)}
-        place["local_files_only"] = not self.from_hub
+        place = {"pretrained_model_name_or_path": str(self.folder), "local_files_only": not self.from_hub}
         return place if self.gguf is None else place | {"gguf_file": self.gguf}
 
     @property
