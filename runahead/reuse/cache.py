@@ -167,12 +167,9 @@ class _Views:
     def of(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
         """The leading runs of parts that new tokens see, by group of queries. They are the same in all layers."""
         asked = tokens.start, positions_BC.shape[1]
-        if self._found is None or self._found[0] != asked:
-            self._found = asked, self._new(tokens, positions_BC)
-        return self._found[1]
-
-    def _new(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
-        """One view per part and group of queries; large groups have one view of all parts that they see."""
+        if self._found is not None and self._found[0] == asked:
+            return self._found[1]
+        # One view per part and group of queries; large groups have one view of all parts that they see.
         parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
         by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
         for part in self.reused.parts:
@@ -183,7 +180,9 @@ class _Views:
                 parts.append((ranges, [(part, num_seen)]))
                 if sum(len(run) for run in ranges) > FEW_QUERIES:
                     by_queries[tuple(ranges)] = parts[-1][1]
-        return [_View(parts=seen, queries=_index(ranges, self._device)) for ranges, seen in parts]
+        views = [_View(parts=seen, queries=_index(ranges, self._device)) for ranges, seen in parts]
+        self._found = asked, views
+        return views
 
 
 @dataclass(frozen=True, kw_only=True)

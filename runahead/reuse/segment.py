@@ -35,10 +35,6 @@ class SegmentKV:
     layers_TKX: list[Tensor]
 
     @property
-    def num_tokens(self) -> int:
-        return self.layers_TKX[0].shape[0]
-
-    @property
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers_TKX)
 

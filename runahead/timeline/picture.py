@@ -119,10 +119,8 @@ def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: i
     """Draw lines through the ends of a few layers, from rank to rank; ranks without compute are skipped."""
     ends = []
     for rank, spans in enumerate(spans_by_rank):
-        end_of_layer: dict[int, float] = {}
-        for span in spans:
-            if span.kind == "compute" and span.layer is not None:
-                end_of_layer[span.layer] = max(end_of_layer.get(span.layer, 0.0), span.end_s)
+        computed = sorted((s for s in spans if s.kind == "compute" and s.layer is not None), key=lambda s: s.end_s)
+        end_of_layer = {s.layer: s.end_s for s in computed}
         if end_of_layer:
             ends.append((rank, end_of_layer))
     halo = withStroke(linewidth=1.8, foreground="white", alpha=0.6)  # so that the lines show on dark layers

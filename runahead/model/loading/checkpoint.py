@@ -152,15 +152,12 @@ def require_small_files(folder: Path, label: str) -> None:
         ValueError: a file is larger than `MOST_SMALL_BYTES`.
     """
     try:
-        large = [each.name for each in folder.iterdir() if _is_small(each) and each.stat().st_size > MOST_SMALL_BYTES]
+        small = [each for each in folder.iterdir() if each.is_file() and any(map(each.match, READ_WHOLE))]
+        large = [each.name for each in small if each.stat().st_size > MOST_SMALL_BYTES]
     except OSError as error:
         raise ValueError(f"{label} cannot be read: {error.strerror}; name a model's folder") from error
     if large:
         raise ValueError(f"{label}: {min(large)} is larger than {MOST_SMALL_BYTES // 2**20} MiB; restore or remove it")
-
-
-def _is_small(file: Path) -> bool:
-    return file.is_file() and any(file.match(pattern) for pattern in READ_WHOLE)
 
 
 def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:

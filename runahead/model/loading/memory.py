@@ -23,10 +23,6 @@ class Footprint:
     copied: int
     mapped: int = 0
 
-    @property
-    def total(self) -> int:
-        return self.copied + self.mapped
-
 
 def require_room(footprint: Footprint, device: torch.device, *, label: str, ranks_on_host: int = 1) -> None:
     """Check that the weights fit into memory.
@@ -40,9 +36,9 @@ def require_room(footprint: Footprint, device: torch.device, *, label: str, rank
     """
     cure = "use a smaller model, model.dtype=bfloat16, or a device with more memory"
     if device.type == "cuda":
-        free = free_device_bytes(device)
-        if footprint.total > free:
-            need = f"{label} needs {_readable(footprint.total)} for its weights"
+        total, free = footprint.copied + footprint.mapped, free_device_bytes(device)
+        if total > free:
+            need = f"{label} needs {_readable(total)} for its weights"
             raise ValueError(f"{need}, but {device} has {_readable(free)} free; {cure}")
         return
     available, there = available_bytes(), host_bytes()
