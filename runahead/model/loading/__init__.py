@@ -40,7 +40,11 @@ FINDERS: dict[ModelName, Callable[..., Checkpoint]] = {
     ModelName.hf: checkpoints.find,
     ModelName.random: random_weights.find,
 }
-"""By source: the function that finds a checkpoint and downloads it if necessary, as `find_checkpoint`."""
+"""By source: the function that finds a checkpoint, and downloads it if necessary.
+
+With `weights=False` only config and tokenizer need be there. Raises a ValueError or an OSError of one line with the
+remedy if there is none.
+"""
 
 
 def load(
@@ -63,7 +67,7 @@ def load(
     Raises:
         ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
     """
-    checkpoint = find_checkpoint(options, weights=True, progress=progress)
+    checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
     config, tokenizer = hf.read_config(checkpoint, options), hf.read_tokenizer(checkpoint, options)
     is_random = checkpoint.config_file is not None
     stored = {} if checkpoint.gguf or is_random else checkpoints.stored_tensors(checkpoint)
@@ -84,25 +88,13 @@ def load(
     return LoadedWeights(module=module, tokenizer=tokenizer, name=name, dtype=dtype, path=str(checkpoint.path))
 
 
-def find_checkpoint(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
-    """Find a model's checkpoint.
-
-    Args:
-        weights: also download the weights.
-
-    Raises:
-        ValueError, OSError: there is none; one line with the remedy.
-    """
-    return FINDERS[options.name](options, weights=weights, progress=progress)
-
-
 def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     """Load a model's transformers config, without its weights (smollm2 is fetched as a whole on first use).
 
     Raises:
         ValueError, OSError: as for `load`.
     """
-    return hf.read_config(find_checkpoint(options, weights=False, progress=progress), options)
+    return hf.read_config(FINDERS[options.name](options, weights=False, progress=progress), options)
 
 
 def load_tokenizer(options: ModelOptions) -> Any | None:
@@ -111,7 +103,7 @@ def load_tokenizer(options: ModelOptions) -> Any | None:
     Raises:
         ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
-    return hf.read_tokenizer(find_checkpoint(options, weights=False, progress=False), options)
+    return hf.read_tokenizer(FINDERS[options.name](options, weights=False, progress=False), options)
 
 
 def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:
