@@ -81,6 +81,7 @@ def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | Non
     axes.set_xlim(0, end_s * 1.005)
     axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
     axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
+    axes.tick_params(axis="x", length=3.5, color=MUTED)
     axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=INK)
     axes.spines["left"].set_visible(False)
     _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
