@@ -20,7 +20,7 @@ from runahead.attention.causal import padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.attention.ranges import RunsAttention
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.kv_transfer import ExchangeSchedule, Message
+from runahead.kv_transfer import ExchangeSchedule
 from runahead.model.model import Model
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
@@ -54,7 +54,9 @@ class ZigzagAttention(ExchangingAttention):
             parts.append(RunsAttention(q, k, v, terms, rows=rows, pad=pad, runs=runs))
         for messages in self.schedule.steps(layer):
             self.run.transfer.await_messages(layer, messages)
-            for tokens in _side_by_side(messages):
+            # The tokens of these messages as the fewest contiguous ranges.
+            arrived = sorted((range(each.start, each.end) for each in messages), key=lambda tokens: tokens.start)
+            for tokens in _joined(arrived):
                 for part in parts:
                     part.attend(slab, tokens)
         outs = [(with_sinks(part.out, part.lse, terms), part.lse) for part in parts]
@@ -81,11 +83,6 @@ class Zigzag(ExchangingPrefill):
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         p = partition.num_ranks // 2
         return [_joined([partition.chunk(p - 1 - rank), partition.chunk(p + rank)]) for rank in range(p)]
-
-
-def _side_by_side(messages: list[Message]) -> list[range]:
-    """The tokens of these messages as the fewest contiguous ranges."""
-    return _joined([range(message.start, message.end) for message in sorted(messages, key=lambda each: each.start)])
 
 
 def _joined(ranges: list[range]) -> list[range]:
