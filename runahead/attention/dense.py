@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runahead.attention.causal import KVReader, padded_together, row_groups
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, blockwise_attention, cpu_flash, cuda_efficient, fused_kernel
+from runahead.attention.partial import AttentionTerms, attend_at, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
 """Alignment of a mask's rows, in elements, that the CUDA kernel needs."""
@@ -43,7 +43,8 @@ class DenseAttention:
             q = q_BNCH[group.rows, :, -group.num_queries :]
             k, v = (x[group.rows] for x in kv.read(group.pad, self.num_tokens))
             if fused_kernel(q, k, v) is None or terms.needs_scores:
-                parts.append(blockwise_attention(q, k, v, terms, q_start=group.q_start, k_start=0, dense=True))
+                positions_S = torch.arange(k.shape[2], device=q.device)
+                parts.append(attend_at(q, k, v, terms, positions_S[group.q_start : group.q_end], positions_S))
                 continue
             mask = self._mask(terms.rule, group.pad, group.q_start, q)
             if q.device.type == "cpu":

@@ -94,20 +94,9 @@ def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
 
 
 def blockwise_attention(
-    q_BNCH: Tensor,
-    k_BKSH: Tensor,
-    v_BKSV: Tensor,
-    terms: AttentionTerms,
-    *,
-    q_start: int,
-    k_start: int,
-    dense: bool = False,
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, *, q_start: int, k_start: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend` in plain PyTorch, for every term and every dtype, in O(block) memory.
-
-    Args:
-        dense: compute the scores of blocks that no query sees, too; keys may then lie after the queries.
-    """
+    """`attend` in plain PyTorch, for every term and every dtype, in O(block) memory."""
     num_queries, num_keys = q_BNCH.shape[2], k_BKSH.shape[2]
 
     def seen(row: int, end: int) -> range:
@@ -116,7 +105,7 @@ def blockwise_attention(
 
     queries_C = torch.arange(q_start, q_start + num_queries, device=q_BNCH.device)
     keys_S = torch.arange(k_start, k_start + num_keys, device=q_BNCH.device)
-    return attend_at(q_BNCH, k_BKSH, v_BKSV, terms, queries_C, keys_S, None if dense else seen)
+    return attend_at(q_BNCH, k_BKSH, v_BKSV, terms, queries_C, keys_S, seen)
 
 
 def attend_at(
