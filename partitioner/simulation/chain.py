@@ -9,11 +9,12 @@ sampling the first token takes no time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from partitioner.simulation.cluster import Cluster
-from partitioner.simulation.routes import Routes, routes_of
+from partitioner.simulation.routes import routes_of
 from runahead.context import ContextPartition
 from runahead.timeline.trace import Span
 
@@ -51,7 +52,7 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
         raise ValueError(f"context partition has {partition.num_ranks} chunks but there are {cluster.num_ranks} ranks")
     if partition.num_tokens < 1:
         raise ValueError("a context partition without tokens cannot be simulated")
-    prefill = _Prefill(partition, cluster, _Recorder(partition, cluster.num_ranks) if record else None)
+    prefill = _Prefill(partition, cluster)
     prefill.run()
     size = cluster.num_ranks
     result = Simulated(
@@ -59,12 +60,14 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
         compute_s=[0.0] * size,
         wait_s=[0.0] * size,
         sent_bytes=[0.0] * size,
-        spans=prefill.recorder.spans if prefill.recorder else [],
+        spans=[[] for _ in range(size)] if record else [],
     )
     for i, rank in enumerate(partition.chain):
-        result.compute_s[rank] = prefill.end_s[i] - prefill.wait_s[i]
-        result.wait_s[rank] = prefill.wait_s[i]
+        result.wait_s[rank] = sum(end - begin for _, begin, end, _ in prefill.waits(i))
+        result.compute_s[rank] = prefill.end_s[i] - result.wait_s[rank]
         result.sent_bytes[rank] = prefill.sent_bytes(i)
+        if record:
+            result.spans[rank] = [*prefill.main_spans(i), *prefill.send_spans(i, partition)]
     return result
 
 
@@ -75,8 +78,7 @@ class _Prefill:
     number of the next one describes all of its arrivals.
     """
 
-    def __init__(self, partition: ContextPartition, cluster: Cluster, recorder: _Recorder | None) -> None:
-        self.recorder = recorder
+    def __init__(self, partition: ContextPartition, cluster: Cluster) -> None:
         self.routes = routes = routes_of(partition, cluster)
         self.num_routes = len(routes)
         self.as_landed = cluster.pass_on_as_landed
@@ -90,15 +92,17 @@ class _Prefill:
         # The main thread of each rank: its layer, whether it has sent that layer's own KV, and until when it is busy.
         self.at, self.has_sent = [0] * size, [False] * size
         self.busy_until_s = [first for first, *_ in self.costs]
-        self.end_s, self.wait_s = [UNKNOWN] * size, [0.0] * size
+        self.end_s = [UNKNOWN] * size
         self.sent_s = [[UNKNOWN] * layers for _ in range(size)]
         self.closed_s = [[UNKNOWN] * layers for _ in range(size)]
         # Slots: for layers below num_free it is known when they are free.
         self.num_free = [0] * size
         self.free_s = [[0.0] * layers for _ in range(size)]
-        self.unsent = [[routes.sender.count(i)] * layers for i in range(size)]
-        self.left_s = [[0.0] * layers for _ in range(size)]
+        self.outgoing = [[route for route, sender in enumerate(routes.sender) if sender == i] for i in range(size)]
+        self.unsent = [[len(outgoing)] * layers for outgoing in self.outgoing]
+        self.emptied_s = [[0.0] * layers for _ in range(size)]
         # Messages: for layers below num_arrived it is known when all have arrived.
+        self.left_s = [UNKNOWN] * (layers * self.num_routes)
         self.landed_s = [UNKNOWN] * (layers * self.num_routes)
         self.next_message = routes.first[:-1]
         self.num_arrived = [0 if routes.first[i] < routes.first[i + 1] else layers for i in range(size)]
@@ -117,28 +121,21 @@ class _Prefill:
 
     def sent_bytes(self, i: int) -> float:
         """Bytes that a rank sends in all layers."""
-        routes = self.routes
-        sent = sum(self.num_bytes[k] for k, sender in zip(routes.chunk, routes.sender, strict=True) if sender == i)
-        return sent * self.num_layers
+        return sum(self.num_bytes[self.routes.chunk[route]] for route in self.outgoing[i]) * self.num_layers
 
     def _compute(self, i: int) -> None:
         """Run a rank's main thread until it depends on an event that is not known yet."""
         _, between, own, onto_prefix, last = self.costs[i]
-        is_last, recorder = i == len(self.costs) - 1, self.recorder
+        is_last = i == len(self.costs) - 1
         while self.end_s[i] == UNKNOWN:
             layer, now = self.at[i], self.busy_until_s[i]
             if not self.has_sent[i]:
                 if layer >= self.num_free[i]:
                     return
                 opened = max(now, self.free_s[i][layer])
-                self.wait_s[i] += opened - now
-                if recorder:
-                    recorder.wait(i, layer, now, opened, "room")
                 self._send_own(i, layer, opened)
                 if layer == self.num_layers - 1 and not is_last:
                     self.end_s[i] = opened
-                    if recorder:
-                        recorder.compute(i, layer, opened)
                     return
                 self.has_sent[i], self.busy_until_s[i] = True, opened + own
             else:
@@ -146,17 +143,11 @@ class _Prefill:
                     return
                 began = max(now, self.arrived_s[i][layer])
                 closed = began + onto_prefix
-                self.wait_s[i] += began - now
-                if recorder:
-                    recorder.wait(i, layer, now, began, "prefix")
-                    recorder.compute(i, layer, closed)
                 self.closed_s[i][layer] = closed
                 if layer + self.depth[i] == self.num_free[i]:
                     self._free_slots(i)
                 if layer == self.num_layers - 1:
                     self.end_s[i] = closed + last
-                    if recorder:
-                        recorder.compute(i, None, closed + last, "last MLP and logits")
                     return
                 self.at[i], self.has_sent[i], self.busy_until_s[i] = layer + 1, False, closed + between
 
@@ -169,8 +160,6 @@ class _Prefill:
 
     def _send(self, message: int, layer: int, receiver: int, ready: float) -> None:
         """Queue a message, now or once it is known when its receiver's slot is free."""
-        if self.recorder:
-            self.recorder.begun_s[message] = ready
         if layer < self.num_free[receiver]:
             heappush(self.queue, (max(ready, self.free_s[receiver][layer]), message))
         else:
@@ -184,7 +173,7 @@ class _Prefill:
             if before >= 0:
                 if self.closed_s[i][before] == UNKNOWN or self.unsent[i][before]:
                     return
-                free_s[layer] = max(free_s[layer - 1], self.closed_s[i][before], self.left_s[i][before])
+                free_s[layer] = max(free_s[layer - 1], self.closed_s[i][before], self.emptied_s[i][before])
             for ready, message in self.without_slot.pop((i, layer), ()):
                 heappush(self.queue, (max(ready, free_s[layer]), message))
             layer += 1
@@ -194,7 +183,7 @@ class _Prefill:
         """Send messages in the order of time. Most of a simulation's time is spent here, hence the local names."""
         sender, receiver, wire, port = self.routes.sender, self.routes.receiver, self.routes.wire, self.routes.port
         busy_s, latency_s = self.busy_s, self.routes.latency_s
-        queue, landed_s, next_message, recorder = self.queue, self.landed_s, self.next_message, self.recorder
+        queue, left_s, landed_s, next_message = self.queue, self.left_s, self.landed_s, self.next_message
         num_free, depth = self.num_free, self.depth
         num_routes, num_messages = self.num_routes, len(self.landed_s)
         wire_free_s = [0.0] * self.routes.num_wires
@@ -212,10 +201,9 @@ class _Prefill:
             end = wire_free_s[w] = begin + busy_s[route]
             if not arrives:
                 i = sender[route]
-                if self.left_s[i][layer] < end:
-                    self.left_s[i][layer] = end
-                if recorder:
-                    recorder.send(message, layer, route, self.routes, end)
+                left_s[message] = end
+                if self.emptied_s[i][layer] < end:
+                    self.emptied_s[i][layer] = end
                 unsent = self.unsent[i]
                 unsent[layer] -= 1
                 if not unsent[layer] and layer + depth[i] == num_free[i]:
@@ -231,21 +219,16 @@ class _Prefill:
 
     def _look(self, j: int, layer: int, route: int, message: int, seen: float) -> float:
         """Let a receiver take the arrived messages in order and pass them on; return when it took the last."""
-        routes, landed_s, queue, num_routes = self.routes, self.landed_s, self.queue, self.num_routes
+        routes, landed_s, num_routes = self.routes, self.landed_s, self.num_routes
         first, end, onward = routes.first[j], routes.first[j + 1], routes.onward
         passes_on = onward[first] >= 0
-        num_free, free_s = (self.num_free[j + 1], self.free_s[j + 1]) if passes_on else (0, [])
-        direct = self.as_landed and not self.recorder
         begun_layer = layer
         while True:
             if seen < landed_s[message]:
                 seen = landed_s[message]
             if passes_on:
                 further = message - route + onward[route]
-                if direct and layer < num_free:  # as _send, without the call, for most messages
-                    free = free_s[layer]
-                    heappush(queue, (seen if seen > free else free, further))
-                elif self.as_landed:
+                if self.as_landed:
                     self._send(further, layer, j + 1, seen)
                 elif self.sent_s[j][layer] != UNKNOWN:
                     self._send(further, layer, j + 1, max(seen, self.sent_s[j][layer]))
@@ -268,6 +251,48 @@ class _Prefill:
             self._compute(j)
         return seen
 
+    def waits(self, i: int) -> Iterator[tuple[int, float, float, str]]:
+        """Layer, begin, end and cause of each wait of a rank's main thread, after the run."""
+        known, between, own, _, _ = self.costs[i]
+        for layer, (opened, closed) in enumerate(zip(self.sent_s[i], self.closed_s[i], strict=True)):
+            yield layer, known, opened, "room"
+            if closed != UNKNOWN:
+                attended = opened + own
+                yield layer, attended, max(attended, self.arrived_s[i][layer]), "prefix"
+            known = closed + between
+
+    def main_spans(self, i: int) -> Iterator[Span]:
+        """What a rank's main thread did: its waits, and what it computed between them."""
+        moments: list[tuple[str, int | None, float, str]] = []  # kind, layer, end, detail
+        for layer, begin, end, cause in self.waits(i):
+            if end > begin:
+                moments += [("compute", layer, begin, ""), ("wait", layer, end, cause)]
+            if cause == "prefix":
+                moments.append(("compute", layer, self.closed_s[i][layer], ""))
+        if i == len(self.costs) - 1:
+            moments.append(("compute", None, self.end_s[i], "last MLP and logits"))
+        else:
+            moments.append(("compute", self.num_layers - 1, self.end_s[i], ""))
+        start = 0.0
+        for kind, at, end, detail in moments:
+            if end > start:
+                yield Span(kind=kind, layer=at, start_s=start, end_s=end, detail=detail)
+                start = end
+
+    def send_spans(self, i: int, partition: ContextPartition) -> Iterator[Span]:
+        """A rank's messages, each from when it was ready until it had left."""
+        routes, chain, seen = self.routes, partition.chain, 0.0
+        for layer, opened in enumerate(self.sent_s[i]):
+            ready_s = {i: opened}  # by chunk
+            for route in range(routes.first[i], routes.first[i + 1]):
+                seen = max(seen, self.landed_s[layer * self.num_routes + route])
+                ready_s[routes.chunk[route]] = seen if self.as_landed else max(seen, opened)
+            for route in self.outgoing[i]:
+                k, left_s = routes.chunk[route], self.left_s[layer * self.num_routes + route]
+                chunk = partition.chunk(chain[k])
+                detail = f"tokens {chunk.start}-{chunk.stop} to rank {chain[routes.receiver[route]]}"
+                yield Span(kind="send", layer=layer, start_s=ready_s[k], end_s=left_s, detail=detail)
+
 
 def _costs(partition: ContextPartition, cluster: Cluster) -> list[tuple[float, float, float, float, float]]:
     """Seconds of the steps (first, between, own, prefix, last) of each rank of the chain."""
@@ -277,33 +302,3 @@ def _costs(partition: ContextPartition, cluster: Cluster) -> list[tuple[float, f
         first, between, last = compute.first(c) / speed, compute.between(c) / speed, compute.last(c) / speed
         costs.append((first, between, compute.own(c) / speed, compute.prefix(c, P) / speed, last))
     return costs
-
-
-class _Recorder:
-    """Records the spans of ranks, which are given as positions in the chain."""
-
-    def __init__(self, partition: ContextPartition, num_ranks: int) -> None:
-        self._partition, self._chain = partition, partition.chain
-        self._until_s = [0.0] * len(self._chain)  # end of what is recorded of each main thread
-        self.begun_s: dict[int, float] = {}
-        self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
-
-    def compute(self, i: int, layer: int | None, end: float, detail: str = "") -> None:
-        """Record that the rank computed from its last recorded span to `end`."""
-        if end > self._until_s[i]:
-            self._add(i, Span(kind="compute", layer=layer, start_s=self._until_s[i], end_s=end, detail=detail))
-
-    def wait(self, i: int, layer: int, begin: float, end: float, what_for: str) -> None:
-        if end > begin:
-            self.compute(i, layer, begin)
-            self._add(i, Span(kind="wait", layer=layer, start_s=begin, end_s=end, detail=what_for))
-
-    def send(self, message: int, layer: int, route: int, routes: Routes, end: float) -> None:
-        chunk = self._partition.chunk(self._chain[routes.chunk[route]])
-        detail = f"tokens {chunk.start}-{chunk.stop} to rank {self._chain[routes.receiver[route]]}"
-        span = Span(kind="send", layer=layer, start_s=self.begun_s[message], end_s=end, detail=detail)
-        self.spans[self._chain[routes.sender[route]]].append(span)
-
-    def _add(self, i: int, span: Span) -> None:
-        self.spans[self._chain[i]].append(span)
-        self._until_s[i] = span.end_s
