@@ -16,7 +16,7 @@ from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
 from partitioner.searches.evaluations import SearchResult
-from partitioner.searches.planning import best_num_ranks, practical_bound
+from partitioner.searches.planning import best_splits, practical_bound
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
@@ -184,8 +184,8 @@ def practical(compute: Compute, num_tokens: int, num_ranks: int) -> SearchResult
 
 def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
     """Split that a table searched for this cluster would give, over the number of ranks with the lowest TTFT."""
-    plan = best_num_ranks(num_tokens, cluster, min_stride=_stride(num_tokens, cluster.num_ranks))
-    best = plan.splits[plan.best].partition
+    splits = best_splits(num_tokens, cluster, min_stride=_stride(num_tokens, cluster.num_ranks))
+    best = min(splits.values(), key=lambda split: split.cost_s).partition
     return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (cluster.num_ranks - best.num_ranks))
 
 

@@ -25,7 +25,7 @@ class TablePartition:
         self._said: set[str] = set()
 
     def __call__(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
-        return self._aloud(lambda: self.table.partitioner()(num_tokens, num_ranks))
+        return self._aloud(lambda: self.table.partition(num_tokens, num_ranks))
 
     def check_fits(self, fingerprint: Fingerprint, *, force: bool) -> None:
         """Check that the table is for this model and device.

@@ -1,9 +1,8 @@
-"""Searches for the split and the number of ranks with the earliest first token on a simulated cluster."""
+"""Searches for the split with the earliest first token on a simulated cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import Cost, SearchResult, Step
@@ -66,35 +65,16 @@ def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_st
     return best_split(num_tokens, num_ranks, cluster.without_communication(), min_stride=min_stride)
 
 
-@dataclass(kw_only=True)
-class NumRanks:
-    """The best split by number of ranks, and the number with the earliest first token."""
-
-    best: int
-    splits: dict[int, SearchResult]
-
-
-def best_num_ranks(
-    num_tokens: int,
-    cluster: Cluster,
-    *,
-    min_stride: int,
-    candidates: Iterable[int] | None = None,
-    tolerance: float = 0.0,
-) -> NumRanks:
-    """Find the best split over 1, 2, ... leading ranks, and the best number of ranks; of equals, the fewest.
+def best_splits(
+    num_tokens: int, cluster: Cluster, *, min_stride: int, candidates: Iterable[int] | None = None
+) -> dict[int, SearchResult]:
+    """Find the best split over each number of leading ranks, ascending.
 
     Args:
-        candidates: numbers of ranks to compare, to which 1 is added; by default all.
-        tolerance: share by which TTFTs may differ and count as equal: on slow links more ranks still gain a little by
-            taking a few tokens each, which is not worth it.
+        candidates: numbers of ranks, to which 1 is added; by default all.
 
     Raises:
-        ValueError: as for `best_split`, or a negative tolerance.
+        ValueError: as for `best_split`.
     """
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance} must be a share of TTFT of at least 0")
     counts = sorted({1, *(range(1, cluster.num_ranks + 1) if candidates is None else candidates)})
-    splits = {count: best_split(num_tokens, count, cluster, min_stride=min_stride) for count in counts}
-    limit_s = (1 + tolerance) * min(split.cost_s for split in splits.values())
-    return NumRanks(best=next(count for count in counts if splits[count].cost_s <= limit_s), splits=splits)
+    return {count: best_split(num_tokens, count, cluster, min_stride=min_stride) for count in counts}

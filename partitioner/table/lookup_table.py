@@ -16,7 +16,7 @@ from itertools import accumulate, groupby, pairwise
 from partitioner.table.entry import Entry, from_shares
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.format import read_table, table_json, table_name
-from runahead.context import ContextPartition, Partitioner
+from runahead.context import ContextPartition
 from runahead.files import write_whole
 
 SHORTEST_CHUNK = 16
@@ -174,29 +174,20 @@ class LookupTable:
             best.append(entries[worthwhile({ranks: entry.ttft_s for ranks, entry in entries.items()})])
         return best
 
-    def partitioner(self, max_ranks: int | None = None) -> Partitioner:
-        """Partitioner for the runtime: splits over the best number of ranks; the others are idle, with empty chunks.
-
-        Args:
-            max_ranks: most ranks to use, however many were started.
-        """
-
-        def partition(num_tokens: int, num_ranks: int) -> ContextPartition:
-            allowed = num_ranks if max_ranks is None else min(num_ranks, max_ranks)
-            most = max(self.ranks(), default=allowed)
-            if allowed > most:
-                warnings.warn(
-                    f"{self.source} has splits for up to {most} ranks; {num_ranks - most} of {num_ranks} stay idle",
-                    TableWarning,
-                    stacklevel=2,
-                )
-            best = self.lookup(num_tokens, self.best_ranks(num_tokens, allowed))
-            return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (num_ranks - best.num_ranks))
-
-        return partition
+    def partition(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        """Split a prompt over the best number of ranks; the others are idle, with empty chunks."""
+        most = max(self.ranks(), default=num_ranks)
+        if num_ranks > most:
+            warnings.warn(
+                f"{self.source} has splits for up to {most} ranks; {num_ranks - most} of {num_ranks} stay idle",
+                TableWarning,
+                stacklevel=2,
+            )
+        best = self.lookup(num_tokens, self.best_ranks(num_tokens, num_ranks))
+        return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (num_ranks - best.num_ranks))
 
     def kvr_name(self, length: int, num_ranks: int) -> str:
-        """The paper's name of the split that `partitioner` gives: "KVR-S" for an entry of the table, else "KVR-P"."""
+        """The paper's name of the split that `partition` gives: "KVR-S" for an entry of the table, else "KVR-P"."""
         below, _ = _neighbours(self.entries_for(self.best_ranks(length, num_ranks)), length)
         return "KVR-S" if below.length == length else "KVR-P"
 

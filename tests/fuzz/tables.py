@@ -108,7 +108,7 @@ def use_table(table: LookupTable) -> None:
         for ranks in table.ranks():
             for length in (*LENGTHS, *(entry.length for entry in table.entries[:3])):
                 table.lookup(length, ranks).check(length, ranks)
-                table.partitioner()(length, max(table.ranks())).check(length, max(table.ranks()))
+                table.partition(length, max(table.ranks())).check(length, max(table.ranks()))
     table_text(table)
     again, entries = parse_table(table_json(table.fingerprint, table.entries).encode())
     assert (again, entries) == (table.fingerprint, table.entries)

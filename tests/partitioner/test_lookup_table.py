@@ -180,9 +180,9 @@ def test_a_number_of_ranks_without_entries_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no split for 3 ranks; start as many as it has entries for \(1, 2\)"):
         table.lookup(100, 3)
     with pytest.raises(ValueError, match="has no entries; fill it"):
-        table_of().partitioner()(100, 2)
+        table_of().partition(100, 2)
     with pytest.raises(ValueError, match="no split for up to 2 ranks"):
-        table_of(entry([0, 1, 2, 3])).partitioner()(100, 2)
+        table_of(entry([0, 1, 2, 3])).partition(100, 2)
     with pytest.raises(ValueError, match="0 tokens"):
         table.lookup(0, 2)
 
@@ -257,14 +257,13 @@ def test_fewer_ranks_are_taken_if_more_bring_next_to_nothing() -> None:
     assert table_of(entry([0, 100]), entry([0, 50, 100])).best_ranks(100) == 1
 
 
-@given(table=tables(), length=st.integers(1, 6000), started=st.integers(1, 7), most=st.none() | st.integers(1, 6))
-def test_ranks_beyond_the_best_number_are_idle(table: LookupTable, length: int, started: int, most: int | None) -> None:
-    allowed = started if most is None else min(started, most)
-    assume(min(table.ranks()) <= allowed)
+@given(table=tables(), length=st.integers(1, 6000), started=st.integers(1, 7))
+def test_ranks_beyond_the_best_number_are_idle(table: LookupTable, length: int, started: int) -> None:
+    assume(min(table.ranks()) <= started)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TableWarning)
-        partition = table.partitioner(most)(length, started).check(length, started)
-    best = table.best_ranks(length, allowed)
+        partition = table.partition(length, started).check(length, started)
+    best = table.best_ranks(length, started)
     assert partition.boundaries[: best + 1] == quiet_lookup(table, length, best)
     assert not any(partition.chunk_lengths[best:])
 
@@ -272,7 +271,7 @@ def test_ranks_beyond_the_best_number_are_idle(table: LookupTable, length: int, 
 def test_more_ranks_than_the_table_knows_warn() -> None:
     table = table_of(entry([0, 100]), entry([0, 50, 100], ttft_s=0.5))
     with pytest.warns(TableWarning, match="splits for up to 2 ranks; 2 of 4 stay idle"):
-        partition = table.partitioner()(100, 4)
+        partition = table.partition(100, 4)
     assert partition.chunk_lengths == [50, 50, 0, 0]
 
 

@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.ttft import bounds
 from partitioner.cost.link import Link, Links
-from partitioner.searches.planning import best_num_ranks, best_split, practical_bound
+from partitioner.searches.planning import best_split, best_splits, practical_bound
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama, llama_cluster
@@ -21,10 +22,11 @@ def test_more_ranks_win_with_longer_prompts_and_more_bandwidth():
         # Steps of 200 us: an eager forward of a short chunk is bound by launching its kernels.
         links = Links(8, Link.from_GBps(GBps, latency_s=50e-6))
         cluster = llama_cluster(8, None, compute=llama(step_s=200e-6), links=links)
-        best[GBps] = [
-            best_num_ranks(length, cluster, min_stride=length // 64, candidates=(2, 4, 8), tolerance=0.05).best
-            for length in LENGTHS
-        ]
+        best[GBps] = []
+        for length in LENGTHS:
+            splits = best_splits(length, cluster, min_stride=length // 64, candidates=(2, 4, 8))
+            best_s = min(split.cost_s for split in splits.values())
+            best[GBps].append(next(count for count, split in splits.items() if split.cost_s <= 1.05 * best_s))
     for along_lengths in best.values():
         assert along_lengths == sorted(along_lengths), best
     for slower, faster in pairwise(BANDWIDTHS):
@@ -49,17 +51,16 @@ def test_even_chunks_on_more_ranks_are_slower_at_low_bandwidth():
     assert gains == sorted(gains)
 
 
-def test_the_best_number_comes_with_its_splits():
-    numbers = best_num_ranks(4096, llama_cluster(3, 10), min_stride=128)
-    assert sorted(numbers.splits) == [1, 2, 3]
-    assert all(numbers.splits[count].partition.num_ranks == count for count in numbers.splits)
-    assert numbers.splits[numbers.best].cost_s == min(split.cost_s for split in numbers.splits.values())
-    assert best_num_ranks(4096, llama_cluster(3, 10), min_stride=128, candidates=[3]).splits.keys() == {1, 3}
+def test_every_number_of_ranks_has_its_best_split():
+    splits = best_splits(4096, llama_cluster(3, 10), min_stride=128)
+    assert list(splits) == [1, 2, 3]
+    assert all(split.partition.num_ranks == count for count, split in splits.items())
+    assert list(best_splits(4096, llama_cluster(3, 10), min_stride=128, candidates=[3])) == [1, 3]
 
 
 def test_of_equals_the_fewest_ranks_win():
     # One token cannot be split.
-    assert best_num_ranks(1, llama_cluster(4, None), min_stride=1).best == 1
+    assert bounds.searched(1, llama_cluster(4, None)).boundaries == (0, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

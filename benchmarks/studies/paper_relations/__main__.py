@@ -24,7 +24,7 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import SearchResult
-from partitioner.searches.planning import best_num_ranks, best_split, practical_bound
+from partitioner.searches.planning import best_split, best_splits, practical_bound
 from partitioner.searches.seeded import seeded_search
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
@@ -181,7 +181,7 @@ def lines_of(study: Grid, model: str, num_tokens: int, ranks: list[int]) -> Iter
     relayed = {}
     for GBps in study.GBps:
         cluster = cluster_of(model, most, GBps, published=study.published)
-        relayed[GBps] = best_num_ranks(num_tokens, cluster, min_stride=stride, candidates=ranks).splits
+        relayed[GBps] = best_splits(num_tokens, cluster, min_stride=stride, candidates=ranks)
     for p in ranks:
         # The search for the bound is heuristic too, so its result is compared with the splits that it bounds.
         splits = [relayed[GBps][p].partition for GBps in study.GBps]
