@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions
+from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions, choice, require
 
 MAX_TOKENS, MAX_RANKS = 1 << 40, 1 << 16
 """Largest prompt and number of ranks that options accept."""
@@ -39,10 +39,9 @@ class LinkOptions:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        if self.gbps is not None and not 0 < self.gbps < math.inf:
-            raise ValueError(f"link.gbps={self.gbps} must be above 0 (1e9 bits per second)")
-        if not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"link.latency_us={self.latency_us} must be microseconds of at least 0")
+        gbps, latency_us = self.gbps, self.latency_us
+        require(gbps is None or 0 < gbps < math.inf, "link.gbps", gbps, "must be above 0 (1e9 bits per second)")
+        require(0 <= latency_us < math.inf, "link.latency_us", latency_us, "must be microseconds of at least 0")
 
 
 @dataclass(kw_only=True)
@@ -72,28 +71,23 @@ class SearchOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.objective, str):
-            self.objective = Objective[self.objective]
-        if isinstance(self.method, str):
-            self.method = Method[self.method]
-        most = {"ranks": MAX_RANKS}
+        self.objective = choice("search.objective", Objective, self.objective)
+        self.method = choice("search.method", Method, self.method)
         for name in ("lengths", "ranks", "probe_chunks", "probe_prefixes"):
-            values = getattr(self, name)
-            if any(value > most.get(name, MAX_TOKENS) for value in values or ()):
-                raise ValueError(f"search.{name}={values} must hold numbers of at most {most.get(name, MAX_TOKENS):,}")
-            if values is not None and (not values or any(value < 1 for value in values)):
-                raise ValueError(f"search.{name}={values} must be a list of whole numbers of at least 1")
+            values, option = getattr(self, name), f"search.{name}"
             if values is not None:
+                most = MAX_RANKS if name == "ranks" else MAX_TOKENS
+                require(max(values, default=0) <= most, option, values, f"must hold numbers of at most {most:,}")
+                require(min(values, default=0) >= 1, option, values, "must be a list of whole numbers of at least 1")
                 setattr(self, name, sorted(set(values)))
         for name in ("min_stride", "repeats", "probe_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"search.{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.reach <= 1:
-            raise ValueError(f"search.reach={self.reach} must be a share of the prompt above 0 and at most 1")
-        if self.max_loss is not None and not 0 < self.max_loss < math.inf:
-            raise ValueError(f"search.max_loss={self.max_loss} must be a share of TTFT above 0, or null")
-        if self.speeds is not None and any(not 0 < speed < math.inf for speed in self.speeds):
-            raise ValueError(f"search.speeds={self.speeds} must be above 0, 1 being the measured device")
+            require(getattr(self, name) >= 1, f"search.{name}", getattr(self, name), "must be at least 1")
+        reach, loss, speeds = self.reach, self.max_loss, self.speeds
+        require(0 < reach <= 1, "search.reach", reach, "must be a share of the prompt above 0 and at most 1")
+        if loss is not None:
+            require(0 < loss < math.inf, "search.max_loss", loss, "must be a share of TTFT above 0, or null")
+        for speed in speeds or ():
+            require(0 < speed < math.inf, "search.speeds", speeds, "must be above 0, 1 being the measured device")
 
     def stride(self, length: int, count: int) -> int:
         """`min_stride`, or less where a prompt's chunks are short."""
