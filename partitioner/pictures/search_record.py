@@ -113,15 +113,11 @@ def _search(plain: Any) -> SearchResult:
 
 def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
     links = cluster.links
-    return {
+    return vars(cluster) | {
         "compute": _plain_compute(cluster.compute),
-        "speed": cluster.speed,
         "link": None if links is None else links.default.as_json(),
         "links": [] if links is None else [[*pair, link.as_json()] for pair, link in links.overrides.items()],
-        "kv_bytes_per_token": cluster.kv_bytes_per_token,
         "transfer": cluster.transfer.name,
-        "layers_in_flight": cluster.layers_in_flight,
-        "pass_on_as_landed": cluster.pass_on_as_landed,
     }
 
 

@@ -50,42 +50,34 @@ def search_chains(
 
     Args:
         descend: searches one chain.
-        leave_out: also search other chains.
+        leave_out: also search chains that differ from the best so far by one rank, or have one rank only.
         ranks_alike: all ranks and all links are alike, so only the number of ranks matters and the leading ones work.
     """
     num_ranks = len(start) - 1
+    searched = {tuple(range(num_ranks))}
     with suppress(OutOfEvaluations):
         descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
-        if leave_out:
-            _search_other_chains(evaluations, num_ranks, min_stride, descend, ranks_alike)
+        while leave_out:
+            chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
+            searched.add(tuple(chunks))
+            before_s = evaluations.best_s
+            limit_s = (1 + PROMISING / max(1, len(chunks) - 1)) * before_s
+            cheapest: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+            for lengths in _neighbours(chunks, num_ranks, min_stride):
+                ranks = tuple(sorted(lengths))
+                ends = accumulate((lengths[rank] for rank in ranks), initial=0.0)
+                if ranks_alike:
+                    ranks = tuple(range(len(ranks)))
+                split = on_grid([round(end) for end in ends], min_stride)
+                cost_s = Chain(evaluations, ranks, num_ranks)(split)
+                cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))
+            for ranks, (cost_s, split) in sorted(cheapest.items(), key=lambda item: item[1])[:TRIED]:
+                if cost_s < before_s or (ranks not in searched and cost_s < limit_s):
+                    searched.add(ranks)
+                    descend(Chain(evaluations, ranks, num_ranks), split)
+            if evaluations.best_s >= before_s:
+                break
     return evaluations.result()
-
-
-def _search_other_chains(
-    evaluations: Evaluations, num_ranks: int, min_stride: int, descend: Descend, ranks_alike: bool
-) -> None:
-    """Search chains that differ from the best so far by one rank, or have one rank only, until none is cheaper."""
-    searched = {tuple(range(num_ranks))}
-    while True:
-        chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
-        searched.add(tuple(chunks))
-        before_s = evaluations.best_s
-        limit_s = (1 + PROMISING / max(1, len(chunks) - 1)) * before_s
-        cheapest: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-        for lengths in _neighbours(chunks, num_ranks, min_stride):
-            ranks = tuple(sorted(lengths))
-            ends = accumulate((lengths[rank] for rank in ranks), initial=0.0)
-            if ranks_alike:
-                ranks = tuple(range(len(ranks)))
-            split = on_grid([round(end) for end in ends], min_stride)
-            cost_s = Chain(evaluations, ranks, num_ranks)(split)
-            cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))
-        for ranks, (cost_s, split) in sorted(cheapest.items(), key=lambda item: item[1])[:TRIED]:
-            if cost_s < before_s or (ranks not in searched and cost_s < limit_s):
-                searched.add(ranks)
-                descend(Chain(evaluations, ranks, num_ranks), split)
-        if evaluations.best_s >= before_s:
-            return
 
 
 def _neighbours(chunks: dict[int, int], num_ranks: int, min_stride: int) -> Iterator[dict[int, float]]:

@@ -282,7 +282,7 @@ class SimulatedSearch:
         known = self.table.entries_for(count)
         shorter = [entry for entry in known if entry.length <= length][-1:]
         longer = [entry for entry in known if entry.length > length][:1]
-        return [entry.scaled(length) for entry in (*shorter, *longer)]
+        return [scaled(entry.partition, length) for entry in (*shorter, *longer)]
 
     def _keep(self, length: int, count: int, result: SearchResult) -> None:
         self.trails[length, count] = result

@@ -73,10 +73,6 @@ class Entry:
         """Share of the prompt per rank."""
         return [(end - start) / self.length for start, end in pairwise(self.boundaries)]
 
-    def scaled(self, length: int) -> ContextPartition:
-        """Split a prompt of another length in the same ratios."""
-        return scaled(self.partition, length)
-
     @property
     def preference(self) -> tuple[int, str, float, float, tuple[int, ...]]:
         """Sort key by which `merge` keeps the larger of two entries: objective, date, lower TTFT, smaller spread.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -14,7 +13,6 @@ from typing import Any, TypeVar, get_type_hints
 from partitioner.cost.link import Link
 from partitioner.table.entry import DATE, Entry, shown
 from partitioner.table.fingerprint import Fingerprint, ModelShape
-from runahead.files import read_user_file
 
 FORMAT = "runahead lookup table"
 VERSION = 1
@@ -43,29 +41,6 @@ def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
     head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
     lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'
-
-
-def table_name(path: str | os.PathLike[str]) -> str:
-    """Name of a table in messages."""
-    return f"lookup table {' '.join(os.fspath(path).splitlines())}"
-
-
-def read_table(path: str | os.PathLike[str]) -> tuple[Fingerprint, list[Entry]]:
-    """Read a table's file.
-
-    Raises:
-        ValueError: it cannot be read, or anything in it is wrong; one line that names the file and the mistake.
-    """
-    name = table_name(path)
-    try:
-        data = read_user_file(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{name} cannot be read: {reason}; python -m partitioner.search writes tables") from error
-    try:
-        return parse_table(data)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def parse_table(data: bytes) -> tuple[Fingerprint, list[Entry]]:

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
-from partitioner.table.entry import Entry, from_shares
+from partitioner.table.entry import Entry, from_shares, scaled
 from partitioner.table.fingerprint import Fingerprint
-from partitioner.table.format import read_table, table_json, table_name
+from partitioner.table.format import parse_table, table_json
 from runahead.context import ContextPartition
-from runahead.files import write_whole
+from runahead.files import read_user_file, write_whole
 
 SHORTEST_CHUNK = 16
 """Shortest chunk in tokens for a prompt shorter than all of a table's: ranks that would get less get none, since their
@@ -67,7 +67,16 @@ class LookupTable:
         Raises:
             ValueError: it does not exist, or anything in it is wrong; one line that names the file and the mistake.
         """
-        return cls(*read_table(path), source=table_name(path))
+        name = f"lookup table {' '.join(os.fspath(path).splitlines())}"
+        try:
+            data = read_user_file(path)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{name} cannot be read: {reason}; python -m partitioner.search writes tables") from error
+        try:
+            return cls(*parse_table(data), source=name)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table atomically.
@@ -227,7 +236,7 @@ def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> C
     nearer = below if share < 0.5 else above
     chains = below.partition.chain, above.partition.chain
     if chains[0] != chains[1] and not (ranks_alike and len(chains[0]) == len(chains[1])):
-        return nearer.scaled(length)
+        return scaled(nearer.partition, length)
     ends = [0.0] * (nearer.ranks + 1)
     for rank, *theirs in zip(nearer.partition.chain, *chains, strict=True):
         first, second = (
@@ -240,7 +249,7 @@ def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> C
 def _clamped(entry: Entry, length: int) -> ContextPartition:
     """Split in an entry's ratios; if the prompt is shorter than the entry's, chunks that would be shorter than
     `SHORTEST_CHUNK` (or the entry's shortest) are merged into the chunk before."""
-    partition = entry.scaled(length)
+    partition = scaled(entry.partition, length)
     if length >= entry.length:
         return partition
     shortest = min(SHORTEST_CHUNK, *(chunk for chunk in entry.partition.chunk_lengths if chunk))
