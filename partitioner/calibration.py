@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,48 +24,37 @@ SHORTEST_PROBE = 64
 """Shortest chunk and prefix whose compute is measured by default, in tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """The compute of one device and the link between ranks, from which simulated clusters are made.
+def calibrated_clusters(
+    run: SearchRun,
+    ranks: Ranks,
+    model: Model,
+    counts: Iterable[int],
+    *,
+    link: Link | None,
+    num_layers: int,
+    fingerprint: Fingerprint,
+) -> dict[int, Cluster]:
+    """Clusters of the leading ranks, by number of ranks, with the compute of this device. Every rank calls this.
 
-    Attributes:
-        link: None if none is known, as on a single rank without link.gbps.
-        kv_bytes_per_token: bytes of the keys and values of one token in one layer.
-        pass_on_as_landed: as for `Cluster`.
+    Args:
+        counts: numbers of ranks.
+        link: between ranks; None on a single rank without link.gbps.
+        num_layers: layers to plan for.
+        fingerprint: what measurements are valid for, which earlier runs kept.
     """
-
-    run: SearchRun
-    compute: ComputeCost
-    link: Link | None
-    kv_bytes_per_token: float
-    pass_on_as_landed: bool
-
-    @classmethod
-    def of(
-        cls, run: SearchRun, ranks: Ranks, model: Model, link: Link | None, num_layers: int, fingerprint: Fingerprint
-    ) -> Calibration:
-        """Measure the compute, or read what an earlier run measured. Every rank calls this."""
-        return cls(
-            run=run,
-            compute=_compute(run, ranks, model, num_layers, fingerprint),
-            link=link,
+    compute = _compute(run, ranks, model, num_layers, fingerprint)
+    return {
+        count: Cluster(
+            compute=compute,
+            speed=(run.search.speeds or [1.0] * count)[:count],
+            links=None if link is None else Links(count, link),
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+            transfer=run.prefill.transfer,
+            layers_in_flight=run.prefill.layers_in_flight,
             pass_on_as_landed=ranks.backend == "gloo",
         )
-
-    def cluster(self, count: int) -> Cluster | None:
-        """The cluster of the leading `count` ranks, for a simulation; None if no link is known."""
-        if self.link is None and count > 1:
-            return None
-        return Cluster(
-            compute=self.compute,
-            speed=(self.run.search.speeds or [1.0] * count)[:count],
-            links=None if self.link is None else Links(count, self.link),
-            kv_bytes_per_token=self.kv_bytes_per_token,
-            transfer=self.run.prefill.transfer,
-            layers_in_flight=self.run.prefill.layers_in_flight,
-            pass_on_as_landed=self.pass_on_as_landed,
-        )
+        for count in counts
+    }
 
 
 def link_between(run: SearchRun, ranks: Ranks) -> Link | None:

@@ -57,7 +57,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     Raises:
         ValueError, OSError: a mistake in the options or files.
     """
-    from partitioner.calibration import Calibration, link_between
+    from partitioner.calibration import calibrated_clusters, link_between
     from partitioner.pictures.save import save_pictures
     from partitioner.searches.live import LiveSearch
     from partitioner.searches.progress import SearchProgress
@@ -86,14 +86,12 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         speeds=run.search.speeds or (),
     )
     table = ranks.on_rank_0("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
-    calibration = Calibration.of(run, ranks, model, link, num_layers, fingerprint)
-    known = {count: calibration.cluster(count) for count in counts}
-    clusters = {count: cluster for count, cluster in known.items() if cluster is not None}
+    clusters = calibrated_clusters(run, ranks, model, counts, link=link, num_layers=num_layers, fingerprint=fingerprint)
     entries = [(length, count) for length in run.search.lengths for count in counts]
     progress = SearchProgress(entries, run.search, shown=ranks.rank == 0)
     searched: LiveSearch | SimulatedSearch
     if run.search.objective is Objective.measured:
-        searched = LiveSearch(table, run, ranks, model, calibration, progress)
+        searched = LiveSearch(table, clusters, run, ranks, model, progress)
     else:
         searched = SimulatedSearch(table, clusters, run.search, progress)
     with progress:

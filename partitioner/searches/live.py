@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from partitioner.calibration import Calibration
 from partitioner.measure import LiveCost
 from partitioner.options import Method, SearchRun
 from partitioner.searches.equal_work import equal_work
@@ -14,6 +13,7 @@ from partitioner.searches.grid import grid_search
 from partitioner.searches.points import Points
 from partitioner.searches.progress import SearchProgress
 from partitioner.searches.seeded import seeded_search
+from partitioner.simulation.cluster import Cluster
 from partitioner.table.entry import Entry
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
@@ -24,6 +24,9 @@ from runahead.ranks.ranks import Ranks
 class LiveSearch:
     """Search that adds measured entries to a table. Every rank makes the same calls.
 
+    Args:
+        clusters: the ranks with their measured compute, by number of ranks.
+
     Attributes:
         table: the entries so far.
         trails: the searches that found them, by length and number of ranks.
@@ -32,20 +35,19 @@ class LiveSearch:
     def __init__(
         self,
         table: LookupTable,
+        clusters: Mapping[int, Cluster],
         run: SearchRun,
         ranks: Ranks,
         model: Model,
-        calibration: Calibration,
         progress: SearchProgress,
     ) -> None:
         self.table, self.trails = table, dict[tuple[int, int], SearchResult]()
-        self._run, self._ranks, self._model = run, ranks, model
-        self._calibration, self._progress = calibration, progress
+        self._clusters, self._run, self._ranks, self._model, self._progress = clusters, run, ranks, model, progress
 
     def run(self, lengths: Sequence[int]) -> Iterator[None]:
         """Search every length and number of ranks; yields after each entry."""
         for length in lengths:
-            for count in self._run.search.ranks or range(1, self._ranks.size + 1):
+            for count in self._clusters:
                 self._add(length, count)
                 yield
 
@@ -59,7 +61,6 @@ class LiveSearch:
 
         self._progress.begin(length, count)
         result = self._search(length, count, self._remembered(self._progress.timed(cost), length, count))
-        self._progress.end()
         self.trails[length, count] = result
         entry = Entry(
             length=length,
@@ -81,7 +82,7 @@ class LiveSearch:
             length,
             count,
             min_stride=stride,
-            seed=equal_work(length, count, self._calibration.compute),
+            seed=equal_work(length, count, self._clusters[count].compute),
             reach=options.reach_tokens(length, count),
             leave_out=False,
             on_evaluation=self._progress.tick,

@@ -56,7 +56,10 @@ class SearchProgress:
         self._bar.close()
 
     def begin(self, length: int, count: int) -> None:
-        """Begin a search, one of those announced or an additional one."""
+        """Begin a search, one of those announced or an additional one, and end the one before."""
+        if self._evaluations:
+            self._bar.total = max(self._bar.total, self._bar.n + 1)
+            self._bar.update()
         if (length, count) in self._later:
             self._later.remove((length, count))
         self._length, self._count = length, count
@@ -81,11 +84,6 @@ class SearchProgress:
         if time.monotonic() - self._shown_s > REFRESH_S:
             self._shown_s = time.monotonic()
             self._bar.set_postfix_str(self.text())
-
-    def end(self) -> None:
-        """End this search."""
-        self._bar.total = max(self._bar.total, self._bar.n + 1)
-        self._bar.update()
 
     def evaluations_left(self) -> int:
         """Estimated number of evaluations left in this search."""

@@ -171,7 +171,6 @@ class SimulatedSearch:
             reach=self._near(length, count),
             on_evaluation=lambda step: self._progress.tick(replace(step, cost_s=best.cost_s)),
         )
-        self._progress.end()
         self._fitted.add((length, count))
         self._keep(length, count, _ending(best, split, self._costs[count](split)))
 
@@ -239,28 +238,18 @@ class SimulatedSearch:
 
     def _search(self, length: int, count: int, seeds: Sequence[ContextPartition]) -> SearchResult:
         """Search from the start, and near the seeds."""
-        cluster, stride = self._clusters[count], self._options.stride(length, count)
+        cost, cluster, stride = self._costs[count], self._clusters[count], self._options.stride(length, count)
         self._progress.begin(length, count)
+        tick = self._progress.tick
         if self._options.method is Method.grid:
-            result = grid_search(
-                self._costs[count],
-                length,
-                count,
-                min_stride=stride,
-                ranks_alike=cluster.is_uniform,
-                on_evaluation=self._progress.tick,
-            )
-            self._progress.end()
-            return result
-        result = best_split(
-            length, count, cluster, min_stride=stride, cost=self._costs[count], on_evaluation=self._progress.tick
-        )
-        self._progress.end()
+            alike = cluster.is_uniform
+            return grid_search(cost, length, count, min_stride=stride, ranks_alike=alike, on_evaluation=tick)
+        result = best_split(length, count, cluster, min_stride=stride, cost=cost, on_evaluation=tick)
         return _joined([result, *(self._search_near(length, count, seed) for seed in seeds)])
 
     def _search_near(self, length: int, count: int, seed: ContextPartition) -> SearchResult:
         self._progress.begin(length, count)
-        result = seeded_search(
+        return seeded_search(
             self._costs[count],
             length,
             count,
@@ -270,8 +259,6 @@ class SimulatedSearch:
             leave_out=False,
             on_evaluation=self._progress.tick,
         )
-        self._progress.end()
-        return result
 
     def _near(self, length: int, count: int) -> int:
         """Reach of a search near a seed, in tokens: a quarter of an even chunk."""

@@ -72,7 +72,6 @@ def test_time_left_counts_later_searches_by_their_tokens_per_rank(monkeypatch: p
             for length, count in ((1024, 2), (2048, 2), (2048, 4))
         ]
         assert progress.seconds_left() == pytest.approx(3.0 * (alone[0] + 2 * alone[1] + alone[2]))
-        progress.end()
         progress.begin(2048, 2)
         assert progress.seconds_left() == pytest.approx(3.0 * (2 * alone[1] + alone[2]))
         assert "2048 tokens, 2 ranks" in progress.text() and "left; all in about" in progress.text()
