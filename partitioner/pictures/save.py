@@ -46,7 +46,9 @@ def save_pictures(
 
     record = SearchRecord.beside(path)
     if trails or clusters:
-        record = record.with_newer(trails or {}, clusters or {})
+        record = SearchRecord(
+            trails=record.trails | dict(trails or {}), clusters=record.clusters | dict(clusters or {})
+        )
         record.save_beside(path)
     written = []
     for name, image in pictures(table, record):
@@ -68,7 +70,8 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
 
     if not table.entries:
         return
-    subject = _subject(table)
+    about = table.fingerprint
+    subject = _subject(table, about.place, f"{about.backend}, {about.transfer}")
     yield "ratios", ratios_png(table, subject)
     free = {
         (entry.length, entry.ranks): _without_communication(entry.length, record.clusters[entry.ranks])
@@ -87,10 +90,10 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
         yield "grids", grids_png(by_ranks[3][max(by_ranks[3])], subject)
     for ranks, cluster in sorted(record.clusters.items()):
         if ranks > 1 and table.entries_for(ranks):
-            yield f"timeline-{ranks}", _timeline(table, ranks, cluster, subject)
+            yield f"timeline-{ranks}", _timeline(table, ranks, cluster)
 
 
-def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) -> bytes:
+def _timeline(table: LookupTable, ranks: int, cluster: Cluster) -> bytes:
     from partitioner.simulation.chain import simulate
     from runahead.timeline.picture import timeline_png
 
@@ -99,11 +102,8 @@ def _timeline(table: LookupTable, ranks: int, cluster: Cluster, subject: str) ->
     chunks = f"{entry.length:,}"
     if ranks <= MOST_CHUNKS:
         chunks = " + ".join(f"{chunk:,}" for chunk in entry.partition.chunk_lengths)
-    about = table.fingerprint
-    words = [f"predicted: {chunks} tokens", f"{about.name or about.model.type}, {about.dtype}", about.transfer]
-    if about.link is not None:
-        words.append(link_text(about.link))
-    return timeline_png(simulated.spans, ttft_s=simulated.ttft_s, subject="; ".join(words))
+    subject = f"predicted: {chunks} tokens; {_subject(table, table.fingerprint.transfer)}"
+    return timeline_png(simulated.spans, ttft_s=simulated.ttft_s, subject=subject)
 
 
 def _without_communication(length: int, cluster: Cluster) -> float:
@@ -118,9 +118,7 @@ def _without_communication(length: int, cluster: Cluster) -> float:
     return simulate(partition, cluster.without_communication()).ttft_s
 
 
-def _subject(table: LookupTable) -> str:
+def _subject(table: LookupTable, *words: str) -> str:
     about = table.fingerprint
-    words = [f"{about.name or about.model.type}, {about.dtype}", about.place, f"{about.backend}, {about.transfer}"]
-    if about.link is not None:
-        words.append(link_text(about.link))
-    return "; ".join(words)
+    links = [] if about.link is None else [link_text(about.link)]
+    return "; ".join([f"{about.name or about.model.type}, {about.dtype}", *words, *links])

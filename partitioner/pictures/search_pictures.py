@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -92,14 +91,6 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     )
 
 
-@dataclass(kw_only=True)
-class _Level:
-    """The steps of a search at one stride."""
-
-    stride: int
-    steps: list[Step]
-
-
 def grids_png(search: SearchResult, subject: str = "") -> bytes:
     """Draw a heat map per level of a search over three ranks, and the path of the best split from level to level.
 
@@ -109,17 +100,17 @@ def grids_png(search: SearchResult, subject: str = "") -> bytes:
     levels = _levels([step for step in search.trail if _all_work(step)] or search.trail)
     rows, columns = rows_and_columns(len(levels), 4)
     figure = new_figure(max(6.4, 1.0 + 3.15 * columns), 1.1 + 3.1 * rows)
-    best_s = min(step.cost_s for level in levels for step in level.steps)
+    best_s = min(step.cost_s for level in levels for step in level)
     # A power scale, so that both the coarse grid and the surroundings of the minimum have different colours.
     shades = ScalarMappable(norm=PowerNorm(0.4, 0, WORST_SHOWN), cmap="viridis_r")
     axes_of_levels = panels(figure, len(levels), rows, columns)
     tried: list[Step] = []
     start: list[Step] = []
     for axes, level in zip(axes_of_levels, levels, strict=True):
-        path = start + [step for step in level.steps if step.is_best]
+        path = start + [step for step in level if step.is_best]
         _draw_grid(axes, level, [*tried, *start], shades, best_s)
         _draw_path(axes, path)
-        tried += level.steps
+        tried += level
         start = path[-1:]
     for axes in axes_of_levels[-columns:]:
         axes.set_xlabel("boundary of ranks 0 and 1", fontsize=9, color=INK)
@@ -135,15 +126,12 @@ def grids_png(search: SearchResult, subject: str = "") -> bytes:
     return png(figure)
 
 
-def _levels(steps: Sequence[Step]) -> list[_Level]:
+def _levels(steps: Sequence[Step]) -> list[list[Step]]:
     """Group steps by level. If there are more than `MOST_PANELS`, those with the fewest steps join the one before."""
-    groups = (list(group) for _, group in groupby(steps, key=lambda step: step.level))
-    levels = [_Level(stride=group[0].stride, steps=group) for group in groups]
+    levels = [list(group) for _, group in groupby(steps, key=lambda step: step.level)]
     while len(levels) > MOST_PANELS:
-        smallest = min(range(1, len(levels)), key=lambda at: len(levels[at].steps))
-        joined = levels.pop(smallest)
-        before = levels[smallest - 1]
-        levels[smallest - 1] = _Level(stride=min(before.stride, joined.stride), steps=before.steps + joined.steps)
+        smallest = min(range(1, len(levels)), key=lambda at: len(levels[at]))
+        levels[smallest - 1] += levels.pop(smallest)
     return levels
 
 
@@ -151,21 +139,22 @@ def _all_work(step: Step) -> bool:
     return all(a < b for a, b in pairwise(step.boundaries))
 
 
-def _draw_grid(axes: Any, level: _Level, tried: Sequence[Step], shades: Any, best_s: float) -> None:
+def _draw_grid(axes: Any, level: Sequence[Step], tried: Sequence[Step], shades: Any, best_s: float) -> None:
     """Draw a cell of a stride's size per split of a level, and per split of earlier levels in the same range."""
-    half = level.stride / 2
-    xs, ys = [step.boundaries[1] for step in level.steps], [step.boundaries[2] for step in level.steps]
+    stride = min(step.stride for step in level)
+    half = stride / 2
+    xs, ys = [step.boundaries[1] for step in level], [step.boundaries[2] for step in level]
     known = [
         step for step in tried if min(xs) <= step.boundaries[1] <= max(xs) and min(ys) <= step.boundaries[2] <= max(ys)
     ]
-    for step in [*known, *level.steps]:
+    for step in [*known, *level]:
         corner = step.boundaries[1] - half, step.boundaries[2] - half
         face = shades.to_rgba(step.cost_s / best_s - 1)
-        axes.add_patch(Rectangle(corner, level.stride, level.stride, facecolor=face, edgecolor="white", linewidth=0.8))
-    splits = "1 new split" if len(level.steps) == 1 else f"{len(level.steps)} new splits"
-    dress(axes, title=f"stride {level.stride:,}: {splits}")
+        axes.add_patch(Rectangle(corner, stride, stride, facecolor=face, edgecolor="white", linewidth=0.8))
+    splits = "1 new split" if len(level) == 1 else f"{len(level)} new splits"
+    dress(axes, title=f"stride {stride:,}: {splits}")
     # The same range in x and y, so that the cells are squares.
-    reach = max(max(xs) - min(xs), max(ys) - min(ys)) / 2 + 1.2 * max(level.stride, 1)
+    reach = max(max(xs) - min(xs), max(ys) - min(ys)) / 2 + 1.2 * max(stride, 1)
     for set_limits, values in ((axes.set_xlim, xs), (axes.set_ylim, ys)):
         middle = (max(values) + min(values)) / 2
         set_limits(middle - reach, middle + reach)

@@ -6,7 +6,6 @@ It is stored beside the table, so that `partitioner.show` can draw pictures with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
@@ -46,17 +45,11 @@ class SearchRecord:
         if not path.exists():
             return cls()
         try:
-            return _from_plain(json.loads(read_user_file(path).decode("utf-8")))
+            return _record(json.loads(read_user_file(path).decode("utf-8")))
         except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"search record {path} is damaged; delete it, and the next search writes it anew"
             ) from error
-
-    def with_newer(
-        self, trails: Mapping[tuple[int, int], SearchResult], clusters: Mapping[int, Cluster]
-    ) -> SearchRecord:
-        """A copy of this record with the searches and clusters of a later run."""
-        return SearchRecord(trails=self.trails | dict(trails), clusters=self.clusters | dict(clusters))
 
     def save_beside(self, table: Path) -> None:
         """Write the record beside a table, atomically.
@@ -64,7 +57,17 @@ class SearchRecord:
         Raises:
             OSError: it cannot be written.
         """
-        write_whole(record_path(table), _json(self))
+        searches = [
+            {
+                "length": length,
+                "ranks": ranks,
+                "steps": [[s.level, s.stride, s.boundaries, s.cost_s, s.is_best] for s in search.trail],
+            }
+            for (length, ranks), search in sorted(self.trails.items())
+        ]
+        clusters = [_plain_cluster(cluster) for _, cluster in sorted(self.clusters.items())]
+        plain = {"format": FORMAT, "version": VERSION, "searches": searches, "clusters": clusters}
+        write_whole(record_path(table), json.dumps(plain, allow_nan=False) + "\n")
 
 
 def record_path(table: Path) -> Path:
@@ -72,30 +75,14 @@ def record_path(table: Path) -> Path:
     return Path(f"{table}.search.json")
 
 
-def _json(record: SearchRecord) -> str:
-    searches = [
-        {
-            "length": length,
-            "ranks": ranks,
-            "steps": [[s.level, s.stride, s.boundaries, s.cost_s, s.is_best] for s in search.trail],
-        }
-        for (length, ranks), search in sorted(record.trails.items())
-    ]
-    clusters = [_plain_cluster(cluster) for _, cluster in sorted(record.clusters.items())]
-    plain = {"format": FORMAT, "version": VERSION, "searches": searches, "clusters": clusters}
-    return json.dumps(plain, allow_nan=False) + "\n"
-
-
-def _from_plain(plain: Any) -> SearchRecord:
+def _record(plain: Any) -> SearchRecord:
     if (plain["format"], plain["version"]) != (FORMAT, VERSION):
         raise ValueError("another format")
-    record = SearchRecord()
-    for each in plain["searches"]:
-        record.trails[int(each["length"]), int(each["ranks"])] = _search(each)
-    for each in plain["clusters"]:
-        cluster = _cluster(each)
-        record.clusters[cluster.num_ranks] = cluster
-    return record
+    clusters = map(_cluster, plain["clusters"])
+    return SearchRecord(
+        trails={(int(each["length"]), int(each["ranks"])): _search(each) for each in plain["searches"]},
+        clusters={cluster.num_ranks: cluster for cluster in clusters},
+    )
 
 
 def _search(plain: Any) -> SearchResult:

@@ -34,6 +34,7 @@ READABLE = 0.05
 """Least share that is labelled with its number."""
 NARROW = 1.2
 """Width of bars (a factor) up to which they are not labelled."""
+BAND = 0.1
 
 Bound = Mapping[tuple[int, int], float]
 """Seconds by (length, ranks)."""
@@ -185,22 +186,19 @@ def _ranks_text(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def agreement_png(
-    points: Mapping[str, Sequence[tuple[float, float]]], subject: str = "", *, band: float = 0.1
-) -> bytes:
-    """Draw predicted against measured TTFT.
+def agreement_png(points: Mapping[str, Sequence[tuple[float, float]]], subject: str = "") -> bytes:
+    """Draw predicted against measured TTFT; relative errors up to `BAND` are shaded.
 
     Args:
         points: (measured_s, predicted_s) by name of the series; each series has a colour.
-        band: relative error that is shaded.
     """
     figure = new_figure(6.2, 5.9)
     axes = figure.add_subplot()
     everything = [value for series in points.values() for pair in series for value in pair]
     low, high = min(everything, default=0.1) / 1.3, max(everything, default=1.0) * 1.3
     ends = [low, high]
-    lower, upper = [end * (1 - band) for end in ends], [end * (1 + band) for end in ends]
-    axes.fill_between(ends, lower, upper, color="#eef1f4", linewidth=0, label=f"within {band:.0%}")
+    lower, upper = [end * (1 - BAND) for end in ends], [end * (1 + BAND) for end in ends]
+    axes.fill_between(ends, lower, upper, color="#eef1f4", linewidth=0, label=f"within {BAND:.0%}")
     axes.plot(ends, ends, color=MUTED, linewidth=0.9)
     for (name, series), shade in zip(points.items(), colours(len(points)), strict=True):
         if series:
