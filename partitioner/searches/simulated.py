@@ -56,7 +56,8 @@ class SimulatedSearch:
     ) -> None:
         self.table, self.trails = table, dict[tuple[int, int], SearchResult]()
         self._given, self._entries = table, dict[tuple[int, int], Entry]()
-        self._best: dict[tuple[int, int], SearchResult] = {}  # also of lengths that are not in the table
+        # By number of ranks and length, also of lengths that are not in the table.
+        self._best: dict[int, dict[int, SearchResult]] = {count: {} for count in clusters}
         self._fitted: set[tuple[int, int]] = set()
         self._clusters, self._options, self._progress = clusters, options, progress
         self._costs: dict[int, Cost] = {
@@ -67,8 +68,8 @@ class SimulatedSearch:
         """Search every length and number of ranks; yields after every few searches."""
         for length in lengths:
             for count in self._clusters:
-                self._best[length, count] = self._search(length, count, self._nearest(length, count))
-                self._keep(length, count, self._best[length, count])
+                self._best[count][length] = self._search(length, count, self._nearest(length, count))
+                self._keep(length, count, self._best[count][length])
                 yield
         for count in self._clusters:
             self._help_neighbours(lengths, count)
@@ -97,11 +98,11 @@ class SimulatedSearch:
                     worst, count = max(poor, key=lambda at: poor[at])
                     if not self._add_change(shorter, longer, worst, count, max_loss):
                         for each in self._clusters:
-                            self._keep(worst, each, self._best[worst, each])
+                            self._keep(worst, each, self._best[each][worst])
 
     def _between(self, shorter: int, longer: int) -> list[int]:
         """Lengths between two of the table at which lookups are compared: those searched before, and few new ones."""
-        known = sorted({length for length, _ in self._best if shorter < length < longer})
+        known = sorted({length for best in self._best.values() for length in best if shorter < length < longer})
         lengths = set(known)
         for start, end in pairwise([shorter, *known, longer]):
             parts = ceil(log(end / start, APART) - 1e-9)  # so that rounding of a power of APART adds no part
@@ -126,7 +127,7 @@ class SimulatedSearch:
 
         It is compared with the interpolated best TTFT per token, which changes little between searched lengths.
         """
-        known = {length: self._best[length, count].cost_s / length for length in self._known(count)}
+        known = {length: best.cost_s / length for length, best in self._best[count].items()}
         seems: dict[int, float] = {}
         for start, end in pairwise(length for length in sorted(known) if shorter <= length <= longer):
             parts = ceil(log(end / start, NARROW))
@@ -137,36 +138,32 @@ class SimulatedSearch:
         worst = max(seems, key=lambda length: seems[length], default=None)
         return None if worst is None or seems[worst] <= max_loss else worst
 
-    def _known(self, count: int) -> list[int]:
-        """Lengths that were searched, ascending."""
-        return sorted(length for length, ranks in self._best if ranks == count)
-
     def _loss(self, length: int, count: int) -> float:
         """Share of TTFT that a lookup loses against the best known split."""
         split = self.table.lookup(length, count)
-        if (length, count) not in self._best:
-            self._best[length, count] = self._search(length, count, [split])
+        if length not in self._best[count]:
+            self._best[count][length] = self._search(length, count, [split])
             for near in self._around(length, count):
-                self._improve(length, count, self._best[near, count].partition)
+                self._improve(length, count, self._best[count][near].partition)
             self._help_neighbours([length], count)
             split = self.table.lookup(length, count)
         lookup_s = self._costs[count](split)
-        best = self._best[length, count]
+        best = self._best[count][length]
         if lookup_s < best.cost_s:
-            self._best[length, count] = _ending(best, split, lookup_s)
+            self._best[count][length] = _ending(best, split, lookup_s)
         return max(0.0, lookup_s / best.cost_s - 1)
 
     def _fit(self, length: int, count: int) -> None:
         """Let an entry fit its neighbours."""
         if self._options.method is Method.grid:
             return
-        best = self._best[length, count]
+        best = self._best[count][length]
         self._progress.begin(length, count)
         split = fit_entry(
             self._costs[count],
             self.table,
             next(entry for entry in self.table.entries_for(count) if entry.length == length),
-            {each: result for (each, ranks), result in self._best.items() if ranks == count},
+            self._best[count],
             min_stride=self._options.stride(length, count),
             reach=self._near(length, count),
             on_evaluation=lambda step: self._progress.tick(replace(step, cost_s=best.cost_s)),
@@ -184,7 +181,7 @@ class SimulatedSearch:
             self.table.lookup(shorter, count),
             self.table.lookup(longer, count),
             between,
-            best_s=self._best[between, count].cost_s,
+            best_s=self._best[count][between].cost_s,
             max_loss=max_loss,
         )
         for split in change or ():
@@ -196,9 +193,9 @@ class SimulatedSearch:
 
     def _add_near(self, length: int, count: int, split: ContextPartition) -> None:
         """Add an entry that stays near a split."""
-        found, at = self._search_near(length, count, split), (length, count)
-        self._best[at] = _joined([found, self._best[at]]) if at in self._best else found
-        self._fitted.add(at)
+        found, best = self._search_near(length, count, split), self._best[count]
+        best[length] = _joined([found, best[length]]) if length in best else found
+        self._fitted.add((length, count))
         self._keep(length, count, found)
 
     def _help_neighbours(self, lengths: Sequence[int], count: int) -> None:
@@ -206,35 +203,30 @@ class SimulatedSearch:
         waiting = list(lengths)
         while waiting:
             length = waiting.pop()
-            split = self._best[length, count].partition
+            split = self._best[count][length].partition
             waiting += [near for near in self._around(length, count) if self._improve(near, count, split)]
 
     def _around(self, length: int, count: int) -> list[int]:
         """The next shorter and the next longer length that was searched."""
-        known = self._known(count)
+        known = sorted(self._best[count])
         return [*[each for each in known if each < length][-1:], *[each for each in known if each > length][:1]]
 
     def _improve(self, length: int, count: int, other: ContextPartition) -> bool:
         """Search again near the ratios of another length's split, and return whether that found a better one."""
-        known_s, seed = self._best[length, count].cost_s, scaled(other, length)
+        known_s, seed = self._best[count][length].cost_s, scaled(other, length)
         if self._options.method is Method.grid or self._costs[count](seed) > (1 + HOPELESS) * known_s:
             return False
         again = self._search_near(length, count, seed)
         if again.cost_s >= (1 - BETTER) * known_s:
             return False
-        self._improved(length, count, again)
-        return True
-
-    def _improved(self, length: int, count: int, result: SearchResult) -> None:
-        """Keep a better split. An entry that was fitted to its neighbours stays if it is nearly as good."""
         at = length, count
-        result = self._best[at] = _joined([self._best[at], result])
-        if at not in self.trails:
-            return
-        if at in self._fitted and self.trails[at].cost_s <= (1 + NEARLY_BEST) * result.cost_s:
-            return
-        self._fitted.discard(at)
-        self._keep(length, count, result)
+        best = self._best[count][length] = _joined([self._best[count][length], again])
+        # An entry that was fitted to its neighbours stays if it is nearly as good.
+        stays = at in self._fitted and self.trails[at].cost_s <= (1 + NEARLY_BEST) * best.cost_s
+        if at in self.trails and not stays:
+            self._fitted.discard(at)
+            self._keep(length, count, best)
+        return True
 
     def _search(self, length: int, count: int, seeds: Sequence[ContextPartition]) -> SearchResult:
         """Search from the start, and near the seeds."""
