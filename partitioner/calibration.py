@@ -87,11 +87,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
     chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
     path = Path(f"{run.table}.compute.json")
     purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
-
-    def earlier() -> MeasuredCost | None:
-        return None if run.search.force else read_measured(path, purpose)
-
-    measured = ranks.on_rank_0("the compute cost", earlier)
+    measured = ranks.on_rank_0("the compute cost", lambda: None if run.search.force else read_measured(path, purpose))
     if measured is None:
         points = len(chunks) * (1 + len(prefixes))
         with tqdm(total=points, desc="measuring compute", disable=ranks.rank != 0, leave=False, mininterval=0.5) as bar:

@@ -19,7 +19,7 @@ from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.config import GenerationOptions, PrefillOptions
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, even
 from runahead.engine import Engine
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
@@ -222,8 +222,8 @@ class LiveCost:
 
     def __init__(self, model: Model, ranks: Ranks, prefill: PrefillOptions, num_tokens: int, repeats: int = 3) -> None:
         self._repeats = repeats
-        self._partition: ContextPartition | None = None
-        self._engine = Engine(model, ranks, prefill=prefill, partition=self._current)
+        self._partition = even(num_tokens, ranks.size)
+        self._engine = Engine(model, ranks, prefill=prefill, partition=lambda *_: self._partition)
         generator = torch.Generator().manual_seed(num_tokens)
         self._ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).tolist()
         self._incumbent: ContextPartition | None = None
@@ -237,16 +237,15 @@ class LiveCost:
             cost_s = statistics.median(runs)
             self.spread[partition.boundaries] = (max(runs) - min(runs)) / cost_s
         else:
-            cost_s = self._against_incumbent(partition)
+            cost_s = self._against(self._incumbent, partition)
         if cost_s < self.best_s:
             self.best_s, self._incumbent = cost_s, partition
         return cost_s
 
-    def _against_incumbent(self, partition: ContextPartition) -> float:
-        assert self._incumbent is not None
+    def _against(self, incumbent: ContextPartition, partition: ContextPartition) -> float:
         ratios = []
         for _ in range(self._repeats):
-            candidate_s, incumbent_s = self.run(partition), self.run(self._incumbent)
+            candidate_s, incumbent_s = self.run(partition), self.run(incumbent)
             ratios.append(candidate_s / incumbent_s)
             if ratios[0] > HOPELESS:
                 break
@@ -257,7 +256,3 @@ class LiveCost:
         """TTFT of one run in seconds."""
         self._partition = partition
         return self._engine.generate([self._ids], GenerationOptions(max_new_tokens=1)).ttft_s
-
-    def _current(self, num_tokens: int, num_ranks: int) -> ContextPartition:
-        assert self._partition is not None
-        return self._partition
