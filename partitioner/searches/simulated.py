@@ -265,13 +265,7 @@ class SimulatedSearch:
 
     def _keep(self, length: int, count: int, result: SearchResult) -> None:
         self.trails[length, count] = result
-        self._entries[length, count] = Entry(
-            length=length,
-            ranks=count,
-            boundaries=result.partition.boundaries,
-            ttft_s=result.cost_s,
-            objective=self._options.objective.name,
-        )
+        self._entries[length, count] = Entry.of(result.partition, result.cost_s, self._options.objective)
         self.table = self._given.merge(LookupTable(self._given.fingerprint, list(self._entries.values())))
 
 
