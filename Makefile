@@ -44,8 +44,7 @@ help:
 # Standalone: a free port of this machine, so that it does not matter what else is running.
 demo: $(STAMP)
 	$(IN_VENV) -m torch.distributed.run --standalone --nproc-per-node=2 launch/infer.py model=smollm2 \
-		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64 \
-		partition=ratios partition.ratios=[0.6,0.4]
+		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64
 
 # Tests that measure the rates of links or have the GPU go one by one; the others side by side, a file in one process,
 # those first that take longest (tests/conftest.py). 5: nothing was selected.

@@ -32,7 +32,7 @@ and appends a JSON line per variant and length to bench.results. python -m bench
   bench.results=benchmarks/results/bench.jsonl   bench.resume=false   bench.compute=<json>
   bench.network=given|netns        link.gbps=<rate or list>   link.compute_share=<share or list>
                                    link.noise=off
-  partition=even|ratios|table ...  of kv_runahead; a table's splits are kvr_s, which is searched on the spot without one
+  partition=auto|even|ratios|table ...  of kv_runahead; a table's splits are kvr_s, else they are searched on the spot
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.seed=0
   prefill.layers_in_flight=3   ranks.device=...   ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 

@@ -42,8 +42,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>
-  partition=even|ratios|table  partition.ratios=[0.6,0.4]   partition.table=<json>
-                               partition.force=false
+  partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
+            |table             partition.table=<json>      partition.force=false
   ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
 {choices("policy", NAMES)}
@@ -60,7 +60,7 @@ prompt.text=, prompt.question= and generation.stop= take everything after the fi
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
   torchrun --nproc-per-node=2 launch/infer.py model=hf model.path=Qwen/Qwen3-0.6B prompt.file=book.txt \\
-      partition=ratios partition.ratios=[0.6,0.4] report=run.json timeline=trace.json
+      report=run.json timeline=trace.json
   cat notes.txt | python launch/infer.py prompt.file=- prompt.question="What is to be done?"
   generation.stop=END
 """
@@ -105,7 +105,7 @@ def infer(
         ValueError, OSError: for a user's mistakes.
         SharedError: for mistakes that rank 0 reports.
     """
-    from launch.inputs.partitions import check_table
+    from launch.inputs.partitions import settle
     from launch.inputs.policies import prompt_cache_options
     from launch.outputs.answers import Answers, AnswerStream
     from launch.outputs.summary import summary
@@ -125,7 +125,7 @@ def infer(
     if PREFILLS[run.prefill.name].shares_model:
         shard_model(model, ranks)
     if run.prefill.takes_partition:
-        check_table(partition, model, ranks, run)
+        settle(partition, model, ranks, run)
     store = None
     if run.policy["name"] == "prompt_cache":
         policy = prompt_cache_options(run.policy)

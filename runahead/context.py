@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 Partitioner = Callable[[int, int], "ContextPartition"]
 """Function from number of tokens and number of ranks to a partition."""
+
+
+@runtime_checkable
+class LearningPartitioner(Protocol):
+    """Partitioner that the engine tells, on every rank, how long the ranks computed and waited for each prompt."""
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition: ...
+
+    def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
+        """Take in one prompt, with the seconds by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from policies.base import ReusingPrompt
 from runahead.config import GenerationOptions, PrefillOptions
-from runahead.context import Partitioner, even
+from runahead.context import ContextPartition, LearningPartitioner, Partitioner, even
 from runahead.decoding.decode import Decoded, Row, attention_over, decode
 from runahead.decoding.token_stream import TokenStream
 from runahead.model.model import Model, model_fingerprint
@@ -34,7 +34,7 @@ class Engine:
         ranks: the ranks of the job; `Ranks.start(RanksOptions())` without a launcher is one rank.
         prefill: the prefill strategy and its options.
         partition: function (number of tokens, number of ranks) -> chunks: `even`, `from_ratios([...])`, a lookup table.
-            Strategies with a split of their own ignore it.
+            Strategies with a split of their own ignore it. A `LearningPartitioner` is told the times of every prompt.
         policies: cache policies; by default all keys and values are computed and kept.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
 
@@ -143,8 +143,15 @@ class Engine:
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
             if reuse is not None:
                 reuse.add_to(result)
+            self._teach(partition, result)
         self._num_calls += 1
         return result
+
+    def _teach(self, partition: ContextPartition, result: GenerationBatch) -> None:
+        """Tell a partitioner that learns how long each rank computed and waited."""
+        if isinstance(self.partition, LearningPartitioner) and self.prefill.takes_partition:
+            compute_s = [rank.prefill_s - rank.wait_s for rank in result.ranks]
+            self.partition.learn(partition, compute_s, [rank.wait_s for rank in result.ranks])
 
     def _agree(
         self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions, boundaries: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
+from runahead.model.loading.smollm2 import cache_folder
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
@@ -43,6 +45,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=places.__getitem__)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own, in which the user's downloaded model is but none of what runs have learned."""
+    folder, users = tmp_path_factory.mktemp("cache"), cache_folder()
+    users.mkdir(parents=True, exist_ok=True)
+    for path in users.iterdir():
+        if path.is_dir() and path.name not in ("splits", "tables"):
+            (folder / path.name).symlink_to(path)
+    with pytest.MonkeyPatch.context() as patch:
+        if any(folder.iterdir()):  # else a test downloads the model, once and for all
+            patch.setenv("RUNAHEAD_CACHE", str(folder))
+        yield folder
 
 
 class RankPools:

@@ -50,7 +50,7 @@ ROOMS = {
         ("table",),
         ("calibration",),
         ("searches",),
-        ("pictures",),
+        ("auto", "pictures"),
         ("search", "show"),
         ("__init__",),
     ),

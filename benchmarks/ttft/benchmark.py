@@ -13,7 +13,7 @@ from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
 from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, RunOptions
-from launch.inputs.partitions import check_table, partitioner
+from launch.inputs.partitions import partitioner, settle
 from launch.program.ending import say
 from launch.program.progress import Bar
 from launch.program.text_table import text_table
@@ -39,7 +39,8 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     ranks.on_rank_0("the benchmark's options", lambda: _check(run, given, ranks.size))
     model = ranks.on_all_ranks("the model", lambda: load_model(run, ranks))
     prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
-    check_table(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
+    if _looks_up(run):
+        settle(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
     contenders = Contenders(run, model, ranks, given)
     fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
     shared = ranks.on_rank_0("the machine", lambda: shared_fields(run, ranks, fingerprint, contenders.memory.of))
@@ -92,10 +93,15 @@ def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
             f"bench.lengths goes up to {longest} tokens, but the model has {limit} positions, one of them for the "
             "first new token; leave the longest out"
         )
-    looks_up = {Split.given, Split.searched} if run.partition.name is PartitionName.table else {Split.given}
-    if any(VARIANTS[name].split in looks_up for name in run.bench.variants):
+    if _looks_up(run):
         for length in run.bench.lengths:
             given(length, num_ranks).check(length, num_ranks)
+
+
+def _looks_up(run: BenchRun) -> bool:
+    """Whether a variant is split as the option partition=... says."""
+    kinds = {Split.given, Split.searched} if run.partition.name is PartitionName.table else {Split.given}
+    return any(VARIANTS[name].split in kinds for name in run.bench.variants)
 
 
 def _rounds_left(record: Record) -> dict[int, int]:

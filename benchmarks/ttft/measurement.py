@@ -81,7 +81,9 @@ class Contenders:
                 own = ranks.on_all_ranks("a model to share out", lambda: load_model(run, ranks))
                 shard_model(own, ranks)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
-            make = partial(Engine, own, ranks, prefill=options, partition=partial(self._split, name), policies=policies)
+            # As it is, since partition=auto learns from what the engine tells it.
+            split = given if VARIANTS[name].split is Split.given else partial(self._split, name)
+            make = partial(Engine, own, ranks, prefill=options, partition=split, policies=policies)
             self._engines[name] = ranks.on_all_ranks("the variants", make)
 
     def run(self, name: str, ids: list[int]) -> Run:

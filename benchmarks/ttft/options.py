@@ -135,7 +135,7 @@ def ineffective_settings(run: BenchRun) -> list[str]:
     sentences = []
     chosen = run.partition.name
     uses_table = chosen is PartitionName.table and Split.searched in splits
-    if chosen is not PartitionName.even and Split.given not in splits and not uses_table:
+    if chosen is not PartitionName.auto and Split.given not in splits and not uses_table:
         sentences.append(f"partition={chosen.name} has no effect without kv_runahead among bench.variants")
     if run.bench.resume and not run.bench.pairs:
         sentences.append("bench.resume has no effect with bench.pairs=0")

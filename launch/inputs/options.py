@@ -31,6 +31,7 @@ class Chat(Enum):
 
 
 class PartitionName(Enum):
+    auto = "auto"
     even = "even"
     ratios = "ratios"
     table = "table"
@@ -74,14 +75,16 @@ class PartitionOptions:
 
     Attributes:
         ratios: share of each rank, in rank order; they add up to 1.
-        table: lookup table of the partitioner.
+        table: lookup table of the partitioner; partition=auto uses it if it is for this model and device.
         force: whether to use a table that was made for another model or device.
+        learn: whether partition=auto corrects the split by every prompt.
     """
 
-    name: PartitionName = PartitionName.even
+    name: PartitionName = PartitionName.auto
     ratios: list[float] | None = None
     table: str | None = None
     force: bool = False
+    learn: bool = True
 
     def __post_init__(self) -> None:
         self.name = choice("partition", PartitionName, self.name)
@@ -93,7 +96,7 @@ class PartitionOptions:
             raise ValueError(
                 f"partition.ratios={self.ratios} has no effect with partition={self.name.name}; add partition=ratios"
             )
-        if self.name is not PartitionName.table and self.table is not None:
+        if self.name not in (PartitionName.table, PartitionName.auto) and self.table is not None:
             raise ValueError(
                 f"partition.table={self.table} has no effect with partition={self.name.name}; add partition=table"
             )
@@ -153,6 +156,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
+        ("partition", ["learn"], partition is not PartitionName.auto, "without partition=auto"),
         ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
     ]
     sentences = [

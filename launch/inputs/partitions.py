@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from launch.program.ending import say
+from launch.program.progress import Bar
+from partitioner.auto.partition import AutoPartition
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
+from runahead.model.loading.smollm2 import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
@@ -47,6 +52,76 @@ class TablePartition:
         return result
 
 
+class AutomaticPartition:
+    """partition=auto: even chunks until the model is loaded, then a table that fits, else a split that learns.
+
+    Args:
+        tables: the tables that may fit; of rank 0, on every rank.
+    """
+
+    def __init__(self, tables: Sequence[LookupTable]) -> None:
+        self._tables = tables
+        self.chosen: context.Partitioner = context.even
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
+        return self.chosen(num_tokens, num_ranks)
+
+    def learn(self, partition: context.ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
+        """Pass the times of a prompt on to a split that learns."""
+        if isinstance(self.chosen, context.LearningPartitioner):
+            self.chosen.learn(partition, compute_s, wait_s)
+
+    def choose(self, model: Model, ranks: Ranks, run: RunOptions) -> None:
+        """Choose a table, or time a few layers. Every rank makes the same call."""
+        fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+        fitting = ranks.on_rank_0(
+            "the lookup tables",
+            lambda: [n for n, table in enumerate(self._tables) if _fits(table, fingerprint, ranks.size)],
+        )
+        if fitting:
+            self.chosen = TablePartition(self._tables[fitting[0]])
+            return
+        if run.partition.table is not None:
+            say(f"partition=auto: {self._tables[0].source} is not for this model, device and number of ranks")
+        with Bar("timing layers for partition=auto", shown=ranks.rank == 0 and sys.stderr.isatty()) as bar:
+
+            def tell(sentence: str) -> None:
+                bar.clear()
+                say(sentence)
+
+            self.chosen = AutoPartition.start(
+                model,
+                ranks,
+                prefill=run.prefill,
+                policy=json.dumps(run.policy, sort_keys=True, default=str),
+                learn=run.partition.learn,
+                tell=tell,
+                on_progress=bar.step_of,
+            )
+
+
+def _fits(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> bool:
+    return num_ranks in table.ranks() and not table.fingerprint.differences(fingerprint)
+
+
+def _auto(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
+    path = options.table
+    if path is not None:
+        return AutomaticPartition([ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path))])
+    return AutomaticPartition(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.size > 1 else [])
+
+
+def _users_tables() -> list[LookupTable]:
+    """The tables in the user's cache folder that can be read."""
+    tables = []
+    for path in sorted((cache_folder() / "tables").glob("*.json")):
+        try:
+            tables.append(LookupTable.load(path))
+        except ValueError as error:
+            say(f"warning: partition=auto: {error}")
+    return tables
+
+
 def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     assert path is not None
@@ -54,6 +129,7 @@ def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
 
 
 PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Partitioner]] = {
+    PartitionName.auto: _auto,
     PartitionName.even: lambda options, ranks: context.even,
     PartitionName.ratios: lambda options, ranks: context.from_ratios(options.ratios or []),
     PartitionName.table: _table,
@@ -70,6 +146,19 @@ def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
         SharedError: on the other ranks.
     """
     return PARTITIONS[options.name](options, ranks)
+
+
+def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
+    """Settle a partition on the loaded model: check a table, or choose what partition=auto splits by.
+
+    Every rank makes the same call. A single rank has nothing to split.
+
+    Raises:
+        ValueError, SharedError: as `check_table`.
+    """
+    if isinstance(partition, AutomaticPartition) and ranks.size > 1:
+        partition.choose(model, ranks, run)
+    check_table(partition, model, ranks, run)
 
 
 def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
@@ -91,6 +180,8 @@ def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequen
     """The paper's name for the partition of a prompt: KVR-E, KVR-S or KVR-P; None if it has none."""
     if not run.prefill.takes_partition:
         return None
+    if isinstance(partition, AutomaticPartition):
+        partition = partition.chosen
     if isinstance(partition, TablePartition):
         return partition.table.kvr_name(boundaries[-1], len(boundaries) - 1)
     return "KVR-E" if run.partition.name is PartitionName.even else None

@@ -96,6 +96,7 @@ class Drilling:
         name, _, variant = drill.prefill.partition(" ")
         options = [
             *("model=hf", f"model.path={model}", f"prompt.ids_file={ids}", "ranks.device=cpu", f"prefill={name}"),
+            "partition=even",  # faults happen in the prompt's forward pass, not in one that times layers
             *(f"generation.max_new_tokens={NEW_TOKENS}", "generation.ignore_eos=true", f"ranks.timeout_s={TIMEOUT_S}"),
         ]
         if variant:

@@ -172,7 +172,7 @@ TYPED: SearchStrategy[str] = (
 CHOICES = {
     "model": ("smollm2", "hf", "random"),
     "prefill": ("kv_runahead", "single", "tsp", "zigzag", "tensor"),
-    "partition": ("even", "ratios", "table"),
+    "partition": ("auto", "even", "ratios", "table"),
     "ranks": ("auto", "cpu", "cuda"),
     "generation": ("greedy", "sample"),
     "policy": NAMES,

@@ -82,7 +82,9 @@ def test_the_papers_names_are_in_the_report() -> None:
     partition = TablePartition(TABLE)
     assert kvr_name(run, partition, [0, 60, 100]) == "KVR-S"
     assert kvr_name(run, partition, [0, 90, 150]) == "KVR-P"
-    assert kvr_name(RunOptions(), even, [0, 50, 100]) == "KVR-E"
+    in_even_chunks = RunOptions(partition=PartitionOptions(name="even"))  # type: ignore[arg-type]
+    assert kvr_name(in_even_chunks, even, [0, 50, 100]) == "KVR-E"
+    assert kvr_name(RunOptions(), even, [0, 50, 100]) is None
     assert kvr_name(RunOptions(prefill=PrefillOptions(name="single")), even, [0, 100, 100]) is None  # type: ignore[arg-type]
     ratios = RunOptions(partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4]))  # type: ignore[arg-type]
     assert kvr_name(ratios, lambda *_: even(100, 2), [0, 50, 100]) is None

@@ -58,7 +58,7 @@ class Job:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            args = ["model=random", f"model.config={config}"]
+            args = ["model=random", f"model.config={config}", "partition=even"]
             args += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
             args += [*options, *(of_last if rank == size - 1 else ())]
             folder = Path(self._folder.name) / str(rank)

@@ -1,0 +1,109 @@
+"""The split that balances the chain, from a cost and the slowness of each rank, and what a prompt corrects in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from partitioner.auto.slowness import Slowness
+from partitioner.cost.link import Links
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.planning import simulated_cost
+from partitioner.searches.seeded import seeded_search
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
+from runahead.context import ContextPartition, even
+
+LINKS_MATTER = 0.02
+"""Share of TTFT that communication takes before a split is searched by simulation: else equal work is the best."""
+MOST_EVALUATIONS = 64
+"""Most simulations of a search, since a prompt waits for it."""
+LEAST_SHARE = 1 / 32
+"""Least chunk of a rank, as a share of an even chunk."""
+WAITS_MATTER = 0.1
+"""Share of TTFT by which waits differ from the simulated ones before the link's bandwidth is corrected: layers that do
+not take equally long make ranks wait a little on any link."""
+MOST_DOUBLINGS, BISECTIONS = 12, 8
+"""Most doublings by which one prompt corrects the bandwidth, up or down, and steps in which they are bisected."""
+
+
+class Balance:
+    """Splits prompts over the ranks of a cluster, and learns from them.
+
+    Args:
+        cluster: cost of the compute, and links; its speeds are replaced by what is learned.
+        slowness: of each rank.
+    """
+
+    def __init__(self, cluster: Cluster, slowness: Slowness) -> None:
+        self.cluster, self.slowness = cluster, slowness
+
+    def split(self, num_tokens: int) -> ContextPartition:
+        """The split of a prompt with the earliest first token, as far as is known."""
+        cluster, num_ranks = self._cluster_at(num_tokens), self.cluster.num_ranks
+        balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed)
+        cost, free = simulated_cost(cluster), simulated_cost(cluster.without_communication())
+        if cost(balanced) <= (1 + LINKS_MATTER) * free(balanced):
+            return _with_all_ranks(balanced)
+        searched = seeded_search(
+            cost,
+            num_tokens,
+            num_ranks,
+            min_stride=max(1, num_tokens // (64 * num_ranks)),
+            seed=min(balanced, even(num_tokens, num_ranks), key=cost),
+            leave_out=False,
+            max_evaluations=MOST_EVALUATIONS,
+        )
+        return _with_all_ranks(searched.partition)
+
+    def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
+        """Correct the slowness by what each rank computed, and the link by how long the ranks waited.
+
+        Args:
+            compute_s, wait_s: measured seconds by rank.
+        """
+        num_tokens = partition.num_tokens
+        expected_s = simulate(partition, replace(self.cluster, speed=[1.0] * self.cluster.num_ranks)).compute_s
+        common = self.slowness.learn(num_tokens, expected_s, compute_s)
+        self._correct_link(partition, sum(wait_s) / common)
+
+    def _correct_link(self, partition: ContextPartition, waited_s: float) -> None:
+        """Choose the bandwidth at which the simulated waits are as measured, if at the present one they are not.
+
+        Waits become shorter with bandwidth, so it is bisected.
+        """
+        links, cluster = self.cluster.links, self._cluster_at(partition.num_tokens)
+        if links is None:
+            return
+
+        def doubled(times: float) -> Links:
+            link = links.default
+            return Links(links.num_ranks, replace(link, bandwidth_Bps=link.bandwidth_Bps * 2**times))
+
+        def simulated_s(times: float) -> float:
+            return sum(simulate(partition, replace(cluster, links=doubled(times))).wait_s)
+
+        limit_s = WAITS_MATTER * simulate(partition, cluster).ttft_s
+        present_s = abs(simulated_s(0.0) - waited_s)
+        if present_s <= limit_s:
+            return
+        low, high = -float(MOST_DOUBLINGS), float(MOST_DOUBLINGS)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if simulated_s(middle) > waited_s else (low, middle)
+        if present_s - abs(simulated_s(high) - waited_s) > limit_s:
+            self.cluster = replace(self.cluster, links=doubled(high))
+
+    def _cluster_at(self, num_tokens: int) -> Cluster:
+        return replace(self.cluster, speed=[math.exp(-log) for log in self.slowness.at(num_tokens)])
+
+
+def _with_all_ranks(partition: ContextPartition) -> ContextPartition:
+    """The partition with a few tokens for every rank: one without any could never be seen to be fast again."""
+    num_tokens, num_ranks = partition.num_tokens, partition.num_ranks
+    least = math.ceil(num_tokens * LEAST_SHARE / num_ranks) if num_tokens >= num_ranks else 0
+    ends = [0]
+    for rank, end in enumerate(partition.boundaries[1:], start=1):
+        ends.append(min(max(end, ends[-1] + least), num_tokens - (num_ranks - rank) * least))
+    return ContextPartition(boundaries=tuple(ends))

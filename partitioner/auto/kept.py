@@ -1,0 +1,119 @@
+"""What a run learned of a model's split on this machine, kept in a file for the next run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from partitioner.auto.balance import Balance
+from partitioner.auto.slowness import Seen, Slowness
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link
+from runahead.failures import first_line
+from runahead.files import read_user_file, write_whole
+
+FORMAT, VERSION = "runahead learned split", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The timed cost, and what prompts corrected.
+
+    Attributes:
+        link: between ranks.
+        start: log slowness by rank, as timed.
+        prompts: what they told, oldest first.
+    """
+
+    cost: FittedCost
+    link: Link
+    start: tuple[float, ...]
+    prompts: tuple[Seen, ...] = ()
+
+    @classmethod
+    def of(cls, cost: FittedCost, balance: Balance) -> Kept:
+        """What is known by now."""
+        slowness, links = balance.slowness, balance.cluster.links
+        assert links is not None, "the ranks have a link"
+        return cls(cost=cost, link=links.default, start=slowness.start, prompts=tuple(slowness.prompts))
+
+    @property
+    def slowness(self) -> Slowness:
+        return Slowness(self.start, self.prompts)
+
+
+def kept_path(folder: Path, purpose: str) -> Path:
+    """File in the cache folder for what is learned under these circumstances."""
+    return folder / "splits" / f"{hashlib.sha256(purpose.encode()).hexdigest()[:20]}.json"
+
+
+def write_kept(path: Path, purpose: str, kept: Kept) -> None:
+    """Write atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "purpose": purpose,
+        "cost": asdict(kept.cost),
+        "link": kept.link.as_json(),
+        "start": kept.start,
+        "prompts": [asdict(prompt) for prompt in kept.prompts],
+    }
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
+    """Read what an earlier run wrote; None if there is no file.
+
+    Raises:
+        ValueError: the file is damaged, or cannot be read; one line that names it.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(read_user_file(path).decode("utf-8"))
+        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"it is not a {FORMAT} of version {VERSION}")
+        if content.get("purpose") != purpose:
+            raise ValueError("it is for another model or machine")
+        link = content["link"]
+        bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"])
+        return Kept(
+            cost=FittedCost.from_json(json.dumps(content["cost"])),
+            link=Link(latency_s=_number(link["latency_s"]), bandwidth_Bps=bandwidth, shared=link["shared"] is True),
+            start=_numbers(content["start"], num_ranks),
+            prompts=tuple(_prompt(each, num_ranks) for each in content["prompts"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _prompt(value: Any, num_ranks: int) -> Seen:
+    tokens, slowness = value["tokens"], value["slowness"]
+    if type(tokens) is not int or tokens < 1 or not isinstance(slowness, list) or len(slowness) != num_ranks:
+        raise ValueError("it holds a prompt without tokens, or of another number of ranks")
+    return Seen(
+        tokens=tokens,
+        slowness=tuple(None if each is None else _number(each) for each in slowness),
+        surprise=_numbers(value["surprise"], num_ranks),
+    )
+
+
+def _numbers(values: Any, number: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != number:
+        raise ValueError(f"it does not have {number} numbers where it must")
+    return tuple(map(_number, values))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)

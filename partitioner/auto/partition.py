@@ -1,0 +1,149 @@
+"""`AutoPartition`: the partitioner of partition=auto, on live ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from partitioner.auto.balance import Balance
+from partitioner.auto.kept import Kept, kept_path, read_kept, write_kept
+from partitioner.auto.probe import Progress, probe
+from partitioner.cost.link import Links
+from partitioner.measure import ping
+from partitioner.simulation.cluster import Cluster
+from partitioner.table.fingerprint import Fingerprint
+from runahead.config import PrefillOptions
+from runahead.context import ContextPartition, even
+from runahead.failures import first_line
+from runahead.model.loading.smollm2 import cache_folder
+from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
+
+PING_BYTES = 1 << 20
+"""Size of the messages that measure the link; slow links take seconds for larger ones."""
+
+Tell = Callable[[str], None]
+"""Receives a sentence for the user, on rank 0."""
+
+
+class AutoPartition:
+    """Splits by what a few timed layers and all prompts so far told. Every rank makes the same calls.
+
+    Rank 0 decides, learns and keeps what it learned in a file for the next run; the other ranks are told.
+
+    Args:
+        balance: what is known; None on ranks other than 0, and on a single rank, which has nothing to split.
+        keep: writes what is known to a file.
+        learn: False to split all prompts by what is known now.
+    """
+
+    def __init__(
+        self, ranks: Ranks, balance: Balance | None, *, keep: Callable[[], None] = lambda: None, learn: bool = True
+    ) -> None:
+        self.balance, self._ranks, self._keep, self._learns = balance, ranks, keep, learn
+
+    @classmethod
+    def start(
+        cls,
+        model: Model,
+        ranks: Ranks,
+        *,
+        prefill: PrefillOptions | None = None,
+        policy: str = "",
+        learn: bool = True,
+        folder: str | os.PathLike[str] | None = None,
+        tell: Tell = lambda sentence: warnings.warn(sentence, stacklevel=2),
+        on_progress: Progress = lambda total, text: None,
+    ) -> AutoPartition:
+        """Read what earlier runs kept for this model, machine and policy; else time a few layers, which takes seconds.
+
+        Args:
+            prefill: options of the engine's prefill.
+            policy: anything that names the cache policies and their options: what is learned under some does not hold
+                for others.
+            folder: cache folder; by default the user's.
+            tell: called on rank 0 when layers are timed, or a file cannot be used.
+            on_progress: called on every rank before each point that is timed, as `Progress` says.
+        """
+        if ranks.size == 1:
+            return cls(ranks, None)
+        prefill = prefill or PrefillOptions()
+        purpose = _purpose(model, ranks, prefill, policy)
+        path = kept_path(cache_folder() if folder is None else Path(folder), purpose)
+        file = _File(path, purpose, tell)
+        kept = ranks.on_rank_0("the learned split", lambda: file.read(ranks.size))
+        if kept is None:
+            cost, slowness = probe(model, ranks, on_progress)
+            link = ping(ranks, num_bytes=PING_BYTES)
+            assert link is not None
+            kept = Kept(cost=cost, link=link, start=tuple(slowness))
+            if ranks.rank == 0:
+                file.write(kept)
+                tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
+        if ranks.rank != 0:
+            return cls(ranks, None, learn=learn)
+        cost, balance = kept.cost, _balance(kept, model, ranks, prefill)
+        return cls(ranks, balance, keep=lambda: file.write(Kept.of(cost, balance)), learn=learn)
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        if num_ranks == 1:
+            return even(num_tokens, 1)
+        return self._ranks.on_rank_0("the split", lambda: self._known().split(num_tokens))
+
+    def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
+        """Correct the cost by the seconds that each rank computed and waited for one prompt."""
+        if self.balance is not None and self._learns:
+            self.balance.learn(partition, compute_s, wait_s)
+            self._keep()
+
+    def _known(self) -> Balance:
+        assert self.balance is not None, "rank 0 has the balance"
+        return self.balance
+
+
+@dataclass
+class _File:
+    """The file of what is learned, which may be damaged or not writable: the run goes on, and the user is told once."""
+
+    path: Path
+    purpose: str
+    tell: Tell
+
+    def read(self, num_ranks: int) -> Kept | None:
+        try:
+            return read_kept(self.path, self.purpose, num_ranks)
+        except ValueError as error:
+            self.tell(f"warning: partition=auto: {error}; layers are timed anew")
+            return None
+
+    def write(self, kept: Kept) -> None:
+        try:
+            write_kept(self.path, self.purpose, kept)
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            self.tell(f"warning: partition=auto: {self.path} cannot be written ({reason}); the next run starts anew")
+            self.tell = lambda sentence: None
+
+
+def _balance(kept: Kept, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
+    cluster = Cluster(
+        compute=kept.cost,
+        speed=[1.0] * ranks.size,
+        links=Links(ranks.size, kept.link),
+        kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+        transfer=prefill.transfer,
+        layers_in_flight=prefill.layers_in_flight,
+        pass_on_as_landed=ranks.backend == "gloo",
+    )
+    return Balance(cluster, kept.slowness)
+
+
+def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:
+    """One line that is equal for runs that may learn from each other: a table's fingerprint of every rank, the numbers
+    of cores and of ranks per host, and the policy."""
+    own = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
+    keys = ranks.gather(f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host", "the fingerprint")
+    return " & ".join([*keys, policy])

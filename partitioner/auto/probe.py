@@ -1,0 +1,101 @@
+"""The first guess of the cost: a few layers, timed on all ranks at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from partitioner.cost.compute import layer_s
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.measured import MeasuredCost
+from partitioner.measure import probe_compute
+from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
+
+SHORTEST_CHUNK, LONGEST_CHUNK = 16, 4096
+"""Chunk lengths in tokens between which the longest one to time is chosen."""
+LAYER_S = 0.04
+"""Seconds of a layer from which on a chunk is long enough."""
+REPEATS = 3
+PROBE_LAYERS = 4
+RANKS_ALIKE = 0.1
+"""Log differences between ranks below which they are taken for noise: on most machines ranks are alike."""
+
+MOST_POINTS = 33
+"""Points that are timed at most: six for each length that is tried, and nine of the chosen one."""
+
+Progress = Callable[[int, str], None]
+"""Called before each point with the number of points, at most, and a text."""
+
+
+def probe(
+    model: Model, ranks: Ranks, on_progress: Progress = lambda total, text: None
+) -> tuple[FittedCost, list[float]]:
+    """Time a few layers on all ranks at once, as they compute in a prompt. Every rank makes the same call.
+
+    Returns:
+        the cost, whose constants are medians over the ranks, and the log slowness of each rank, on every rank.
+    """
+
+    def tick(text: str) -> None:
+        on_progress(MOST_POINTS, text)
+        ranks.progress()
+
+    longest = ranks.on_rank_0("the length of timed chunks", lambda: _longest_chunk(model, tick))
+    chunks = sorted({max(1, longest // 16), max(1, longest // 4), longest})
+    ranks.barrier("all ranks to time layers")
+    measured = ranks.on_all_ranks("timed layers", lambda: _measured(model, chunks, REPEATS, tick))
+    return combined(ranks.gather(counted_cost(measured), "timed layers"), longest)
+
+
+def counted_cost(measured: MeasuredCost) -> FittedCost:
+    """The cost whose attention is proportional to the attended pairs and all else linear in the tokens.
+
+    So noise at one point changes constants a little, and never the shape: attention is scaled to its longest points.
+    """
+    c, (d, P) = max(measured.own_s), max(measured.prefix_s)
+    steps = FittedCost.fit(measured)
+    return replace(
+        steps, own_s=(0.0, 0.0, measured.own_s[c] / c**2), prefix_s=(0.0, 0.0, 0.0, measured.prefix_s[d, P] / (d * P))
+    )
+
+
+def combined(costs: Sequence[FittedCost], num_tokens: int) -> tuple[FittedCost, list[float]]:
+    """One cost for all ranks, of the medians of their constants, and the log slowness of each, around 0.
+
+    Args:
+        num_tokens: length of the chunk and of the prefix at which the ranks are compared.
+    """
+    constants = {
+        name: tuple(median(values) for values in zip(*(getattr(cost, name) for cost in costs), strict=True))
+        for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s")
+    }
+    logs = [math.log(layer_s(cost, num_tokens, num_tokens)) for cost in costs]
+    middle = fmean(logs)
+    slowness = [log - middle if max(logs) - min(logs) > RANKS_ALIKE else 0.0 for log in logs]
+    return replace(costs[0], **constants), slowness  # type: ignore[arg-type]
+
+
+def _longest_chunk(model: Model, on_progress: Callable[[str], None]) -> int:
+    """Length of a chunk whose layers take `LAYER_S`, as far as the model's positions allow."""
+    limit = min(LONGEST_CHUNK, (model.max_positions or LONGEST_CHUNK + 1) - 1)
+    chunk = max(2, min(SHORTEST_CHUNK, limit))
+    while 4 * chunk <= limit:
+        cost = _measured(model, [chunk // 2, chunk], 1, on_progress)
+        if layer_s(cost, chunk, 0) >= LAYER_S:
+            break
+        chunk *= 4
+    return chunk
+
+
+def _measured(model: Model, chunks: Sequence[int], repeats: int, on_progress: Callable[[str], None]) -> MeasuredCost:
+    return probe_compute(
+        model,
+        chunks=chunks,
+        prefixes=[chunks[0], chunks[-1]],
+        repeats=repeats,
+        probe_layers=PROBE_LAYERS,
+        on_progress=on_progress,
+    )

@@ -1,0 +1,115 @@
+"""How much longer each rank computes than the cost says: learned from prompts, forgotten when the machine changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+MEMORY = 64
+"""Most prompts that are remembered."""
+ALIKE_PROMPTS = 9
+"""Most prompts of about the same length that count, the newest ones: enough for a mean that noise hardly moves."""
+ALIKE = math.log(1.25)
+"""Largest difference in log length of prompts that count as about as long as the nearest one: what the cost gets wrong
+at one length, it gets wrong alike at these."""
+CLOSE = 0.1
+"""Largest difference from the median of what counts for the mean: what differs more was disturbed."""
+CHANGE = 0.03
+"""Least log change of a rank's slowness that counts as a change of the machine if two prompts in a row show it."""
+NOISE_FACTOR = 2.0
+"""Such a change also exceeds this many times the median surprise so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one prompt told of the ranks.
+
+    Attributes:
+        tokens: its length.
+        slowness: log slowness by rank; None for a rank that had no tokens.
+        surprise: by how much each differs from what was expected before; 0 for a rank without tokens.
+    """
+
+    tokens: int
+    slowness: tuple[float | None, ...]
+    surprise: tuple[float, ...]
+
+
+class Slowness:
+    """Log slowness of each rank: 0.4 takes exp(0.4) = 1.5 times as long as the cost says.
+
+    The slowness at a length is the mean over prompts of about that length, without those far from the median, so that a
+    disturbed prompt changes little.
+    Only differences between ranks are learned, since a machine that is slower as a whole is split as before. If two
+    prompts in a row find the same rank slower, or faster, than expected, all prompts before them are forgotten.
+
+    Args:
+        start: what is assumed before the first prompt.
+        prompts: seen earlier, oldest first.
+    """
+
+    def __init__(self, start: Sequence[float], prompts: Sequence[Seen] = ()) -> None:
+        self.start, self.prompts = tuple(start), list(prompts)
+
+    def at(self, num_tokens: int) -> list[float]:
+        """Log slowness of each rank for a prompt of this length."""
+        prompts = self._about(num_tokens)
+        found = []
+        for rank, start in enumerate(self.start):
+            told = [each for prompt in prompts if (each := prompt.slowness[rank]) is not None]
+            found.append(_typical(told) if told else start)
+        return found
+
+    def learn(self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]) -> float:
+        """Take in one prompt.
+
+        Args:
+            expected_s: seconds of compute by rank that the cost says, without slowness; 0 for a rank without tokens.
+            measured_s: what they were.
+
+        Returns:
+            By which factor the prompt took longer on all ranks alike than expected with slowness.
+        """
+        known = self.at(num_tokens)
+        ratios = [
+            math.log(measured / expected) if measured > 0 and expected > 0 else None
+            for expected, measured in zip(expected_s, measured_s, strict=True)
+        ]
+        present = [ratio - log for ratio, log in zip(ratios, known, strict=True) if ratio is not None]
+        if not present:
+            return 1.0
+        common = fmean(present)
+        if len(present) > 1:  # one rank alone cannot be slower than the others
+            told = tuple(None if ratio is None else ratio - common for ratio in ratios)
+            surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
+            self.prompts = [*self.prompts, Seen(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
+            if self._has_changed():
+                self.prompts = self.prompts[-2:]
+        return math.exp(common)
+
+    def _about(self, num_tokens: int) -> list[Seen]:
+        """The newest prompts of about this length, else of about the nearest one."""
+
+        def distance(seen: Seen) -> float:
+            return abs(math.log(seen.tokens / num_tokens))
+
+        nearest = min(map(distance, self.prompts), default=0.0)
+        return [seen for seen in self.prompts if distance(seen) <= nearest + ALIKE][-ALIKE_PROMPTS:]
+
+    def _has_changed(self) -> bool:
+        """Whether the last two prompts agree that a rank is slower, or faster, than those before them told."""
+        if len(self.prompts) < 3:
+            return False
+        *before, first, second = self.prompts
+        usual = median(max(map(abs, seen.surprise)) for seen in before)
+        limit = max(CHANGE, NOISE_FACTOR * usual)
+        pairs = zip(first.surprise, second.surprise, strict=True)
+        return any(min(a, b) > limit or max(a, b) < -limit for a, b in pairs)
+
+
+def _typical(values: Sequence[float]) -> float:
+    """Mean of the values that are close to their median; the median itself if none is, of two that differ much."""
+    middle = median(values)
+    return fmean([value for value in values if abs(value - middle) <= CLOSE] or [middle])
