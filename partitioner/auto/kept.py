@@ -17,6 +17,10 @@ from runahead.failures import first_line
 from runahead.files import read_user_file, write_whole
 
 FORMAT, VERSION = "runahead learned split", 1
+MOST_LOG = 20.0
+"""Largest log slowness of a rank that a file may hold; no rank is so slow."""
+MOST_S, MOST_TOKENS, LEAST_BPS = 1e6, 1 << 40, 1.0
+"""Limits of the other numbers: seconds per token, tokens, bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +88,18 @@ def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
             raise ValueError(f"it is not a {FORMAT} of version {VERSION}")
         if content.get("purpose") != purpose:
             raise ValueError("it is for another model or machine")
-        link = content["link"]
-        bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"])
+        cost, link = FittedCost.from_json(json.dumps(content["cost"])), content["link"]
+        for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
+            _numbers(list(getattr(cost, name)), len(getattr(cost, name)), MOST_S)
+        bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"], math.inf)
         return Kept(
-            cost=FittedCost.from_json(json.dumps(content["cost"])),
-            link=Link(latency_s=_number(link["latency_s"]), bandwidth_Bps=bandwidth, shared=link["shared"] is True),
-            start=_numbers(content["start"], num_ranks),
+            cost=cost,
+            link=Link(
+                latency_s=_number(link["latency_s"], MOST_S),
+                bandwidth_Bps=max(bandwidth, LEAST_BPS),
+                shared=link["shared"] is True,
+            ),
+            start=_numbers(content["start"], num_ranks, MOST_LOG),
             prompts=tuple(_prompt(each, num_ranks) for each in content["prompts"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -98,22 +108,24 @@ def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
 
 def _prompt(value: Any, num_ranks: int) -> Seen:
     tokens, slowness = value["tokens"], value["slowness"]
-    if type(tokens) is not int or tokens < 1 or not isinstance(slowness, list) or len(slowness) != num_ranks:
-        raise ValueError("it holds a prompt without tokens, or of another number of ranks")
+    if type(tokens) is not int or not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"it holds a prompt of {tokens!r} tokens")
+    if not isinstance(slowness, list) or len(slowness) != num_ranks:
+        raise ValueError(f"it does not have {num_ranks} numbers where it must")
     return Seen(
         tokens=tokens,
-        slowness=tuple(None if each is None else _number(each) for each in slowness),
-        surprise=_numbers(value["surprise"], num_ranks),
+        slowness=tuple(None if each is None else _number(each, MOST_LOG) for each in slowness),
+        surprise=_numbers(value["surprise"], num_ranks, 2 * MOST_LOG),
     )
 
 
-def _numbers(values: Any, number: int) -> tuple[float, ...]:
+def _numbers(values: Any, number: int, most: float) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != number:
         raise ValueError(f"it does not have {number} numbers where it must")
-    return tuple(map(_number, values))
+    return tuple(_number(value, most) for value in values)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
+def _number(value: Any, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
+        raise ValueError(f"{value!r} is not a number up to {most:g}")
     return float(value)

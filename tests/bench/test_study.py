@@ -18,6 +18,7 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import Run, Study, last_run, option
 
 STUDIES = (
+    "auto_split",
     "infinigen_relations.__main__",
     "interpolation",
     "kvpress.__main__",

@@ -14,11 +14,15 @@ from benchmarks.harness import lines
 from benchmarks.harness.text_table import markdown
 from benchmarks.ttft import comparison, plot
 from benchmarks.ttft.bounds import Compute, read_compute
+from partitioner.auto.balance import Balance
+from partitioner.auto.kept import Kept, read_kept, write_kept
 from partitioner.calibration import read_measured
+from partitioner.cost.link import Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.pictures.search_record import SearchRecord, record_path
 from partitioner.searches.points import Points
 from partitioner.show import table_text
+from partitioner.simulation.cluster import Cluster
 from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import LookupTable, TableWarning
 from tests.bench.made_lines import line as bench_line
@@ -68,6 +72,22 @@ RECORD = {
     ],
 }
 PURPOSE = "a purpose"
+KEPT: dict[str, Any] = {
+    "format": "runahead learned split",
+    "version": 1,
+    "purpose": PURPOSE,
+    "cost": {
+        "num_layers": 4,
+        "first_s": [1e-4, 1e-6],
+        "between_s": [1e-4, 1e-5],
+        "own_s": [0.0, 0.0, 1e-8],
+        "prefix_s": [0.0, 0.0, 0.0, 2e-8],
+        "last_s": [1e-4, 1e-6],
+    },
+    "link": LINK,
+    "start": [0.0, 0.1],
+    "prompts": [{"tokens": 512, "slowness": [-0.1, None], "surprise": [0.0, 0.2]}],
+}
 COMPUTE = {"cost": json.dumps(MEASURED), "kv_bytes": 4096, "purpose": PURPOSE}
 POINT: dict[str, Any] = {"purpose": {"for": "a test"}, "boundaries": [0, 256, 512], "cost_s": 1.5}
 BENCH_LINES = [bench_line("single", 1024, [1.0, 1.1]), bench_line("kvr_e", 1024, [0.6, 0.7])]
@@ -203,6 +223,24 @@ def check_evaluation_lines(content: bytes, folder: Path) -> Outcome:
     return judged(lambda: summary.read(path), use, names=[str(path)], folder=folder)
 
 
+def check_kept(content: bytes, folder: Path) -> Outcome:
+    path = folder / "kept.json"
+    path.write_bytes(content)
+
+    def use(found: Kept | None) -> None:
+        assert found is not None
+        cluster = Cluster(compute=found.cost, speed=[1.0, 1.0], links=Links(2, found.link), kv_bytes_per_token=1024.0)
+        balance = Balance(cluster, found.slowness)
+        for length in LENGTHS:
+            if found.cost.num_layers <= 100:
+                partition = balance.split(length).check(length, 2)
+                balance.learn(partition, [1.0, 2.0], [0.0, 0.5])
+        write_kept(path, PURPOSE, Kept.of(found.cost, balance))
+        assert read_kept(path, PURPOSE, 2) is not None
+
+    return judged(lambda: read_kept(path, PURPOSE, 2), use, names=[str(path)], folder=folder)
+
+
 def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -239,6 +277,13 @@ TARGETS = (
         inputs=changed_json([COMPUTE]) | changed_bytes([as_json(COMPUTE)]),
         check=check_compute,
         share=4,
+    ),
+    Target(
+        name="learned splits",
+        reads="partitioner/auto/kept.py read_kept",
+        inputs=changed_json([KEPT]) | changed_bytes([as_json(KEPT)]),
+        check=check_kept,
+        share=5,
     ),
     Target(
         name="points of a search",
