@@ -52,7 +52,7 @@ class TablePartition:
         return result
 
 
-class AutomaticPartition:
+class AutoChoice:
     """partition=auto: even chunks until the model is loaded, then a table that fits, else a split that learns.
 
     Args:
@@ -74,15 +74,15 @@ class AutomaticPartition:
     def choose(self, model: Model, ranks: Ranks, run: RunOptions) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""
         fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
-        fitting = ranks.on_rank_0(
-            "the lookup tables",
-            lambda: [n for n, table in enumerate(self._tables) if _fits(table, fingerprint, ranks.size)],
+        why_not = ranks.on_rank_0(
+            "the tables", lambda: [_misfit(table, fingerprint, ranks.size) for table in self._tables]
         )
-        if fitting:
-            self.chosen = TablePartition(self._tables[fitting[0]])
-            return
-        if run.partition.table is not None:
-            say(f"partition=auto: {self._tables[0].source} is not for this model, device and number of ranks")
+        for table, misfit in zip(self._tables, why_not, strict=True):
+            if misfit is None:
+                self.chosen = TablePartition(table)
+                return
+            if run.partition.table is not None:
+                say(f"partition=auto: {table.source} is for {misfit}; the split is balanced instead")
         with Bar("timing layers for partition=auto", shown=ranks.rank == 0 and sys.stderr.isatty()) as bar:
 
             def tell(sentence: str) -> None:
@@ -100,15 +100,19 @@ class AutomaticPartition:
             )
 
 
-def _fits(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> bool:
-    return num_ranks in table.ranks() and not table.fingerprint.differences(fingerprint)
+def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str | None:
+    """What a table is for in place of this model, device and number of ranks; None if it fits."""
+    found = table.fingerprint.differences(fingerprint)
+    if num_ranks not in table.ranks():
+        found.append(f"{', '.join(map(str, table.ranks()))} ranks, not {num_ranks}")
+    return "; ".join(found) or None
 
 
 def _auto(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     if path is not None:
-        return AutomaticPartition([ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path))])
-    return AutomaticPartition(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.size > 1 else [])
+        return AutoChoice([ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path))])
+    return AutoChoice(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.size > 1 else [])
 
 
 def _users_tables() -> list[LookupTable]:
@@ -156,7 +160,7 @@ def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunO
     Raises:
         ValueError, SharedError: as `check_table`.
     """
-    if isinstance(partition, AutomaticPartition) and ranks.size > 1:
+    if isinstance(partition, AutoChoice) and ranks.size > 1:
         partition.choose(model, ranks, run)
     check_table(partition, model, ranks, run)
 
@@ -180,7 +184,7 @@ def kvr_name(run: RunOptions, partition: context.Partitioner, boundaries: Sequen
     """The paper's name for the partition of a prompt: KVR-E, KVR-S or KVR-P; None if it has none."""
     if not run.prefill.takes_partition:
         return None
-    if isinstance(partition, AutomaticPartition):
+    if isinstance(partition, AutoChoice):
         partition = partition.chosen
     if isinstance(partition, TablePartition):
         return partition.table.kvr_name(boundaries[-1], len(boundaries) - 1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
-from launch.inputs.partitions import AutomaticPartition, TablePartition, kvr_name, partitioner, settle
+from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, settle
 from partitioner.auto.balance import Balance
 from partitioner.auto.kept import Kept, kept_path, read_kept, write_kept
 from partitioner.auto.partition import AutoPartition
@@ -169,7 +169,7 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         damage(lambda kept: kept["cost"].update(own_s=[-1, 0, 0])),
         damage(lambda kept: kept["cost"].update(num_layers=True)),
         damage(lambda kept: kept.update(link=None)),
-        damage(lambda kept: kept["link"].update(bandwidth_Bps=0)),
+        damage(lambda kept: kept["link"].update(bandwidth_Bps="fast")),
         damage(lambda kept: kept["link"].update(latency_s="1")),
         damage(lambda kept: kept.update(start=[0.0])),
         damage(lambda kept: kept.update(start=[0.0, float("nan")])),
@@ -228,7 +228,7 @@ def choice(ranks: Ranks, table: Path | None) -> tuple[str, str | None, list[int]
     options = PartitionOptions(table=None if table is None else str(table))
     run = RunOptions(partition=options)
     partition = partitioner(options, ranks)
-    assert isinstance(partition, AutomaticPartition) and isinstance(partition, LearningPartitioner)
+    assert isinstance(partition, AutoChoice) and isinstance(partition, LearningPartitioner)
     assert partition(10, 2) == even(10, 2), "before the model is known"
     settle(partition, tiny_model("llama", torch.float32), ranks, run)
     boundaries = partition(100, ranks.size).boundaries
@@ -260,7 +260,7 @@ def choice_from_the_folder(ranks: Ranks, folder: Path) -> str:
     os.environ["RUNAHEAD_CACHE"] = str(folder)
     partition = partitioner(PartitionOptions(), ranks)
     settle(partition, tiny_model("llama", torch.float32), ranks, RunOptions())
-    assert isinstance(partition, AutomaticPartition)
+    assert isinstance(partition, AutoChoice)
     return type(partition.chosen).__name__
 
 

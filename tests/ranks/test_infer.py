@@ -214,6 +214,26 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
     assert pids == {0, 1}
 
 
+def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+    texts = [TEXT, TEXT[:100], TEXT, "ice"]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps(text) for text in texts))
+    answers = []
+    for start in range(2):
+        path = tmp_path / f"{start}.json"
+        done = torchrun(*options(model, f"prompt.file={tmp_path / 'texts.jsonl'}", f"report={path}"), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        [kept] = (tmp_path / "cache" / "splits").iterdir()
+        told = [line for line in done.stderr.splitlines() if "partition=auto" in line]
+        assert told == ([] if start else [f"partition=auto: timed a few layers for the first split; kept in {kept}"])
+        prompts = json.loads(path.read_text(encoding="utf-8"))["prompts"]
+        assert {prompt["partition"]["name"] for prompt in prompts} == {"auto"}
+        assert all(sum(rank["chunk_tokens"] for rank in each["ranks"]) == each["prompt_tokens"] for each in prompts)
+        assert json.loads(kept.read_text())["prompts"], "what the prompts told"
+        answers.append(done.stdout)
+    assert answers[0] == answers[1]
+
+
 def test_a_mistake_under_torchrun_is_told_by_one_rank(model, tmp_path):
     done = torchrun(*options(model, f"prompt.file={tmp_path}"))
     assert done.returncode != 0
