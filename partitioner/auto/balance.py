@@ -21,9 +21,9 @@ MOST_EVALUATIONS = 64
 """Most simulations of a search, since a prompt waits for it."""
 LEAST_SHARE = 1 / 32
 """Least chunk of a rank, as a share of an even chunk."""
-WAITS_MATTER = 0.1
-"""Share of TTFT by which waits differ from the simulated ones before the link's bandwidth is corrected: layers that do
-not take equally long make ranks wait a little on any link."""
+WAITS_MATTER = 0.05
+"""Share of TTFT by which waits, mean over ranks, differ from the simulated ones before the link's bandwidth is
+corrected: layers that do not take equally long make ranks wait a little on any link."""
 MOST_DOUBLINGS, BISECTIONS = 12, 8
 """Most doublings by which one prompt corrects the bandwidth, up or down, and steps in which they are bisected."""
 
@@ -63,17 +63,21 @@ class Balance:
         Args:
             compute_s, wait_s: measured seconds by rank.
         """
-        num_tokens = partition.num_tokens
         expected_s = simulate(partition, replace(self.cluster, speed=[1.0] * self.cluster.num_ranks)).compute_s
-        common = self.slowness.learn(num_tokens, expected_s, compute_s)
-        self._correct_link(partition, sum(wait_s) / common)
+        self.slowness.learn(partition.num_tokens, expected_s, compute_s)
+        # With the speeds of this prompt, so that waits for a slow rank are not taken for those of a slow link.
+        speed = [
+            expected / measured if expected > 0 and measured > 0 else 1.0
+            for expected, measured in zip(expected_s, compute_s, strict=True)
+        ]
+        self._correct_link(partition, replace(self.cluster, speed=speed), sum(wait_s))
 
-    def _correct_link(self, partition: ContextPartition, waited_s: float) -> None:
+    def _correct_link(self, partition: ContextPartition, cluster: Cluster, waited_s: float) -> None:
         """Choose the bandwidth at which the simulated waits are as measured, if at the present one they are not.
 
         Waits become shorter with bandwidth, so it is bisected.
         """
-        links, cluster = self.cluster.links, self._cluster_at(partition.num_tokens)
+        links = cluster.links
         if links is None:
             return
 
@@ -84,7 +88,7 @@ class Balance:
         def simulated_s(times: float) -> float:
             return sum(simulate(partition, replace(cluster, links=doubled(times))).wait_s)
 
-        limit_s = WAITS_MATTER * simulate(partition, cluster).ttft_s
+        limit_s = WAITS_MATTER * cluster.num_ranks * simulate(partition, cluster).ttft_s
         present_s = abs(simulated_s(0.0) - waited_s)
         if present_s <= limit_s:
             return

@@ -18,7 +18,7 @@ CLOSE = 0.1
 """Largest difference from the median of what counts for the mean: what differs more was disturbed."""
 CHANGE = 0.03
 """Least log change of a rank's slowness that counts as a change of the machine if two prompts in a row show it."""
-NOISE_FACTOR = 2.0
+NOISE_FACTOR = 2.5
 """Such a change also exceeds this many times the median surprise so far."""
 
 
@@ -62,15 +62,12 @@ class Slowness:
             found.append(_typical(told) if told else start)
         return found
 
-    def learn(self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]) -> float:
+    def learn(self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]) -> None:
         """Take in one prompt.
 
         Args:
             expected_s: seconds of compute by rank that the cost says, without slowness; 0 for a rank without tokens.
             measured_s: what they were.
-
-        Returns:
-            By which factor the prompt took longer on all ranks alike than expected with slowness.
         """
         known = self.at(num_tokens)
         ratios = [
@@ -78,16 +75,14 @@ class Slowness:
             for expected, measured in zip(expected_s, measured_s, strict=True)
         ]
         present = [ratio - log for ratio, log in zip(ratios, known, strict=True) if ratio is not None]
-        if not present:
-            return 1.0
+        if len(present) < 2:  # one rank alone cannot be slower than the others
+            return
         common = fmean(present)
-        if len(present) > 1:  # one rank alone cannot be slower than the others
-            told = tuple(None if ratio is None else ratio - common for ratio in ratios)
-            surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
-            self.prompts = [*self.prompts, Seen(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
-            if self._has_changed():
-                self.prompts = self.prompts[-2:]
-        return math.exp(common)
+        told = tuple(None if ratio is None else ratio - common for ratio in ratios)
+        surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
+        self.prompts = [*self.prompts, Seen(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
+        if self._has_changed():
+            self.prompts = self.prompts[-2:]
 
     def _about(self, num_tokens: int) -> list[Seen]:
         """The newest prompts of about this length, else of about the nearest one."""
@@ -103,7 +98,7 @@ class Slowness:
         if len(self.prompts) < 3:
             return False
         *before, first, second = self.prompts
-        usual = median(max(map(abs, seen.surprise)) for seen in before)
+        usual = median(abs(each) for seen in before for each in seen.surprise)
         limit = max(CHANGE, NOISE_FACTOR * usual)
         pairs = zip(first.surprise, second.surprise, strict=True)
         return any(min(a, b) > limit or max(a, b) < -limit for a, b in pairs)
