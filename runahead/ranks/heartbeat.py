@@ -60,6 +60,7 @@ class Heartbeat:
         self._worked_s = 0.0
         self._progress, self._published = 0, -1
         self._beat, self._work = 0, 0
+        self._lock = threading.Lock()  # for these three, since two threads may wait at once
         self._busy, self._masked, self._waiting = 0, 0, 0
         self.seen, self.seen_work = [-1] * size, [-1] * size
         self.failure: str | None = None
@@ -93,11 +94,13 @@ class Heartbeat:
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Context manager in which this rank counts as working."""
-        self._busy += 1
+        with self._lock:
+            self._busy += 1
         try:
             yield
         finally:
-            self._busy -= 1
+            with self._lock:
+                self._busy -= 1
             self.progress()
 
     @contextmanager
@@ -106,13 +109,15 @@ class Heartbeat:
 
         It does not count as working, except in a `busy` inside.
         """
-        before, self._masked = self._masked, self._busy
-        self._waiting += 1
+        with self._lock:
+            before, self._masked = self._masked, self._busy
+            self._waiting += 1
         try:
             yield
         finally:
-            self._waiting -= 1
-            self._masked = before
+            with self._lock:
+                self._waiting -= 1
+                self._masked = before
             self.progress()
 
     def announce_failure(self, message: str) -> None:

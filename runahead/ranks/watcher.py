@@ -28,7 +28,7 @@ GRACE_S = 3.0
 
 
 class Wait:
-    """One wait of the main thread for other ranks.
+    """One wait of a thread for other ranks.
 
     Attributes:
         what: what is waited for, for messages.
@@ -111,7 +111,8 @@ class Watcher:
     def __init__(self, heartbeat: Heartbeat, rank: int, timeout_s: float) -> None:
         self.when_stuck: Callable[[PeerFailure], object] | None = None
         self._heartbeat, self._rank, self._timeout_s = heartbeat, rank, timeout_s
-        self._wait: Wait | None = None
+        self._lock = threading.Lock()
+        self._waits: list[Wait] = []  # under way, the oldest first
         self.last_failed: Wait | None = None
         self._engaged = 0
         self.is_told = False
@@ -123,31 +124,38 @@ class Watcher:
 
     @property
     def current(self) -> Wait | None:
-        """The wait that is under way, else the last one that failed."""
-        return self._wait or self.last_failed
+        """The wait that is under way, the innermost of several, else the last one that failed."""
+        return next(reversed(self._waits), self.last_failed)
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
         """Context manager in which this rank depends on the others and must end if they do."""
-        self._engaged += 1
+        with self._lock:
+            self._engaged += 1
         try:
             yield
         finally:
-            self._engaged -= 1
+            with self._lock:
+                self._engaged -= 1
 
     @contextmanager
     def waiting(self, what: str, peers: Iterable[int], detail: Callable[[], str] | None = None) -> Iterator[Wait]:
-        """Context manager in which the main thread waits for other ranks. Waits are not nested."""
+        """Context manager in which this thread waits for other ranks.
+
+        Two threads may wait at once: the main thread for a call that it gave to another one, and that one for a peer.
+        """
         wait = Wait(what, self._rank, peers, detail, self._timeout_s)
         with self.engaged(), self._heartbeat.waiting():
-            self._wait = wait
+            with self._lock:
+                self._waits.append(wait)
             try:
                 yield wait
             except BaseException:
                 self.last_failed = wait
                 raise
             finally:
-                self._wait = None
+                with self._lock:
+                    self._waits.remove(wait)
 
     def failure(self, wait: Wait | None = None) -> PeerFailure | None:
         """The error with which this rank has to end, if it has to. The caller sets `is_told` and raises it."""
@@ -167,12 +175,16 @@ class Watcher:
     def _looked_at(self, elapsed_s: float) -> str | None:
         """Look at the heartbeats, and say why this rank has to end, if the main thread does not know yet.
 
-        No reference to the wait outlives this call: its `detail` refers to a transfer, whose KV would not be freed.
+        No reference to a wait outlives this call: its `detail` refers to a transfer, whose KV would not be freed.
         """
-        wait = self._wait
-        if wait is not None and wait.verdict is None:
-            wait.look(self._heartbeat, elapsed_s)
-        return self._reason(wait) if self._engaged and not self.is_told else None
+        with self._lock:
+            waits = list(self._waits)
+        for wait in waits:
+            if wait.verdict is None:
+                wait.look(self._heartbeat, elapsed_s)
+        if self.is_told or not self._engaged:
+            return None
+        return next((reason for wait in reversed(waits) if (reason := self._reason(wait))), self._reason(None))
 
     def _run(self) -> None:
         last, in_vain_s = time.monotonic(), 0.0
