@@ -186,7 +186,8 @@ def _exchange_s(ranks: Ranks, num_bytes: int, rounds: int) -> float:
     """Seconds of a message of `num_bytes` in one direction: the median of half round trips."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device if ranks.backend == "nccl" else "cpu")
     seconds = []
-    groups = ranks.nccl_links([(0, 1), (1, 0)]) if ranks.backend == "nccl" else {}
+    links = ranks.nccl_links([(0, 1), (1, 0)]) if ranks.backend == "nccl" else {}
+    groups = {link: communicator.group for link, communicator in links.items()}
     for _ in range(rounds + WARMUPS):
         ranks.barrier("a ping")
         if ranks.rank > 1:

@@ -20,6 +20,7 @@ from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.cache.kept import KeptLayer
 from runahead.cache.slabs import KVSlab
+from runahead.ranks.accelerator import Event
 
 
 @dataclass(kw_only=True)
@@ -73,7 +74,7 @@ class HostLayer(KeptLayer):
 
         return fetched
 
-    def fetch(self, rows_X: Tensor | None) -> tuple[Tensor, torch.cuda.Event]:
+    def fetch(self, rows_X: Tensor | None) -> tuple[Tensor, Event]:
         """Start the copy of `gather`. Returns the slots (m + 1, B, K, X), and the mark to wait for before reading."""
         _, batch, heads, width = self.slab_TBKX.shape
         num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * heads)

@@ -39,10 +39,17 @@ class KVTransfer(ABC):
         cache: sends read from it, and receives write to it in place.
         depth: most layers in flight. The slot of a layer is used again `depth` layers later, once its keys and values
             were attended to and have been sent.
+        record: log when each message was sent, for a timeline.
     """
 
-    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
+    joins_prefix = False
+    """Whether a chain's prefix is passed on as one message; see `TransferSchedule`."""
+
+    def __init__(
+        self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int, *, record: bool = False
+    ) -> None:
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
+        self.record = record
         self.log = TransferLog()
         ranks.records.begin()
 

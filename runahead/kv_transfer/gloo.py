@@ -21,6 +21,7 @@ from torch import Tensor
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.ranks.accelerator import Accelerator, Event
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
 from runahead.timeline.clock import Clock
@@ -29,11 +30,13 @@ from runahead.timeline.clock import Clock
 class GlooTransfer(KVTransfer):
     """`KVTransfer` over Gloo, between CPUs or staged through host memory."""
 
-    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
-        super().__init__(schedule, cache, ranks, clock, depth)
+    def __init__(
+        self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int, *, record: bool = False
+    ) -> None:
+        super().__init__(schedule, cache, ranks, clock, depth, record=record)
         layers = range(cache.num_layers)
-        staged = cache.device.type == "cuda" and len(schedule.chain) > 1
-        self._staging = _Staging(cache, depth) if staged else None
+        gpu = ranks.accelerator if len(schedule.chain) > 1 else None
+        self._staging = None if gpu is None else _Staging(cache, depth, gpu)
         self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
         self._arrived = [threading.Event() for _ in layers]
         self._chunk_arrived = {
@@ -134,8 +137,8 @@ class GlooTransfer(KVTransfer):
 
     def _guard(self, body: Callable[[], None]) -> None:
         try:
-            if self.cache.device.type == "cuda":
-                torch.cuda.set_device(self.cache.device)  # each thread has a current device of its own
+            if self.ranks.accelerator is not None:
+                self.ranks.accelerator.enter_thread()
             body()
         except Exception as error:
             self._error = self._error or error
@@ -223,7 +226,7 @@ def _naming(way: str, message: Message) -> Iterator[None]:
 class _Staging:
     """Pinned host copies of the GPU's slots, since Gloo reads and writes host memory only."""
 
-    def __init__(self, cache: KVCache, depth: int) -> None:
+    def __init__(self, cache: KVCache, depth: int, accelerator: Accelerator) -> None:
         self.host = KVCache(
             cache.shapes,
             batch=cache.batch,
@@ -232,9 +235,9 @@ class _Staging:
             device=torch.device("cpu"),
             pin_memory=True,
         )
-        self._stream = torch.cuda.Stream(cache.device)
-        self._uploads: dict[int, torch.cuda.Event] = {}
-        self._attended: dict[int, torch.cuda.Event] = {}
+        self._accelerator, self._stream = accelerator, accelerator.stream("copies from the host")
+        self._uploads: dict[int, Event] = {}
+        self._attended: dict[int, Event] = {}
         self._depth = depth
 
     def take_down(self, cache: KVCache, message: Message) -> None:
@@ -244,7 +247,7 @@ class _Staging:
 
     def bring_up(self, cache: KVCache, message: Message) -> None:
         """Queue the copy of a message to the GPU, after the attention that last used the slot."""
-        with torch.cuda.stream(self._stream):
+        with self._accelerator.on(self._stream):
             if (before := self._attended.pop(message.layer - self._depth, None)) is not None:
                 self._stream.wait_event(before)
             part = self.host.layer(message.layer).tokens(message.start, message.end)
@@ -254,11 +257,11 @@ class _Staging:
     def await_upload(self, layer: int) -> None:
         """Make the current stream wait for the copies of a layer to the GPU."""
         if layer in self._uploads:
-            torch.cuda.current_stream().wait_event(self._uploads[layer])
+            self._accelerator.current_stream().wait_event(self._uploads[layer])
 
     def attended(self, layer: int) -> None:
         """Note that the layer's attention is queued on the current stream."""
-        self._attended[layer] = torch.cuda.current_stream().record_event()
+        self._attended[layer] = self._accelerator.mark()
 
     def await_reuse(self, layer: int) -> None:
         """Wait on the host until the host slot of a layer has been copied to the GPU."""
@@ -267,4 +270,4 @@ class _Staging:
 
     def settle(self) -> None:
         """Make the current stream wait for all copies, so that the slots may be freed."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        self._accelerator.current_stream().wait_stream(self._stream)

@@ -1,126 +1,125 @@
 """KV transfer over NCCL: all operations are queued on streams, and the host never waits for a message.
 
-Every directed link has a process group, and so a stream, of its own. NCCL matches the messages of a link in the order
-of issue, which is the schedule's order on both sides: the sender's own chunk first, then the chunks that it passes on.
+Every directed link has a communicator, and so a stream, of its own. NCCL matches the messages of a link in the order of
+issue, which is the schedule's order on both sides: the sender's own chunk first, then the prefix that it passes on.
 """
 
 from __future__ import annotations
 
 import time
 
-import torch
-import torch.distributed as dist
-
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.ranks.accelerator import Event, Work
 from runahead.ranks.ranks import Ranks
+from runahead.ranks.transfer_records import TransferRecords
 from runahead.timeline.clock import Clock
 
 
 class NcclTransfer(KVTransfer):
     """`KVTransfer` over NCCL, between GPUs."""
 
-    def __init__(self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
-        super().__init__(schedule, cache, ranks, clock, depth)
-        self._groups = ranks.nccl_links(())  # all ranks made this prompt's links before the prefill
-        self._receives: dict[int, list[tuple[Message, dist.Work]]] = {}
-        self._sends: dict[int, list[dist.Work]] = {}
-        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: the end of its attention
-        self._forwarding = torch.cuda.Stream(cache.device)
-        self._posting = torch.cuda.Stream(cache.device)
-        self._watching = torch.cuda.Stream(cache.device)
-        self._arriving: dict[int, torch.cuda.Stream] = {}  # by peer: waits for its messages, for the records
+    joins_prefix = True
+
+    def __init__(
+        self, schedule: Schedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int, *, record: bool = False
+    ) -> None:
+        super().__init__(schedule, cache, ranks, clock, depth, record=record)
+        assert ranks.accelerator is not None, ranks.device
+        self._gpu = ranks.accelerator
+        links = schedule.links()
+        self._links = ranks.nccl_links(links) if links else {}  # all ranks made them before the prefill
+        self._receives: dict[int, dict[Message, Work]] = {}
+        self._sends: dict[int, list[Work]] = {}
+        self._ended: dict[int, Event] = {}  # per layer in flight: the end of its attention
         for layer in range(min(depth, cache.num_layers)):
             self._post_receives(layer)
 
     def open(self, layer: int) -> None:
         before = layer - self.depth
-        begin = self.clock.mark()
-        for work in self._sends.pop(before, []):
-            work.wait()  # makes the compute stream wait before it writes the slot again
-        self.log.waits.append((layer, begin, self.clock.mark()))
+        if sends := self._sends.pop(before, []):
+            self._wait(layer, sends)  # before the slot is written again
         if (ended := self._ended.pop(before, None)) is not None:
             # Keeps the host at most `depth` layers ahead of the device: a full launch queue would block it, unwatched.
             self._watch(ended, f"layer {before}")
 
     def send(self, layer: int) -> None:
         works = [self._isend(message) for message in self.schedule.sends(layer)]
-        with torch.cuda.stream(self._forwarding):
-            for message, work in self._receives.get(layer, []):
-                onward = self.schedule.forwards(layer, message.chunk)
-                if onward:
-                    work.wait()
-                    works += [self._isend(each) for each in onward]
+        with self._gpu.on(self._gpu.stream("passing on")):
+            for received, onward in self.schedule.onward(layer):
+                for message in received:
+                    self._receives[layer][message].wait()
+                works += [self._isend(message) for message in onward]
         self._sends[layer] = works
 
     def await_prefix(self, layer: int) -> None:
-        self.await_messages(layer, [message for message, _ in self._receives.get(layer, [])])
+        self.await_messages(layer, list(self._receives.get(layer, [])))
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
-        begin = self.clock.mark()
-        for message, work in self._receives.get(layer, []):
-            if message in messages:
-                work.wait()
-        self.log.waits.append((layer, begin, self.clock.mark()))
+        if messages:
+            self._wait(layer, [self._receives[layer][message] for message in messages])
 
     def close(self, layer: int) -> None:
-        self._ended[layer] = torch.cuda.current_stream(self.cache.device).record_event()
+        self._ended[layer] = self._gpu.mark()
         if layer + self.depth < self.cache.num_layers:
-            self._posting.wait_stream(torch.cuda.current_stream(self.cache.device))
-            with torch.cuda.stream(self._posting):
+            posting = self._gpu.stream("posting receives")
+            posting.wait_stream(self._gpu.current_stream())
+            with self._gpu.on(posting):
                 for work in self._sends.get(layer, []):
                     work.wait()
                 self._post_receives(layer + self.depth)
         self._receives.pop(layer, None)
 
     def finish(self) -> None:
-        unread = [work for receives in self._receives.values() for _, work in receives]
+        unread = [work for receives in self._receives.values() for work in receives.values()]
         for work in [*unread, *(work for works in self._sends.values() for work in works)]:
             work.wait()  # also for messages that nobody reads, since their slots are freed after this
-        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the KV in flight")
+        self._watch(self._gpu.mark(), "the KV in flight")
+        self.ranks.records.ask_device()
 
-    def _watch(self, event: torch.cuda.Event, what: str) -> None:
+    def _wait(self, layer: int, works: list[Work]) -> None:
+        """Let compute wait for messages."""
+        begin = self.clock.mark()
+        for work in works:
+            work.wait()
+        self.log.waits.append((layer, begin, self.clock.mark()))
+
+    def _watch(self, event: Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
-        outstanding = self.ranks.records.oldest_outstanding
-        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, peers, outstanding)
+        records = self.ranks.records
+        self.ranks.wait_until(
+            lambda block_s: has_happened(event, block_s, records), what, peers, records.oldest_outstanding
+        )
 
     def _post_receives(self, layer: int) -> None:
-        self._receives[layer] = []
+        self._receives[layer] = {}
         for message in self.schedule.receives(layer):
             part = self.part(message)
-            group = self._groups[message.peer, self.ranks.rank]
-            work = dist.irecv(part, message.peer, group)
-            assert work is not None
-            self._receives[layer].append((message, work))
-            record = self.note("receive", message)
-            if message.peer not in self._arriving:
-                self._arriving[message.peer] = torch.cuda.Stream(self.cache.device)
-            stream = self._arriving[message.peer]
-            with torch.cuda.stream(stream):
-                work.wait()
-                record.has_happened = stream.record_event().query
+            work = self._links[message.peer, self.ranks.rank].irecv(part, message.peer)
+            self._receives[layer][message] = work
+            self.note("receive", message).has_happened = work.is_completed
             self.log.received_bytes += part.nbytes
 
-    def _isend(self, message: Message) -> dist.Work:
-        part = self.part(message)
-        begin, record = self.clock.mark(), self.note("send", message)
-        work = dist.isend(part, message.peer, self._groups[self.ranks.rank, message.peer])
-        assert work is not None
-        with torch.cuda.stream(self._watching):
-            work.wait()
-            detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
-            self.log.sends.append((message.layer, begin, self.clock.mark(), detail))
-            record.has_happened = self._watching.record_event().query
+    def _isend(self, message: Message) -> Work:
+        part, begin = self.part(message), self.clock.mark() if self.record else None
+        work = self._links[self.ranks.rank, message.peer].isend(part, message.peer)
+        self.note("send", message).has_happened = work.is_completed
         self.log.sent_bytes += part.nbytes
+        if self.record:
+            with self._gpu.on(self._gpu.stream("timeline")):
+                work.wait()
+                detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
+                self.log.sends.append((message.layer, begin, self.clock.mark(), detail))
         return work
 
 
-def queried(event: torch.cuda.Event, block_s: float) -> bool:
-    """Whether the event has happened, now or within `block_s` seconds."""
+def has_happened(event: Event, block_s: float, records: TransferRecords) -> bool:
+    """Whether the event has happened, now or within `block_s` seconds; if not, update the records."""
     deadline = time.perf_counter() + block_s
     while not event.query():
         if time.perf_counter() >= deadline:
+            records.ask_device()
             return False
         time.sleep(1e-4)
     return True

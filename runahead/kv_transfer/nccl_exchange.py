@@ -1,19 +1,17 @@
-"""Exchange of keys and values over NCCL: each batch of messages is one operation in a process group of all ranks.
+"""Exchange of keys and values over NCCL: each batch of messages is one operation of a communicator of all ranks.
 
-The messages of a batch are launched together, in place and of any length, on the process group's own stream, in the
+The messages of a batch are launched together, in place and of any length, on the communicator's own stream, in the
 order of issue. So the steps of a ring follow each other there while the compute stream attends to earlier steps.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
-from runahead.kv_transfer.nccl import queried
+from runahead.kv_transfer.nccl import has_happened
 from runahead.kv_transfer.schedule import Message
+from runahead.ranks.accelerator import Event, Work
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import Clock
 
@@ -23,12 +21,22 @@ class NcclExchange(KVTransfer):
 
     schedule: ExchangeSchedule
 
-    def __init__(self, schedule: ExchangeSchedule, cache: KVCache, ranks: Ranks, clock: Clock, depth: int) -> None:
-        super().__init__(schedule, cache, ranks, clock, depth)
-        self._group = ranks.nccl_group() if len(schedule.chain) > 1 else None
-        self._works: dict[int, list[tuple[list[Message], list[dist.Work]]]] = {}
-        self._ended: dict[int, torch.cuda.Event] = {}  # per layer in flight: the end of its attention
-        self._watching = torch.cuda.Stream(cache.device)
+    def __init__(
+        self,
+        schedule: ExchangeSchedule,
+        cache: KVCache,
+        ranks: Ranks,
+        clock: Clock,
+        depth: int,
+        *,
+        record: bool = False,
+    ) -> None:
+        super().__init__(schedule, cache, ranks, clock, depth, record=record)
+        assert ranks.accelerator is not None, ranks.device
+        self._gpu = ranks.accelerator
+        self._between_all = ranks.nccl_between_all() if len(schedule.chain) > 1 else None
+        self._works: dict[int, list[tuple[list[Message], list[Work]]]] = {}
+        self._ended: dict[int, Event] = {}  # per layer in flight: the end of its attention
 
     def open(self, layer: int) -> None:
         # `close` made the compute stream wait for the slot's last messages, so it may be written. The wait here only
@@ -39,23 +47,23 @@ class NcclExchange(KVTransfer):
     def send(self, layer: int) -> None:
         self._works[layer] = []
         for received, sent in self.schedule.batches(layer):
-            begin = self.clock.mark()
-            records = [self.note("receive", each) for each in received] + [self.note("send", each) for each in sent]
-            operations = [dist.P2POp(dist.irecv, self.part(each), each.peer, self._group) for each in received]
-            operations += [dist.P2POp(dist.isend, self.part(each), each.peer, self._group) for each in sent]
-            works = dist.batch_isend_irecv(operations) if operations else []
+            begin = self.clock.mark() if self.record else None
+            parts = [[(self.part(each), each.peer) for each in messages] for messages in (received, sent)]
+            works = [] if self._between_all is None else self._between_all.exchange(*parts)
             self._works[layer].append((received, works))
-            self.log.received_bytes += sum(self.part(each).nbytes for each in received)
-            self.log.sent_bytes += sum(self.part(each).nbytes for each in sent)
-            with torch.cuda.stream(self._watching):
-                for work in works:
-                    work.wait()
-                end = self.clock.mark()
-                for record in records:
-                    record.has_happened = self._watching.record_event().query
-            for each in sent:
-                detail = f"tokens {each.start}-{each.end} to rank {each.peer}"
-                self.log.sends.append((layer, begin, end, detail))
+            for way, messages in (("receive", received), ("send", sent)):
+                for each in messages:
+                    self.note(way, each).has_happened = works[-1].is_completed
+            self.log.received_bytes += sum(part.nbytes for part, _ in parts[0])
+            self.log.sent_bytes += sum(part.nbytes for part, _ in parts[1])
+            if self.record:
+                with self._gpu.on(self._gpu.stream("timeline")):
+                    for work in works:
+                        work.wait()
+                    end = self.clock.mark()
+                for each in sent:
+                    detail = f"tokens {each.start}-{each.end} to rank {each.peer}"
+                    self.log.sends.append((layer, begin, end, detail))
 
     def await_prefix(self, layer: int) -> None:
         self._await(layer, [work for _, works in self._works[layer] for work in works])
@@ -69,19 +77,22 @@ class NcclExchange(KVTransfer):
         for _, works in self._works.pop(layer):
             for work in works:
                 work.wait()
-        self._ended[layer] = torch.cuda.current_stream(self.cache.device).record_event()
+        self._ended[layer] = self._gpu.mark()
 
     def finish(self) -> None:
         for layer in list(self._works):
             self.close(layer)  # also for messages that nobody reads, since their slots are freed after this
-        self._watch(torch.cuda.current_stream(self.cache.device).record_event(), "the KV in flight")
+        self._watch(self._gpu.mark(), "the KV in flight")
+        self.ranks.records.ask_device()
 
-    def _await(self, layer: int, works: list[dist.Work]) -> None:
+    def _await(self, layer: int, works: list[Work]) -> None:
         begin = self.clock.mark()
         for work in works:
             work.wait()
         self.log.waits.append((layer, begin, self.clock.mark()))
 
-    def _watch(self, event: torch.cuda.Event, what: str) -> None:
-        outstanding = self.ranks.records.oldest_outstanding
-        self.ranks.wait_until(lambda block_s: queried(event, block_s), what, self.schedule.chain, outstanding)
+    def _watch(self, event: Event, what: str) -> None:
+        records, peers = self.ranks.records, self.schedule.chain
+        self.ranks.wait_until(
+            lambda block_s: has_happened(event, block_s, records), what, peers, records.oldest_outstanding
+        )

@@ -59,6 +59,11 @@ class Schedule(ABC):
     def forwards(self, layer: int, chunk: int) -> list[Message]:
         """Messages that pass on a chunk which arrived."""
 
+    def onward(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
+        """What is passed on, in order: (received messages that must have arrived, messages that are sent then)."""
+        steps = [([each], self.forwards(layer, each.chunk)) for each in self.receives(layer)]
+        return [(received, sent) for received, sent in steps if sent]
+
     @abstractmethod
     def links(self) -> list[tuple[int, int]]:
         """Directed links (from rank, to rank) that the ranks use, in the same order on every rank."""
@@ -73,6 +78,8 @@ class TransferSchedule(Schedule):
         first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
             decreases with the start, so a relay always holds what the next rank needs.
         by_layer: chunks per layer, if deeper layers compute fewer tokens; by default those of `partition`.
+        joined: pass the prefix on as one message once all of it is there, rather than chunk by chunk as it arrives.
+            A relaying rank then has four messages per layer, wherever it is in the chain.
     """
 
     def __init__(
@@ -82,14 +89,19 @@ class TransferSchedule(Schedule):
         transfer: Transfer,
         first_needed: Callable[[int, int], int],
         by_layer: Sequence[ContextPartition] | None = None,
+        *,
+        joined: bool = False,
     ) -> None:
         self.chain = partition.chain
         self.position = self.chain.index(rank)
-        self.transfer = transfer
+        self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
 
     def receives(self, layer: int) -> list[Message]:
         """Messages with the prefix, the nearest chunk first."""
+        if self._joined:
+            own = self._messages(layer, [(self.position - 1, self.position - 1, self.position)] * (self.position > 0))
+            return own + self._prefix(layer, self.position - 1, self.position, peer=self.position - 1)
         nearest_first = range(self.position - 1, -1, -1)
         return self._messages(layer, [(self._source(index), index, self.position) for index in nearest_first])
 
@@ -101,6 +113,12 @@ class TransferSchedule(Schedule):
         if self.transfer is Transfer.direct or self.is_last:
             return []
         return self._messages(layer, [(self.position + 1, chunk, self.position + 1)])
+
+    def onward(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
+        if not self._joined or self.is_last:
+            return super().onward(layer)
+        sent = self._prefix(layer, self.position, self.position + 1, peer=self.position + 1)
+        return [(self.receives(layer), sent)] if sent else []
 
     def links(self) -> list[tuple[int, int]]:
         return chain_links(self._partition, self.transfer)
@@ -118,16 +136,26 @@ class TransferSchedule(Schedule):
 
     def _messages(self, layer: int, routes: list[tuple[int, int, int]]) -> list[Message]:
         """Messages for (peer, index of the chunk, receiver), all as positions in the chain; empty ones are left out."""
-        messages = []
+        chunks = [(peer, index, self._chunk(layer, index), receiver) for peer, index, receiver in routes]
+        return [each for chunk in chunks for each in self._message(layer, *chunk)]
+
+    def _prefix(self, layer: int, sender: int, receiver: int, *, peer: int) -> list[Message]:
+        """The message with what `receiver` needs of the tokens before the chunk of `sender`, if there are any."""
+        if sender < 1:
+            return []
+        before = range(self._chunk(layer, sender).start)
+        return self._message(layer, peer, sender - 1, before, receiver)
+
+    def _message(self, layer: int, peer: int, index: int, tokens: range, receiver: int) -> list[Message]:
+        start = max(tokens.start, self._first_needed(layer, self._chunk(layer, receiver).start))
+        if start >= tokens.stop:
+            return []
+        tag = layer * len(self.chain) + index
+        return [Message(peer=self.chain[peer], layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
+
+    def _chunk(self, layer: int, index: int) -> range:
         partition = self._partition if self._by_layer is None else self._by_layer[layer]
-        for peer, index, receiver in routes:
-            chunk = partition.chunk(self.chain[index])
-            start = max(chunk.start, self._first_needed(layer, partition.chunk(self.chain[receiver]).start))
-            if start < chunk.stop:
-                tag = layer * len(self.chain) + index
-                at, end = self.chain[peer], chunk.stop
-                messages.append(Message(peer=at, layer=layer, chunk=index, start=start, end=end, tag=tag))
-        return messages
+        return partition.chunk(self.chain[index])
 
 
 def chain_links(partition: ContextPartition, transfer: Transfer) -> list[tuple[int, int]]:

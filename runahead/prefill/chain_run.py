@@ -61,7 +61,7 @@ class ChainRun:
             rotaries=rotaries,
         )
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
-        self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth)
+        self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
 
     def send(self, layer: int) -> None:
@@ -78,7 +78,8 @@ class ChainRun:
         """Release the slab of a layer for a later one, after its attention."""
         self.transfer.close(layer)
         self.job.ranks.progress()
-        self._layer_ends.append(self._clock.mark())
+        if self.job.record:
+            self._layer_ends.append(self._clock.mark())
 
     def compute(
         self,

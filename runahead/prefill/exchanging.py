@@ -47,7 +47,7 @@ class ExchangingPrefill(Prefill):
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
         if ranks.backend == "nccl" and ranks.size > 1:
-            ranks.nccl_group()
+            ranks.nccl_between_all()
 
     def run(self, job: PrefillJob) -> Prefilled:
         model, ranks, pads = job.model, job.ranks, job.batch.pads

@@ -59,7 +59,15 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers)
-    schedule = TransferSchedule(job.partition, rank, job.options.transfer, first_needed, by_layer if policies else None)
+    carrier = TRANSFERS[job.ranks.backend]
+    schedule = TransferSchedule(
+        job.partition,
+        rank,
+        job.options.transfer,
+        first_needed,
+        by_layer if policies else None,
+        joined=carrier.joins_prefix,
+    )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
     # Under policies the last rank has a ring, too, since each layer's kept tokens are copied to memory of their own.
@@ -67,7 +75,7 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
     kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
     run = ChainRun(
         job,
-        TRANSFERS[job.ranks.backend],
+        carrier,
         schedule,
         spans=[
             (first_needed(layer, own.start), job.capacity if decodes_from_slabs else own.stop)

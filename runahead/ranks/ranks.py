@@ -6,6 +6,8 @@ Control messages always go over Gloo, also where NCCL carries KV.
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,8 +17,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.config import RanksOptions
+from runahead.config import Backend, Device, RanksOptions
 from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.ranks.accelerator import Communicator, accelerator_for, link_ctas, prepare_environment
 from runahead.ranks.agreement import library_facts
 from runahead.ranks.control_messages import ControlMessages
 from runahead.ranks.devices import (
@@ -40,6 +43,9 @@ T = TypeVar("T")
 NEVER = timedelta(days=20)
 """Timeout of the process groups: never, since runahead/ranks/watcher.py decides when a peer will not come."""
 
+ABORT_S = 5.0
+"""Seconds that a rank spends at most on ending its NCCL operations after an error."""
+
 MEETING_S = 120.0
 """Least number of seconds to wait for all ranks at the rendezvous; processes of one job may start far apart."""
 
@@ -51,6 +57,7 @@ class Ranks(ControlMessages):
         rank, size: number of this rank, and of ranks.
         local_size: number of ranks on this host.
         device: where this rank computes.
+        accelerator: streams and communicators of its GPU; None on a CPU.
         backend: "gloo" or "nccl", which carries KV between ranks.
         timeout_s: seconds of silence after which a peer is given up.
         present: the processes of all ranks; empty for a single rank.
@@ -69,11 +76,12 @@ class Ranks(ControlMessages):
         store: dist.Store | None = None,
     ) -> None:
         super().__init__(rank, size, timeout_s)
-        self.device, self.backend = device, backend
+        self.device, self.backend, self.accelerator = device, backend, accelerator_for(device)
         self.local_size = size if local_size is None else local_size
         self.records = TransferRecords()
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._nccl_group: dist.ProcessGroup | None = None
+        self._links: dict[tuple[tuple[int, int], int], Communicator] = {}
+        """Communicators by link and number of CTAs."""
+        self._between_all: Communicator | None = None
         self._collective: Worker | None = None
         if size == 1:
             return
@@ -110,12 +118,16 @@ class Ranks(ControlMessages):
             store: for the rendezvous; by default made from the environment variables.
 
         Raises:
-            ValueError: ranks share a GPU, CUDA is asked for but not available, NCCL is asked for without CUDA, or the
-                ranks cannot meet.
+            ValueError: ranks share a GPU, CUDA is asked for but not available, NCCL is asked for without CUDA, an
+                environment variable would make them wait for each other for ever, or the ranks cannot meet.
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        may_use_nccl = options.backend is not Backend.gloo and options.device is not Device.cpu
+        if size > 1 and may_use_nccl and torch.backends.cuda.is_built():
+            for sentence in prepare_environment():
+                warnings.warn(sentence, stacklevel=2)
         device = choose_device(options.device, local_rank, local_size)
         backend = choose_backend(options.backend, device)
         torch.set_num_threads(options.threads or default_threads(local_size))
@@ -135,43 +147,46 @@ class Ranks(ControlMessages):
         """Gloo group that carries KV between CPUs, or between GPUs by way of host memory."""
         return self._kv_group
 
-    def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """NCCL groups by directed link (from rank, to rank). Missing ones are made, by all ranks in the same order.
+    def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Communicator]:
+        """NCCL communicators of directed links (from rank, to rank). All ranks call it with the same links.
 
-        Point-to-point operations of one NCCL group share one stream and are matched in the order of issue, so links
-        that must not wait for each other need groups of their own. New groups are warmed up with one message.
+        Operations of one communicator run one after the other, so links that must not wait for each other need
+        communicators of their own. New ones are warmed up with one message.
 
-        Returns:
-            All groups made so far, also of other links.
+        Raises:
+            ValueError: the links would take too much of a GPU.
         """
+        assert self.accelerator is not None, self.device
+        links, made = list(links), {}
+        num_ctas = link_ctas(links, self.accelerator.num_multiprocessors, self.accelerator.num_queues)
         for link in links:
-            if link not in self._links:
+            if (link, num_ctas) not in self._links:
                 with self._stuck_in(f"the NCCL link from rank {link[0]} to rank {link[1]}"):
-                    group = dist.new_group(list(link), backend="nccl", timeout=NEVER, device_id=self.device)
-                    self._links[link] = group
+                    communicator = self.accelerator.communicator(link, NEVER, num_ctas)
+                    self._links[link, num_ctas] = communicator
                     if self.rank in link:
                         token = torch.zeros(1, device=self.device)
-                        if self.rank == link[0]:
-                            dist.send(token, link[1], group=group)
-                        else:
-                            dist.recv(token, link[0], group=group)
-                        torch.cuda.synchronize(self.device)
-        return self._links
+                        sends, peer = self.rank == link[0], sum(link) - self.rank
+                        (communicator.isend if sends else communicator.irecv)(token, peer).wait()
+                        self.accelerator.synchronize()
+            made[link] = self._links[link, num_ctas]
+        return made
 
-    def nccl_group(self) -> dist.ProcessGroup:
-        """NCCL group of all ranks with all pairs connected, made on first use. Every rank calls this."""
-        if self._nccl_group is None:
+    def nccl_between_all(self) -> Communicator:
+        """NCCL communicator of all ranks with all pairs connected, made on first use. Every rank calls this."""
+        assert self.accelerator is not None, self.device
+        if self._between_all is None:
             with self._stuck_in("the NCCL connections between all ranks"):
-                group = dist.new_group(backend="nccl", timeout=NEVER, device_id=self.device)
+                communicator = self.accelerator.communicator(None, NEVER)
                 token = torch.zeros(self.size, device=self.device)
                 peers = [peer for peer in range(self.size) if peer != self.rank]
-                receives = [dist.P2POp(dist.irecv, token[peer : peer + 1], peer, group) for peer in peers]
-                sends = [dist.P2POp(dist.isend, token[self.rank : self.rank + 1], peer, group) for peer in peers]
-                for work in dist.batch_isend_irecv(receives + sends):
+                own = token[self.rank : self.rank + 1]
+                received, sent = [(token[peer : peer + 1], peer) for peer in peers], [(own, peer) for peer in peers]
+                for work in communicator.exchange(received, sent):
                     work.wait()
-                torch.cuda.synchronize(self.device)
-                self._nccl_group = group
-        return self._nccl_group
+                self.accelerator.synchronize()
+                self._between_all = communicator
+        return self._between_all
 
     @contextmanager
     def _stuck_in(self, what: str) -> Iterator[None]:
@@ -184,7 +199,7 @@ class Ranks(ControlMessages):
 
     def collective_group(self) -> dist.ProcessGroup:
         """Group of all ranks for collectives, which also carries KV. Every rank calls this."""
-        return self.nccl_group() if self.backend == "nccl" else self._kv_group
+        return self.nccl_between_all().group if self.backend == "nccl" else self._kv_group
 
     def collectively(self, what: str, call: Callable[[], T]) -> T:
         """Run a call that uses collectives of `collective_group`, in a thread of their own, and return its result.
@@ -202,19 +217,19 @@ class Ranks(ControlMessages):
             self._collective = Worker("collectives")
             if self._heartbeat is not None:
                 self._heartbeat.also_computes(self._collective.ident)
-            if self.device.type == "cuda":
-                self._collective.submit(lambda: torch.cuda.set_device(self.device))  # a thread does not inherit it
+            if self.accelerator is not None:
+                self._collective.submit(self.accelerator.enter_thread)
 
         def finished() -> T:
             result = call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            if self.accelerator is not None:
+                self.accelerator.synchronize()
             return result
 
         job = self._collective.submit(finished)
 
         def ready(block_s: float) -> bool:
-            with self.busy() if self.device.type == "cuda" else nullcontext():
+            with nullcontext() if self.accelerator is None else self.busy():
                 return job.done.wait(block_s)
 
         self.wait_until(ready, what, range(self.size))
@@ -242,3 +257,13 @@ class Ranks(ControlMessages):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
+        communicators = [*self._links.values(), *([self._between_all] if self._between_all is not None else [])]
+        jobs = [Worker("abort").submit(each.abort) for each in communicators]
+        deadline = time.monotonic() + ABORT_S
+        for job in jobs:
+            job.done.wait(max(0.0, deadline - time.monotonic()))

@@ -22,7 +22,9 @@ class TransferRecord:
         start, end: tokens of the padded prompt whose keys and values it holds.
         num_bytes: size of the message.
         posted_s, done_s: `time.monotonic` when it was posted and completed; `done_s` is None until then.
-        has_happened: on a GPU, asks the device whether the transfer is complete; the host does not wait for it.
+        has_happened: on a GPU, asks the device whether the transfer is complete; the host does not wait for it. Only
+            `TransferRecords.ask_device` calls it, in the thread that posts: a GPU in trouble may not answer, with locks
+            held, and the thread that has to say so must not ask.
         prefill: number of the prefill that it belongs to.
     """
 
@@ -39,8 +41,7 @@ class TransferRecord:
 
     @property
     def is_done(self) -> bool:
-        if self.done_s is None and self.has_happened is not None and self.has_happened():
-            self.done()
+        """Whether the message is known to have arrived or left."""
         return self.done_s is not None
 
     def done(self) -> None:
@@ -49,10 +50,9 @@ class TransferRecord:
 
     def as_json(self, now_s: float) -> dict[str, Any]:
         """The record for a fault report; times are seconds before `now_s` (`time.monotonic`)."""
-        is_done = self.is_done
         values = {name: getattr(self, name) for name in ("prefill", "direction", "layer", "peer", "start", "end")}
         values |= {"bytes": self.num_bytes, "posted_s_ago": round(now_s - self.posted_s, 3)}
-        done_s_ago = round(now_s - self.done_s, 3) if is_done and self.done_s is not None else None
+        done_s_ago = None if self.done_s is None else round(now_s - self.done_s, 3)
         return values | {"done_s_ago": done_s_ago}
 
 
@@ -72,6 +72,12 @@ class TransferRecords:
         record.prefill = self._prefill
         self._ring.append(record)
         return record
+
+    def ask_device(self) -> None:
+        """Note which transfers on a GPU are complete by now."""
+        for record in self.all():
+            if record.has_happened is not None and record.has_happened():
+                record.done()
 
     def all(self) -> list[TransferRecord]:
         """All records kept, oldest first."""

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from runahead.ranks.accelerator import Accelerator, Event, accelerator_for
+
 
 class Clock:
     """Clock for a CPU, where an operation has ended when its call returns: marks are seconds."""
@@ -23,26 +25,25 @@ class Clock:
 class CudaClock(Clock):
     """Clock for a GPU, where calls only queue work: marks are events on the current stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-        self._device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        accelerator.synchronize()
         self._origin = self.mark()
-        torch.cuda.synchronize(device)
+        accelerator.synchronize()
         self._origin_s = time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> Event:
+        return self._accelerator.mark(timed=True)
 
     def seconds(self, mark: object) -> float:
         if isinstance(mark, float):
             return mark
-        assert isinstance(mark, torch.cuda.Event)
+        assert isinstance(mark, Event)
         mark.synchronize()
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:
     """The clock for a device."""
-    return CudaClock(device) if device.type == "cuda" else Clock()
+    accelerator = accelerator_for(device)
+    return Clock() if accelerator is None else CudaClock(accelerator)

@@ -15,6 +15,7 @@ from runahead.cache import copy_stream, host_memory
 from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
+from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model
@@ -211,9 +212,10 @@ class Recorder:
     def wait_event(self, event: Recorder) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
 
-    def record(self, stream: Recorder) -> None:
-        self.name = f"mark {sum(entry.startswith('mark') for entry in self.log) + 1}"
-        self.log.append(f"{self.name} of {stream.name}")
+    def record_event(self) -> Recorder:
+        mark = Recorder(f"mark {sum(entry.startswith('mark') for entry in self.log) + 1}", self.log)
+        self.log.append(f"{mark.name} of {self.name}")
+        return mark
 
     def synchronize(self) -> None:
         self.log.append(f"host waits for {self.name}")
@@ -230,14 +232,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         log.append("back")
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Recorder("copies", log))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Recorder("mark", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorder("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     return log
 
 
 def test_copies_are_behind_what_was_computed_and_compute_waits_for_a_mark_alone(log: list[str]) -> None:
-    copies = CopyStream(GPU)
+    copies = CopyStream(Accelerator(GPU))
 
     class Read:
         def record_stream(self, stream: Recorder) -> None:
@@ -251,7 +252,7 @@ def test_copies_are_behind_what_was_computed_and_compute_waits_for_a_mark_alone(
 
 
 def test_few_layers_are_on_their_way_at_once(log: list[str]) -> None:
-    copies = CopyStream(GPU)
+    copies = CopyStream(Accelerator(GPU))
     for _ in range(MOVED_AT_ONCE):
         copies.pace()
     assert not any(entry.startswith("host waits") for entry in log)

@@ -51,9 +51,29 @@ def test_the_oldest_that_is_not_over_is_named() -> None:
 
 def test_a_device_is_asked_until_it_says_that_it_is_over() -> None:
     answers = iter([False, True])
-    on_device = record()
+    records = TransferRecords()
+    on_device = records.posted(record())
     on_device.has_happened = lambda: next(answers)
-    assert [on_device.is_done for _ in range(4)] == [False, True, True, True]
+    known = []
+    for _ in range(4):
+        records.ask_device()
+        known.append(on_device.is_done)
+    assert known == [False, True, True, True]
+
+
+def test_whoever_describes_transfers_does_not_ask_the_device() -> None:
+    """The watcher and the fault report do, and they must not wait for locks of a GPU in trouble."""
+    records = TransferRecords()
+    records.begin()
+    posted = records.posted(record())
+
+    def ask() -> bool:
+        raise AssertionError("asked the device")
+
+    posted.has_happened = ask
+    assert records.oldest_outstanding().startswith("outstanding: receive of layer 2")
+    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
+    assert posted.as_json(0.0)["done_s_ago"] is None
 
 
 def test_the_last_records_are_kept() -> None:

@@ -1,0 +1,199 @@
+"""The seam to CUDA and NCCL: streams, events and communicators of a GPU. Other modules use none of torch's own.
+
+So tests can put a virtual device in its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Stream: TypeAlias = torch.cuda.Stream
+Event: TypeAlias = torch.cuda.Event
+Work: TypeAlias = dist.Work
+
+RELAY_CTAS, DIRECT_CTAS = 4, 2
+"""CTAs of a link's kernels: with at most two links per rank, and with more. A kernel that waits for its peer keeps one
+multiprocessor busy per CTA; NCCL itself would take 16 or 32."""
+
+CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
+"""The variable for the number of a GPU's hardware queues, its default and its maximum."""
+
+OTHER_STREAMS = 4
+"""Streams of a rank besides those of its links: compute, posting of receives, passing on, timeline."""
+
+
+class Communicator:
+    """An NCCL communicator: its operations run in the order of issue, on a stream of its own.
+
+    An operation starts after all work that is queued on the current stream when it is issued. `Work.wait` lets the
+    current stream wait for its end, and the host wait for nothing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self._device = group, device
+
+    def isend(self, part: Tensor, peer: int) -> Work:
+        """Queue the sending of a contiguous tensor."""
+        return _queued(dist.isend(part, peer, self.group))
+
+    def irecv(self, part: Tensor, peer: int) -> Work:
+        """Queue the receipt of a contiguous tensor."""
+        return _queued(dist.irecv(part, peer, self.group))
+
+    def exchange(self, received: Sequence[tuple[Tensor, int]], sent: Sequence[tuple[Tensor, int]]) -> list[Work]:
+        """Queue (tensor, peer) that are received and sent, all in one operation."""
+        operations = [dist.P2POp(dist.irecv, part, peer, self.group) for part, peer in received]
+        operations += [dist.P2POp(dist.isend, part, peer, self.group) for part, peer in sent]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def abort(self) -> None:
+        """End all operations, also those that wait for a peer. It may block."""
+        self.group._get_backend(self._device).abort()
+
+
+class Accelerator:
+    """The streams and communicators of one GPU of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[str, Stream] = {}
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name, made on first use.
+
+        torch has 32 streams per priority and hands them out in turn, so a stream that were made anew for every prompt
+        would before long be one that something else waits on.
+        """
+        if name not in self._streams:
+            self._streams[name] = self._new_stream()
+        return self._streams[name]
+
+    def _new_stream(self) -> Stream:
+        return torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> Stream:
+        """The stream on which this thread queues work now."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Context manager in which this thread queues work on `stream`."""
+        return torch.cuda.stream(stream)
+
+    def mark(self, *, timed: bool = False) -> Event:
+        """An event after all work that is queued on the current stream."""
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(self.current_stream())
+        return event
+
+    def enter_thread(self) -> None:
+        """Make the GPU the current one of this thread, since threads do not inherit it."""
+        torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Block the host until all queued work is done."""
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def num_multiprocessors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def num_queues(self) -> int:
+        """Hardware queues. Of several streams in one queue, one that waits holds up the others."""
+        return num_connections()
+
+    def communicator(
+        self, ranks: Sequence[int] | None, timeout: timedelta, num_ctas: int | None = None
+    ) -> Communicator:
+        """A new communicator of these ranks, None for all. Every rank of the job calls this.
+
+        Its stream has high priority: a send starts as soon as its data is there, rather than after the compute kernels
+        that are queued already.
+
+        Args:
+            num_ctas: most CTAs of its kernels; None leaves it to NCCL.
+        """
+        options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        if num_ctas is not None:
+            options.config.max_ctas = num_ctas
+        members = None if ranks is None else list(ranks)
+        group = dist.new_group(members, backend="nccl", timeout=timeout, pg_options=options, device_id=self.device)
+        return Communicator(group, self.device)
+
+
+@lru_cache
+def accelerator_for(device: torch.device) -> Accelerator | None:
+    """The accelerator of a GPU, one per process; None for a CPU."""
+    return Accelerator(device) if device.type == "cuda" else None
+
+
+def _queued(work: Work | None) -> Work:
+    assert work is not None, "this process is not in the group"
+    return work
+
+
+def link_ctas(links: Iterable[tuple[int, int]], num_multiprocessors: int, num_queues: int) -> int:
+    """CTAs of the kernels of each of these links (from rank, to rank).
+
+    With one link in and one out, a rank needs nothing of a GPU that it could be without for ever. With more, one link's
+    kernel may have to start before another can end.
+
+    Raises:
+        ValueError: kernels that wait for other ranks could keep out the kernel that those wait for, since all links of
+            a rank need more than half of its multiprocessors, or share hardware queues.
+    """
+    most = max(Counter(rank for link in links for rank in link).values(), default=0)
+    if most <= 2:
+        return RELAY_CTAS
+    if most * DIRECT_CTAS > num_multiprocessors // 2:
+        raise ValueError(
+            f"prefill.transfer=direct gives a rank {most} links, whose kernels take {most * DIRECT_CTAS} of the GPU's "
+            f"{num_multiprocessors} multiprocessors while they wait; use prefill.transfer=relay or fewer ranks"
+        )
+    if most + OTHER_STREAMS > num_queues:
+        raise ValueError(
+            f"prefill.transfer=direct gives a rank {most} links, and {num_queues} hardware queues are too few for "
+            f"them; set {CONNECTIONS}={MOST_CONNECTIONS} before CUDA starts, or use prefill.transfer=relay"
+        )
+    return DIRECT_CTAS
+
+
+def prepare_environment() -> list[str]:
+    """Set what CUDA and NCCL read from the environment when they start, for ranks that send KV over NCCL.
+
+    What is set already is kept.
+
+    Returns:
+        warnings, each a sentence.
+
+    Raises:
+        ValueError: a variable has a value with which the ranks may wait for each other for ever.
+    """
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0"):
+        raise ValueError(
+            "NCCL_LAUNCH_ORDER_IMPLICIT is set, which makes transfers on different links wait for each other; unset it"
+        )
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+        # Loading a kernel on first use may wait for the device, and so for a transfer that waits for another rank.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if (given := num_connections()) < MOST_CONNECTIONS:
+        return [f"{CONNECTIONS} is {given}, so compute may wait for transfers; unset it, or set it to 32"]
+    return []
+
+
+def num_connections() -> int:
+    """Number of hardware queues that CUDA starts with."""
+    given = os.environ.get(CONNECTIONS, "")
+    return int(given) if given.isdecimal() else DEFAULT_CONNECTIONS

@@ -1,0 +1,66 @@
+"""Torch operations as a GPU runs them: queued by the host, computed later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.virtual.device import VirtualAccelerator
+
+ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
+
+
+class Deferred(TorchDispatchMode):
+    """Context manager in which this thread's operations on tensors are queued on the virtual GPU's current stream.
+
+    The host computes an operation once when it is queued, on whatever its inputs hold by then, and only for the shape
+    and dtype of the result; what counts is computed on the device, later. Uninitialised memory is NaN.
+    """
+
+    def __init__(self, gpu: VirtualAccelerator) -> None:
+        super().__init__()
+        self.gpu, self.num_synchronizations = gpu, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if func in ALLOCATIONS:
+            out = func(*args, **kwargs)
+            out.fill_(255 if out.dtype == torch.uint8 else 0 if not out.is_floating_point() else float("nan"))
+            return out
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.num_synchronizations += 1
+            self.gpu.synchronize()
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if written:
+            self.gpu.kernel(lambda: func(*args, **kwargs), inputs, written)
+            return written[0] if len(written) == 1 else tuple(written)
+        out = func(*args, **kwargs)
+        memory = {each.untyped_storage().data_ptr() for each in inputs}
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        made = [each for each in made if each.untyped_storage().data_ptr() not in memory]
+        if made and inputs:
+            self.gpu.kernel(lambda: _again(func, args, kwargs, made), inputs, made)
+        return out
+
+
+def _again(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+    results = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+    for old, new in zip(made, results, strict=True):
+        old.copy_(new)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            found += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+    return found

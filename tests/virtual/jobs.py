@@ -1,0 +1,153 @@
+"""Jobs for virtual GPUs: a prefill of a tiny model, and the loop over layers alone, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVShape
+from runahead.config import Exchange, PrefillOptions, Transfer
+from runahead.context import ContextPartition
+from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
+from runahead.kv_transfer.nccl import NcclTransfer
+from runahead.kv_transfer.nccl_exchange import NcclExchange
+from runahead.model.model import Model
+from runahead.prefill import Prefill, PrefillJob, PromptBatch
+from runahead.timeline.clock import HostClock
+from tests.virtual.deferred import Deferred
+from tests.virtual.device import Choose, Job, VirtualRanks, transfers_early
+
+SHAPE = KVShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=torch.float32)
+CHUNK = 2
+"""Tokens of a rank, where only their order matters."""
+
+
+@lru_cache
+def tiny_llama(copy: int, num_layers: int = 3) -> Model:
+    """The same random weights for every `copy`; each rank has one of its own."""
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(5)
+    return Model(AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval())
+
+
+def prefill(
+    strategy: Prefill, boundaries: tuple[int, ...], options: PrefillOptions, *, choose: Choose = transfers_early
+) -> tuple[Job, list[torch.Tensor]]:
+    """Prefill a prompt on virtual GPUs. Returns the job, and the last rank's logits and keys and values by layer."""
+    partition = ContextPartition(boundaries=boundaries)
+    size = partition.num_ranks if strategy.__class__.__name__ != "Zigzag" else partition.num_ranks // 2
+    job = Job(size, choose=choose)
+    ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def body(ranks: VirtualRanks) -> list[torch.Tensor]:
+        strategy.connect(ranks, partition, options)
+        batch = PromptBatch.of([ids], ranks.device)
+        with Deferred(ranks.accelerator):
+            prefilled = strategy.run(
+                PrefillJob(
+                    model=tiny_llama(ranks.rank),
+                    ranks=ranks,
+                    batch=batch,
+                    partition=partition,
+                    capacity=batch.num_tokens,
+                    options=options,
+                )
+            )
+        if prefilled.logits_BV is None or prefilled.cache is None:
+            return []
+        assert isinstance(prefilled.cache, KVCache)
+        return [prefilled.logits_BV, *(layer.slab.slab_TBKX for layer in prefilled.cache.layers)]
+
+    return job, next(result for result in reversed(job.run(body)) if result)
+
+
+def walk(
+    ranks: VirtualRanks,
+    transfer: KVTransfer,
+    *,
+    schedule_is_last: bool,
+    own: list[range],
+    free: Callable[[], None] = lambda: None,
+) -> None:
+    """The loop of a prefill over its layers: what it queues, without a model."""
+    gpu, cache = ranks.accelerator, transfer.cache
+    for layer in range(cache.num_layers):
+        slab = cache.layer(layer)
+        parts = [slab.tokens(tokens.start, tokens.stop) for tokens in own]
+        transfer.open(layer)
+        gpu.kernel(writes=parts)
+        transfer.send(layer)
+        if layer == cache.num_layers - 1 and not schedule_is_last:
+            break
+        gpu.kernel(reads=parts)
+        transfer.await_prefix(layer)
+        gpu.kernel(reads=[slab.tokens(slab.first, own[-1].stop)])
+        transfer.close(layer)
+    transfer.finish()
+    gpu.kernel(writes=[cache.layer(layer).slab_TBKX for layer in range(cache.num_layers)])  # whoever gets the memory
+
+
+def chain(
+    size: int,
+    transfer: Transfer,
+    *,
+    num_layers: int = 4,
+    layers_in_flight: int = 2,
+    carrier: type[NcclTransfer] = NcclTransfer,
+    prompts: int = 1,
+    after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
+) -> Callable[[VirtualRanks], None]:
+    """What a rank does of a chain of `size` ranks."""
+    partition = ContextPartition(boundaries=tuple(range(0, CHUNK * size + 1, CHUNK)))
+
+    def body(ranks: VirtualRanks) -> None:
+        for _ in range(prompts):
+            schedule = TransferSchedule(
+                partition, ranks.rank, transfer, lambda layer, start: 0, joined=carrier.joins_prefix
+            )
+            ranks.nccl_links(schedule.links())
+            depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.rank)
+            cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth)
+            made = carrier(schedule, cache, ranks, HostClock(), depth)
+            walk(ranks, made, schedule_is_last=schedule.is_last, own=[own])
+            after(ranks, made)
+
+    return body
+
+
+def exchange(
+    size: int, way: Exchange, *, num_layers: int = 4, carrier: type[NcclExchange] = NcclExchange
+) -> Callable[[VirtualRanks], None]:
+    """What a rank does where all exchange the keys and values of zigzag chunks."""
+    runs = [[range(CHUNK * at, CHUNK * (at + 1)) for at in (size - 1 - rank, size + rank)] for rank in range(size)]
+
+    def body(ranks: VirtualRanks) -> None:
+        ranks.nccl_between_all()
+        schedule = ExchangeSchedule(runs, ranks.rank, way, num_layers=num_layers, first_needed=lambda layer, start: 0)
+        cache = slabs(ranks, num_layers, 2 * CHUNK * size, num_layers if schedule.is_last else 2)
+        made = carrier(schedule, cache, ranks, HostClock(), 2)
+        walk(ranks, made, schedule_is_last=schedule.is_last, own=runs[ranks.rank])
+
+    return body
+
+
+def slabs(ranks: VirtualRanks, num_layers: int, num_tokens: int, num_slabs: int) -> KVCache:
+    """A cache whose accesses are watched."""
+    cache = KVCache(
+        [SHAPE] * num_layers, batch=1, spans=[(0, num_tokens)] * num_layers, num_slabs=num_slabs, device=ranks.device
+    )
+    for slab in cache._slabs:
+        ranks.accelerator.watch(slab, SHAPE.bytes_per_token())
+    return cache
