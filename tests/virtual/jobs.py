@@ -13,12 +13,11 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
-from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
+from runahead.kv_transfer import ExchangeSchedule, TransferSchedule
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
-from runahead.timeline.clock import HostClock
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, VirtualRanks, transfers_early
 
@@ -73,30 +72,45 @@ def prefill(
     return job, next(result for result in reversed(job.run(body)) if result)
 
 
-def walk(
-    ranks: VirtualRanks,
-    transfer: KVTransfer,
-    *,
-    schedule_is_last: bool,
-    own: list[range],
-    free: Callable[[], None] = lambda: None,
-) -> None:
-    """The loop of a prefill over its layers: what it queues, without a model."""
-    gpu, cache = ranks.accelerator, transfer.cache
+def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool = False) -> None:
+    """The loop of a prefill over its layers: what it queues, without a model.
+
+    Args:
+        in_steps: attend to messages as they arrive, rather than to the whole prefix.
+    """
+    gpu, cache, ends = ranks.accelerator, transfer.cache, []
     for layer in range(cache.num_layers):
         slab = cache.layer(layer)
         parts = [slab.tokens(tokens.start, tokens.stop) for tokens in own]
         transfer.open(layer)
+        assert all(end.has_happened for end in ends[: max(0, layer + 1 - transfer.depth)]), "too far ahead of the GPU"
         gpu.kernel(writes=parts)
         transfer.send(layer)
-        if layer == cache.num_layers - 1 and not schedule_is_last:
+        if layer == cache.num_layers - 1 and not transfer.schedule.is_last:
             break
         gpu.kernel(reads=parts)
-        transfer.await_prefix(layer)
-        gpu.kernel(reads=[slab.tokens(slab.first, own[-1].stop)])
+        if in_steps:
+            for messages in transfer.schedule.steps(layer):
+                transfer.await_messages(layer, messages)
+                gpu.kernel(reads=[slab.tokens(message.start, message.end) for message in messages])
+        else:
+            transfer.await_prefix(layer)
+            gpu.kernel(reads=[slab.tokens(slab.first, own[-1].stop)])
+        ends.append(gpu.mark())
         transfer.close(layer)
     transfer.finish()
+    assert all(record.is_done for record in ranks.records.all()), "transfers are left"
     gpu.kernel(writes=[cache.layer(layer).slab_TBKX for layer in range(cache.num_layers)])  # whoever gets the memory
+
+
+class Marks:
+    """A clock whose marks are events of the current stream."""
+
+    def __init__(self, ranks: VirtualRanks) -> None:
+        self.mark = ranks.accelerator.mark
+
+    def seconds(self, mark: object) -> float:
+        raise NotImplementedError
 
 
 def chain(
@@ -120,15 +134,20 @@ def chain(
             ranks.nccl_links(schedule.links())
             depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.rank)
             cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth)
-            made = carrier(schedule, cache, ranks, HostClock(), depth)
-            walk(ranks, made, schedule_is_last=schedule.is_last, own=[own])
+            made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
+            walk(ranks, made, [own])
             after(ranks, made)
 
     return body
 
 
 def exchange(
-    size: int, way: Exchange, *, num_layers: int = 4, carrier: type[NcclExchange] = NcclExchange
+    size: int,
+    way: Exchange,
+    *,
+    num_layers: int = 4,
+    carrier: type[NcclExchange] = NcclExchange,
+    after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
     """What a rank does where all exchange the keys and values of zigzag chunks."""
     runs = [[range(CHUNK * at, CHUNK * (at + 1)) for at in (size - 1 - rank, size + rank)] for rank in range(size)]
@@ -137,8 +156,9 @@ def exchange(
         ranks.nccl_between_all()
         schedule = ExchangeSchedule(runs, ranks.rank, way, num_layers=num_layers, first_needed=lambda layer, start: 0)
         cache = slabs(ranks, num_layers, 2 * CHUNK * size, num_layers if schedule.is_last else 2)
-        made = carrier(schedule, cache, ranks, HostClock(), 2)
-        walk(ranks, made, schedule_is_last=schedule.is_last, own=runs[ranks.rank])
+        made = carrier(schedule, cache, ranks, Marks(ranks), 2, record=True)
+        walk(ranks, made, runs[ranks.rank], in_steps=way is Exchange.ring)
+        after(ranks, made)
 
     return body
 

@@ -16,12 +16,12 @@ def stuck_after(programs: list[list[Operation]], budget: Budget, seed: int) -> s
     """
     machine, rng = Machine(programs, budget), random.Random(seed)
     while True:
-        _issue(machine)
-        ready = list(machine.ready())
-        if not ready:
+        _settle(machine, set())
+        starts = list(machine.ready())
+        if not starts:
             return None if machine.is_finished else machine.describe()
-        lonely = [each for each in ready if each.halves and not any(h.other in machine.started for h in each.halves)]
-        machine.advance(rng.choice(lonely or ready))
+        lonely = [each for each in starts if not any(half.other in machine.started for half in each.halves)]
+        machine.advance(rng.choice(lonely or starts))
 
 
 def stuck_in_any_order(programs: list[list[Operation]], budget: Budget) -> str | None:
