@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class MaskRule:
 
     def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
         self._mask_function = mask_function
-        self._device = device  # some index functions hold tensors
+        # On the host, so that nobody waits for a GPU, unless the function holds tensors.
+        self._device = device if _may_hold_tensors(mask_function) else "cpu"
         self._is_causal = mask_function is causal_mask_function  # needs no evaluation, nor a wait for a GPU
         self._plain: dict[tuple[int, int, int], bool] = {}
         self._first_key: dict[int, int] = {}
@@ -68,6 +70,17 @@ class MaskRule:
             causal_CS = keys[None, :] <= queries[:, None]
             self._plain[key] = bool((self.allowed(queries, keys) == causal_CS).all())
         return self._plain[key]
+
+
+def _may_hold_tensors(value: object) -> bool:
+    """Whether a function refers to tensors: directly, or in the functions that it is made of."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_may_hold_tensors, value))
+    if isinstance(value, partial):
+        return _may_hold_tensors([value.func, *value.args, *value.keywords.values()])
+    if hasattr(value, "__code__"):
+        return any(_may_hold_tensors(cell.cell_contents) for cell in value.__closure__ or ())  # type: ignore[attr-defined]
+    return not isinstance(value, (bool, int, float, str, type(None)))
 
 
 def keep_mask_rule(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskRule:

@@ -127,18 +127,17 @@ class KeptLayer(LayerStore):
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
-        pads_B = torch.tensor(self.pads, device=slots_mBK.device)
-        kept_pads_BK = (slots_mBK < pads_B[:, None]).sum(dim=0)
+        # Known without asking the device, since padding is never kept in place of a token.
+        kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
+        if slots_mBK.device.type == "cpu":
+            require_pads(slots_mBK, self.pads, kept_pads)
         self.slab_TBKX = _taken(self.slab_TBKX, slots_mBK, room)
         if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
             self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
         self.positions_TBK = _taken(self.positions_TBK, slots_mBK, room)
         if self.carried_TBK is not None:
             self.carried_TBK = _taken(self.carried_TBK, slots_mBK, room)
-        self.num_slots = num_kept
-        # All KV heads drop the same padding, since padding is never kept in place of a token.
-        self.pads = kept_pads_BK[:, 0].tolist()
-        assert (kept_pads_BK == kept_pads_BK[:, :1]).all(), "KV heads keep different amounts of padding"
+        self.num_slots, self.pads = num_kept, kept_pads
 
     def free(self, *, room: int) -> None:
         if self.slab_TBKX.shape[0] != self.num_slots + room:
@@ -227,6 +226,12 @@ class KeptLayer(LayerStore):
 
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
         self.slab_TBKX[slots_BK, rows_B1, heads_K] = new_BKX
+
+
+def require_pads(slots_mBK: Tensor, pads: Sequence[int], kept_pads: list[int]) -> None:
+    """Check that of each row's padding in its first slots so many slots are kept, in all KV heads."""
+    kept_BK = (slots_mBK < torch.tensor(pads)[:, None]).sum(dim=0)
+    assert (kept_BK == torch.tensor(kept_pads)[:, None]).all(), (kept_BK, kept_pads)
 
 
 def _with_room(old: Tensor, room: int) -> Tensor:

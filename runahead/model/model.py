@@ -20,7 +20,7 @@ from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.model import loading
@@ -294,7 +294,7 @@ class Model:
         """
         if index_C is None:
             index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
-        pads_B = torch.tensor(pads, device=ids_BC.device)
+        pads_B = row_values(pads, ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:
             position_ids_BC = attention.positions_BC(index_C)

@@ -14,7 +14,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.new_tokens import NewTokens, num_tokens_of
+from runahead.cache.new_tokens import NewTokens, num_tokens_of, row_values
 from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
 from runahead.thinning.steps import PolicySteps
@@ -98,7 +98,7 @@ class ThinnedAttention(ChainAttention):
         placed = self.tokens_in(layer, num_new)
         end = placed.start + num_new
         # This rank does not know which tokens of the prefix are left; any positions before its own serve.
-        pads_B = torch.tensor(placed.row_pads, device=device)
+        pads_B = row_values(placed.row_pads, device)
         before_nB = torch.arange(slab.first, placed.start, device=device)[:, None] - pads_B
         own_nB = self.tokens.positions_BC(num_new, device).T
         kept = KeptLayer(

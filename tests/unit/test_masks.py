@@ -101,3 +101,17 @@ def test_no_answer_needs_a_square_of_the_length() -> None:
         assert rule.first_key(length) <= length
         rule.is_causal(length - 1000, length)
     assert MaskRule(FUNCTIONS["window of 16"]).first_key(length) == length - 15
+
+
+@pytest.mark.parametrize("name", ["causal", "window of 5", "window of 16"])
+def test_a_rule_without_tensors_is_evaluated_on_the_host(name: str) -> None:
+    """A GPU would make the host wait for all that is queued there; a tensor on "meta" has no values at all."""
+    here, there = MaskRule(FUNCTIONS[name]), MaskRule(FUNCTIONS[name], torch.device("meta"))
+    assert there.first_key(20) == here.first_key(20)
+    assert there.is_causal(3, 20) == here.is_causal(3, 20)
+
+
+def test_a_rule_with_tensors_is_evaluated_where_they_are() -> None:
+    rule = MaskRule(chunked_causal_mask_function(6, NO_PADS.to("meta")), torch.device("meta"))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        rule.first_key(20)

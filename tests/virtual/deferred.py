@@ -20,11 +20,15 @@ class Deferred(TorchDispatchMode):
 
     The host computes an operation once when it is queued, on whatever its inputs hold by then, and only for the shape
     and dtype of the result; what counts is computed on the device, later. Uninitialised memory is NaN.
+
+    Attributes:
+        num_synchronizations: times that the host asked for a value, and so waited for the device.
+        num_uploads: tensors made of the host's numbers, which a GPU would have had to copy.
     """
 
     def __init__(self, gpu: VirtualAccelerator) -> None:
         super().__init__()
-        self.gpu, self.num_synchronizations = gpu, 0
+        self.gpu, self.num_synchronizations, self.num_uploads = gpu, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,6 +41,8 @@ class Deferred(TorchDispatchMode):
             self.num_synchronizations += 1
             self.gpu.synchronize()
             return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a number, as in x[0] = 3, is no copy
+            self.num_uploads += 1
         written = _written(func, args, kwargs)
         if written:
             self.gpu.kernel(lambda: func(*args, **kwargs), inputs, written)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from policies.base import Policy
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
@@ -18,6 +20,8 @@ from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
+from runahead.prefill.zigzag import Zigzag
+from runahead.thinning.rank_policies import RankPolicies
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, VirtualRanks, transfers_early
 
@@ -27,7 +31,7 @@ CHUNK = 2
 
 
 @lru_cache
-def tiny_llama(copy: int, num_layers: int = 3) -> Model:
+def tiny_llama(copy: int, num_layers: int) -> Model:
     """The same random weights for every `copy`; each rank has one of its own."""
     config = LlamaConfig(
         vocab_size=61,
@@ -41,35 +45,61 @@ def tiny_llama(copy: int, num_layers: int = 3) -> Model:
     return Model(AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval())
 
 
-def prefill(
-    strategy: Prefill, boundaries: tuple[int, ...], options: PrefillOptions, *, choose: Choose = transfers_early
-) -> tuple[Job, list[torch.Tensor]]:
-    """Prefill a prompt on virtual GPUs. Returns the job, and the last rank's logits and keys and values by layer."""
-    partition = ContextPartition(boundaries=boundaries)
-    size = partition.num_ranks if strategy.__class__.__name__ != "Zigzag" else partition.num_ranks // 2
-    job = Job(size, choose=choose)
-    ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(3)).tolist()
+@dataclass(kw_only=True)
+class Outcome:
+    """A prefill on virtual GPUs.
 
-    def body(ranks: VirtualRanks) -> list[torch.Tensor]:
+    Attributes:
+        kernels: kernels that each rank queued, without those before its prefill.
+        synchronizations, uploads: of all ranks; see `Deferred`.
+        values: the last rank's logits, and its keys and values by layer.
+    """
+
+    kernels: list[int]
+    synchronizations: int = 0
+    uploads: int = 0
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def prefill(
+    strategy: Prefill,
+    boundaries: tuple[int, ...],
+    options: PrefillOptions,
+    *,
+    choose: Choose = transfers_early,
+    policies: Sequence[Policy] = (),
+    num_layers: int = 3,
+) -> Outcome:
+    """Prefill a prompt on virtual GPUs, all operations on tensors included."""
+    partition = ContextPartition(boundaries=boundaries)
+    size = partition.num_ranks // (2 if isinstance(strategy, Zigzag) else 1)
+    ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(3)).tolist()
+    outcome = Outcome(kernels=[0] * size)
+
+    def body(ranks: VirtualRanks) -> None:
         strategy.connect(ranks, partition, options)
         batch = PromptBatch.of([ids], ranks.device)
-        with Deferred(ranks.accelerator):
+        model, before = tiny_llama(ranks.rank, num_layers), ranks.accelerator.num_kernels
+        with Deferred(ranks.accelerator) as device:
             prefilled = strategy.run(
                 PrefillJob(
-                    model=tiny_llama(ranks.rank),
+                    model=model,
                     ranks=ranks,
                     batch=batch,
                     partition=partition,
                     capacity=batch.num_tokens,
                     options=options,
+                    policies=RankPolicies.everywhere(policies),
                 )
             )
-        if prefilled.logits_BV is None or prefilled.cache is None:
-            return []
-        assert isinstance(prefilled.cache, KVCache)
-        return [prefilled.logits_BV, *(layer.slab.slab_TBKX for layer in prefilled.cache.layers)]
+        outcome.kernels[ranks.rank] = ranks.accelerator.num_kernels - before
+        outcome.synchronizations += device.num_synchronizations
+        outcome.uploads += device.num_uploads
+        if prefilled.logits_BV is not None and isinstance(prefilled.cache, KVCache):
+            outcome.values = [prefilled.logits_BV, *(layer.slab.slab_TBKX for layer in prefilled.cache.layers)]
 
-    return job, next(result for result in reversed(job.run(body)) if result)
+    Job(size, choose=choose).run(body)
+    return outcome
 
 
 def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool = False) -> None:

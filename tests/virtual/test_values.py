@@ -29,26 +29,26 @@ CASES = {
 
 @lru_cache
 def alone() -> list[torch.Tensor]:
-    return prefill(KVRunahead(), (0, NUM_TOKENS), PrefillOptions())[1]
+    return prefill(KVRunahead(), (0, NUM_TOKENS), PrefillOptions()).values
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_do_not_depend_on_when_messages_arrive(case: str) -> None:
     strategy, boundaries, options = CASES[case]
-    results = [outcome(strategy, boundaries, options, choose) for choose in ORDERS.values()]
+    results = [values(strategy, boundaries, options, choose) for choose in ORDERS.values()]
     for result in results:
         assert all(torch.equal(mine, first) for mine, first in zip(result, results[0], strict=True))
         # Float64: parts of attention are merged, so the last bits may differ from one call's.
         assert all(torch.allclose(mine, one, rtol=0, atol=1e-12) for mine, one in zip(result, alone(), strict=True))
 
 
-def outcome(
+def values(
     strategy: Prefill, boundaries: tuple[int, ...], options: PrefillOptions, choose: Choose
 ) -> list[torch.Tensor]:
-    return prefill(strategy, boundaries, options, choose=choose)[1]
+    return prefill(strategy, boundaries, options, choose=choose).values
 
 
 def test_a_prefix_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runahead.kv_transfer.nccl.NcclTransfer.await_prefix", lambda self, layer: None)
-    logits, *_ = outcome(*CASES["relay"], transfers_late)
+    logits, *_ = values(*CASES["relay"], transfers_late)
     assert not torch.allclose(logits, alone()[0])

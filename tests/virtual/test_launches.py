@@ -1,0 +1,62 @@
+"""What the host asks of a GPU in a prefill: how many kernels per layer, and that it never waits for a value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from policies import POLICIES
+from runahead.cache.new_tokens import row_values
+from runahead.config import Exchange, PrefillOptions, Transfer
+from runahead.prefill import Prefill
+from runahead.prefill.kv_runahead import KVRunahead
+from runahead.prefill.zigzag import Zigzag
+from tests.virtual.jobs import prefill
+
+BOUNDARIES = (0, 7, 11, 16)
+ZIGZAG = (0, 3, 6, 8, 11, 13, 16)
+
+LAYER = 40
+"""Kernels of a Llama layer on one rank: 7 matrix products, attention, and operations element by element."""
+
+OPTIONS = {
+    "snapkv": {"budget": 6, "window": 3, "kernel": 3},
+    "streaming_llm": {"budget": 6, "sinks": 2},
+    "h2o": {"budget": 6},
+    "pyramidinfer": {"mean_keep": 0.6},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "boundaries", "options", "more"),
+    [
+        (KVRunahead(), (0, 16), PrefillOptions(), [0]),
+        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.relay), [0, 6, 6]),
+        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.direct), [0, 6, 6]),
+        (Zigzag(), ZIGZAG, PrefillOptions(exchange=Exchange.all_gather), [6, 14, 8]),
+    ],
+    ids=["single", "relay", "direct", "zigzag"],
+)
+def test_a_layer_has_few_kernels(
+    strategy: Prefill, boundaries: tuple[int, ...], options: PrefillOptions, more: list[int]
+) -> None:
+    """More than these: attention to the prefix, and its merge with that to the own chunk."""
+    shallow, deep = (prefill(strategy, boundaries, options, num_layers=layers).kernels for layers in (3, 4))
+    assert [b - a for a, b in zip(shallow, deep, strict=True)] == [LAYER + each for each in more]
+
+
+@pytest.mark.parametrize("boundaries", [(0, 16), BOUNDARIES], ids=["one rank", "three ranks"])
+@pytest.mark.parametrize("name", [None, *OPTIONS])
+def test_the_host_waits_for_no_value_and_copies_none(
+    name: str | None, boundaries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a prefill of a prompt without padding."""
+    monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
+    policies = [] if name is None else [POLICIES[name](**OPTIONS[name])]
+    outcome = prefill(KVRunahead(), boundaries, PrefillOptions(), policies=policies)
+    assert (outcome.synchronizations, outcome.uploads) == (0, 0)
+
+
+@pytest.mark.parametrize("values", [[3], [0, 0, 0], [2, 0, 5]])
+def test_values_of_rows(values: list[int]) -> None:
+    assert torch.equal(row_values(values, torch.device("cpu")), torch.tensor(values))
