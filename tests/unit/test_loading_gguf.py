@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from torch import Tensor
 
 from runahead.config import ModelOptions
+from runahead.model import loading
 from runahead.model.loading import load, load_config, load_tokenizer
 from runahead.model.loading.gguf_header import read_header
 from tests import families
@@ -176,11 +178,31 @@ def test_header_names_metadata_and_tensors(tmp_path: Path) -> None:
     assert len(header.tensors) == 3 + 3 * len(LAYER_NAMES) + 1
 
 
+@pytest.mark.parametrize(
+    ("forms", "asked", "on_cpu", "on_gpu"),
+    [
+        (["Q8_0", "Q4_K", "F32"], "auto", torch.float32, torch.bfloat16),
+        (["Q8_0", "F16"], "auto", torch.float32, torch.bfloat16),
+        (["Q8_0"], "float32", torch.float32, torch.float32),
+        (["F16", "F32"], "auto", torch.float16, torch.float16),
+        (["F32"], "auto", torch.float32, torch.float32),
+    ],
+)
+def test_quantised_weights_become_bfloat16_on_a_gpu(
+    forms: list[str], asked: str, on_cpu: torch.dtype, on_gpu: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = SimpleNamespace(tensors=dict(enumerate(forms)))
+    monkeypatch.setattr(loading.checkpoints, "read_gguf", lambda checkpoint: header)
+    options, checkpoint = ModelOptions(name="hf", path="tiny.gguf", dtype=asked), SimpleNamespace(gguf=True)
+    chosen = [loading._dtype(options, None, checkpoint, {}, device) for device in (CPU, torch.device("cuda", 0))]
+    assert chosen == [on_cpu, on_gpu]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_blocks_are_unpacked_on_the_gpu(tmp_path: Path) -> None:
     saved = write_gguf(tmp_path / "tiny.gguf")
-    options = ModelOptions(name="hf", path=str(tmp_path / "tiny.gguf"))
+    options = ModelOptions(name="hf", path=str(tmp_path / "tiny.gguf"), dtype="float32")
     module = load(options, device=torch.device("cuda", 0), attn_implementation=ATTENTION).module
     assert {parameter.device.type for parameter in module.parameters()} == {"cuda"}
     weights = module.state_dict()

@@ -71,7 +71,7 @@ def load(
     config, tokenizer = hf.read_config(checkpoint, options), hf.read_tokenizer(checkpoint, options)
     is_random = checkpoint.config_file is not None
     stored = {} if checkpoint.gguf or is_random else checkpoints.stored_tensors(checkpoint)
-    dtype = _dtype(options, config, checkpoint, stored)
+    dtype = _dtype(options, config, checkpoint, stored, device)
     empty = hf.empty_model(config, dtype, options, label=checkpoint.label)
     footprint = _footprint(empty, stored, dtype, device)
     require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
@@ -106,8 +106,13 @@ def load_tokenizer(options: ModelOptions) -> Any | None:
     return hf.read_tokenizer(FINDERS[options.name](options, weights=False, progress=False), options)
 
 
-def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor]) -> torch.dtype:
-    """The dtype asked for; for auto the config's, else that of the first tensor; float32 for quantised GGUF files."""
+def _dtype(
+    options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: dict[str, StoredTensor], device: torch.device
+) -> torch.dtype:
+    """The dtype asked for; for auto the config's, else that of the first tensor.
+
+    Quantised GGUF files have none: float32 on a CPU; bfloat16 on a GPU, where float32 is about ten times slower.
+    """
     if options.dtype is not DType.auto:
         chosen: torch.dtype = getattr(torch, options.dtype.name)
         return chosen
@@ -115,6 +120,8 @@ def _dtype(options: ModelOptions, config: Any, checkpoint: Checkpoint, stored: d
         # Norms are in float32 in every GGUF file.
         forms = set(checkpoints.read_gguf(checkpoint).tensors.values()) - {"F32"}
         halves = {"F16": torch.float16, "BF16": torch.bfloat16}
+        if forms and not forms <= set(halves) and device.type != "cpu":
+            return torch.bfloat16
         return halves.get(forms.pop(), torch.float32) if len(forms) == 1 else torch.float32
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
