@@ -279,11 +279,12 @@ class Registered:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Registered:
     runtime = Registered()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_arena", host_memory._Arena())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return runtime
 
 
-def test_exactly_what_is_asked_for_is_page_locked_until_nobody_has_it(runtime: Registered) -> None:
+def test_exactly_what_is_asked_for_is_page_locked_and_kept_for_the_next(runtime: Registered) -> None:
     def freed() -> None:
         runtime.log.append(("freed", 0))
 
@@ -294,7 +295,15 @@ def test_exactly_what_is_asked_for_is_page_locked_until_nobody_has_it(runtime: R
     del host
     assert len(runtime.log) == 1 and part[0, 0] == 28
     del part
-    assert runtime.log[1:] == [("freed", 0), ("unlock", 0)]
+    assert runtime.log[1:] == [("freed", 0)]
+    runtime.log.clear()
+    again, small = host_empty((2100,), torch.float16, GPU), host_empty((3,), torch.uint8, GPU)
+    assert runtime.log == [("lock", 3)] and again.nbytes == 4200
+    del small
+    larger = host_empty((5,), torch.uint8, GPU)
+    assert runtime.log == [("lock", 3), ("unlock", 0), ("lock", 5)] and larger.shape == (5,)
+    del again
+    assert host_empty((7,), torch.uint8, GPU).data_ptr() % 4096 == 0 and len(runtime.log) == 3
 
 
 def test_memory_that_cannot_be_locked_is_refused_in_one_line(runtime: Registered) -> None:
