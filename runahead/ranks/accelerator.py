@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache
@@ -22,8 +22,10 @@ Event: TypeAlias = torch.cuda.Event
 Work: TypeAlias = dist.Work
 
 RELAY_CTAS, DIRECT_CTAS = 4, 2
-"""CTAs of a link's kernels: with at most two links per rank, and with more. A kernel that waits for its peer keeps one
-multiprocessor busy per CTA; NCCL itself would take 16 or 32."""
+"""CTAs of a link's kernels: with at most one link in and one out per rank, and with more.
+
+A kernel that waits for its peer keeps one multiprocessor busy per CTA; NCCL itself would take 16 or 32.
+"""
 
 CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
 """The variable for the number of a GPU's hardware queues, its default and its maximum."""
@@ -143,7 +145,7 @@ def _queued(work: Work | None) -> Work:
     return work
 
 
-def link_ctas(links: Iterable[tuple[int, int]], num_multiprocessors: int, num_queues: int) -> int:
+def link_ctas(links: Collection[tuple[int, int]], num_multiprocessors: int, num_queues: int) -> int:
     """CTAs of the kernels of each of these links (from rank, to rank).
 
     With one link in and one out, a rank needs nothing of a GPU that it could be without for ever. With more, one link's
@@ -153,9 +155,10 @@ def link_ctas(links: Iterable[tuple[int, int]], num_multiprocessors: int, num_qu
         ValueError: kernels that wait for other ranks could keep out the kernel that those wait for, since all links of
             a rank need more than half of its multiprocessors, or share hardware queues.
     """
-    most = max(Counter(rank for link in links for rank in link).values(), default=0)
-    if most <= 2:
+    senders, receivers = (Counter(link[end] for link in links) for end in (0, 1))
+    if max([*senders.values(), *receivers.values()], default=0) <= 1:
         return RELAY_CTAS
+    most = max((senders + receivers).values())
     if most * DIRECT_CTAS > num_multiprocessors // 2:
         raise ValueError(
             f"prefill.transfer=direct gives a rank {most} links, whose kernels take {most * DIRECT_CTAS} of the GPU's "

@@ -73,7 +73,7 @@ def check_own_gpus(names: Sequence[str | None]) -> None:
         if len(sharing) > 1:
             raise ValueError(
                 f"ranks {', '.join(map(str, sharing))} see the same GPU and no other; start one rank per GPU, let each "
-                "see its own (srun --gpus-per-task=1), or use ranks.device=cpu"
+                "see all GPUs of its host (srun --gpus-per-node=... --gpu-bind=none), or use ranks.device=cpu"
             )
 
 

@@ -54,7 +54,7 @@ def test_ranks_that_see_their_own_gpu_differ_in_name(gpus):
 def test_ranks_that_share_a_gpu_are_named(gpus):
     gpus("a")
     name = gpu_name(choose_device(Device.auto, 1, 2))
-    with pytest.raises(ValueError, match=r"ranks 1, 2 see the same GPU.*--gpus-per-task=1.*ranks\.device=cpu"):
+    with pytest.raises(ValueError, match=r"ranks 1, 2 see the same GPU.*--gpu-bind=none.*ranks\.device=cpu"):
         check_own_gpus([None, name, name])
 
 

@@ -71,13 +71,14 @@ def test_links_that_take_a_whole_gpu_get_stuck_and_are_not_let() -> None:
         Job(8, budget=Budget(multiprocessors=27)).run(direct)
 
 
-def test_links_that_share_hardware_queues_get_stuck_and_are_not_let() -> None:
-    direct = chain(8, Transfer.direct)
-    assert stuck_in_any_order(programs(direct, 8), Budget(queues=8)) is not None
-    with pytest.raises(
-        ValueError, match=r"7 links, and 8 hardware queues are too few .*CUDA_DEVICE_MAX_CONNECTIONS=32"
-    ):
-        Job(8, budget=Budget(queues=8)).run(direct)
+@pytest.mark.parametrize(("size", "queues"), [(3, 1), (8, 8)])
+def test_links_that_share_hardware_queues_get_stuck_and_are_not_let(size: int, queues: int) -> None:
+    """Eight is CUDA's default."""
+    direct, budget = chain(size, Transfer.direct), Budget(queues=queues)
+    assert stuck_in_any_order(programs(direct, size), budget) is not None
+    message = rf"{size - 1} links, and {queues} hardware queues are too few .*CUDA_DEVICE_MAX_CONNECTIONS=32"
+    with pytest.raises(ValueError, match=message):
+        Job(size, budget=budget).run(direct)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
