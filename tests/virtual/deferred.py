@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,20 @@ class Deferred(TorchDispatchMode):
         super().__init__()
         self.gpu, self.num_synchronizations, self.num_uploads = gpu, 0, 0
 
+    def __enter__(self) -> Deferred:
+        self._reads = _Reads(self)
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def synchronize(self) -> None:
+        """The host asks for values that the device may not have computed yet."""
+        self.num_synchronizations += 1
+        self.gpu.synchronize()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -38,8 +53,7 @@ class Deferred(TorchDispatchMode):
             out.fill_(255 if out.dtype == torch.uint8 else 0 if not out.is_floating_point() else float("nan"))
             return out
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.num_synchronizations += 1
-            self.gpu.synchronize()
+            self.synchronize()
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a number, as in x[0] = 3, is no copy
             self.num_uploads += 1
@@ -54,6 +68,19 @@ class Deferred(TorchDispatchMode):
         if made and inputs:
             self.gpu.kernel(lambda: _again(func, args, kwargs, made), inputs, made)
         return out
+
+
+class _Reads(TorchFunctionMode):
+    """Sees the methods that read a tensor's memory, which are no operations."""
+
+    def __init__(self, device: Deferred) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            self._device.synchronize()
+        return func(*args, **(kwargs or {}))
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
