@@ -41,8 +41,8 @@ class Communicator:
     current stream wait for its end, and the host wait for nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
     def isend(self, part: Tensor, peer: int) -> Work:
         """Queue the sending of a contiguous tensor."""
@@ -60,7 +60,7 @@ class Communicator:
 
     def abort(self) -> None:
         """End all operations, also those that wait for a peer. It may block."""
-        self.group._get_backend(self._device).abort()
+        self.group.abort()
 
 
 class Accelerator:
@@ -131,7 +131,7 @@ class Accelerator:
             options.config.max_ctas = num_ctas
         members = None if ranks is None else list(ranks)
         group = dist.new_group(members, backend="nccl", timeout=timeout, pg_options=options, device_id=self.device)
-        return Communicator(group, self.device)
+        return Communicator(group)
 
 
 @lru_cache

@@ -262,8 +262,9 @@ class Ranks(ControlMessages):
 
     def abort(self) -> None:
         """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
-        communicators = [*self._links.values(), *([self._between_all] if self._between_all is not None else [])]
-        jobs = [Worker("abort").submit(each.abort) for each in communicators]
+        communicators = [each for (link, _), each in self._links.items() if self.rank in link]
+        communicators += [self._between_all] if self._between_all is not None else []
+        jobs = [Worker("abort").submit(each.abort) for each in communicators]  # one may block another
         deadline = time.monotonic() + ABORT_S
         for job in jobs:
             job.done.wait(max(0.0, deadline - time.monotonic()))

@@ -129,9 +129,6 @@ class Group:
     def __init__(self, returns: bool) -> None:
         self.aborted, self._returns = threading.Event(), returns
 
-    def _get_backend(self, device: torch.device) -> Group:
-        return self
-
     def abort(self) -> None:
         self.aborted.set()
         if not self._returns:
@@ -143,7 +140,7 @@ def test_an_error_aborts_all_communicators_within_a_deadline(monkeypatch: pytest
     monkeypatch.setattr("runahead.ranks.ranks.ABORT_S", 0.5)
     groups: list[Any] = [Group(False), Group(True), Group(True)]
     ranks = Job(2).ranks[0]
-    made = [Communicator(group, ranks.device) for group in groups]
+    made = [Communicator(group) for group in groups]
     ranks._links, ranks._between_all = {((0, 1), 4): made[0], ((1, 0), 4): made[1]}, made[2]
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="out of luck"), ranks:
