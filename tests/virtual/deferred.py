@@ -22,14 +22,18 @@ class Deferred(TorchDispatchMode):
     The host computes an operation once when it is queued, on whatever its inputs hold by then, and only for the shape
     and dtype of the result; what counts is computed on the device, later. Uninitialised memory is NaN.
 
+    Args:
+        row_bytes: watch accesses to slabs for races, by rows of so many bytes; None watches nothing.
+
     Attributes:
         num_synchronizations: times that the host asked for a value, and so waited for the device.
         num_uploads: tensors made of the host's numbers, which a GPU would have had to copy.
     """
 
-    def __init__(self, gpu: VirtualAccelerator) -> None:
+    def __init__(self, gpu: VirtualAccelerator, *, row_bytes: int | None = None) -> None:
         super().__init__()
-        self.gpu, self.num_synchronizations, self.num_uploads = gpu, 0, 0
+        self.gpu, self.row_bytes = gpu, row_bytes
+        self.num_synchronizations = self.num_uploads = 0
 
     def __enter__(self) -> Deferred:
         self._reads = _Reads(self)
@@ -50,6 +54,8 @@ class Deferred(TorchDispatchMode):
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if func in ALLOCATIONS:
             out = func(*args, **kwargs)
+            if self.row_bytes is not None and out.dtype == torch.uint8:  # slabs alone are allocated as bytes
+                self.gpu.watch(out, self.row_bytes)
             out.fill_(255 if out.dtype == torch.uint8 else 0 if not out.is_floating_point() else float("nan"))
             return out
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -69,8 +69,13 @@ def prefill(
     choose: Choose = transfers_early,
     policies: Sequence[Policy] = (),
     num_layers: int = 3,
+    watched: bool = True,
 ) -> Outcome:
-    """Prefill a prompt on virtual GPUs, all operations on tensors included."""
+    """Prefill a prompt on virtual GPUs, all operations on tensors included.
+
+    Raises:
+        Race: if `watched`, accesses to a slab race.
+    """
     partition = ContextPartition(boundaries=boundaries)
     size = partition.num_ranks // (2 if isinstance(strategy, Zigzag) else 1)
     ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(3)).tolist()
@@ -80,7 +85,8 @@ def prefill(
         strategy.connect(ranks, partition, options)
         batch = PromptBatch.of([ids], ranks.device)
         model, before = tiny_llama(ranks.rank, num_layers), ranks.accelerator.num_kernels
-        with Deferred(ranks.accelerator) as device:
+        row_bytes = model.kv_shapes[0].bytes_per_token() if watched else None
+        with Deferred(ranks.accelerator, row_bytes=row_bytes) as device:
             prefilled = strategy.run(
                 PrefillJob(
                     model=model,

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,14 +109,14 @@ def test_a_link_has_high_priority_and_few_ctas(monkeypatch: pytest.MonkeyPatch) 
     )
     gpu = Accelerator(torch.device("cuda", 3))
     for ranks, ctas in (((0, 1), 4), (None, None)):
-        gpu.communicator(ranks, seam.timedelta(days=1), ctas)
+        gpu.communicator(ranks, timedelta(days=1), ctas)
     assert [(each["members"], each["backend"], each["device_id"]) for each in asked] == [
         ([0, 1], "nccl", gpu.device),
         (None, "nccl", gpu.device),
     ]
     options = [each["pg_options"] for each in asked]
     assert [(each.is_high_priority_stream, each.config.max_ctas) for each in options] == [(True, 4), (True, None)]
-    assert all(each._timeout == seam.timedelta(days=1) for each in options)
+    assert all(each._timeout == timedelta(days=1) for each in options)
 
 
 def test_a_device_has_one_accelerator_per_process() -> None:

@@ -12,7 +12,7 @@ from runahead.prefill import Prefill
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
-from tests.virtual.device import Choose, at_random, transfers_early, transfers_late
+from tests.virtual.device import Choose, Race, at_random, transfers_early, transfers_late
 from tests.virtual.jobs import prefill
 
 NUM_TOKENS = 16
@@ -50,5 +50,7 @@ def values(
 
 def test_a_prefix_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runahead.kv_transfer.nccl.NcclTransfer.await_prefix", lambda self, layer: None)
-    logits, *_ = values(*CASES["relay"], transfers_late)
+    logits, *_ = prefill(*CASES["relay"], choose=transfers_late, watched=False).values
     assert not torch.allclose(logits, alone()[0])
+    with pytest.raises(Race):
+        prefill(*CASES["relay"])
