@@ -33,16 +33,27 @@ reaches = st.one_of(
 
 @dataclass(frozen=True)
 class Job:
-    """A partition, how far back each layer looks, and the schedule of every rank with a chunk."""
+    """A partition, how far back each layer looks, and the schedule of every rank with a chunk.
+
+    Attributes:
+        joined: pass the prefix on as one message, as over NCCL, rather than chunk by chunk, as over Gloo.
+    """
 
     partition: ContextPartition
     reach: list[Callable[[int], int]]
     transfer: Transfer
+    joined: bool = False
 
     @property
     def schedules(self) -> dict[int, TransferSchedule]:
         return {
-            rank: TransferSchedule(self.partition, rank, self.transfer, lambda layer, start: self.reach[layer](start))
+            rank: TransferSchedule(
+                self.partition,
+                rank,
+                self.transfer,
+                lambda layer, start: self.reach[layer](start),
+                joined=self.joined,
+            )
             for rank in self.partition.chain
         }
 
@@ -59,15 +70,13 @@ def jobs(draw: st.DrawFn) -> Job:
         partition=ContextPartition(boundaries=draw(boundaries(num_tokens, num_ranks))),
         reach=[draw(reaches) for _ in range(NUM_LAYERS)],
         transfer=draw(st.sampled_from(Transfer)),
+        joined=draw(st.booleans()),
     )
 
 
 def sent(schedule: TransferSchedule, layer: int) -> list[Message]:
-    """In the order of issue: the own chunk, then what arrives is passed on as it arrives."""
-    messages = schedule.sends(layer)
-    for received in schedule.receives(layer):
-        messages += schedule.forwards(layer, received.chunk)
-    return messages
+    """In the order of issue: the own chunk, then what is passed on."""
+    return schedule.sends(layer) + [each for _, onward in schedule.onward(layer) for each in onward]
 
 
 def by_link(job: Job, messages_of: Callable[[TransferSchedule, int], list[Message]], outgoing: bool) -> dict:
@@ -106,9 +115,18 @@ def test_ranks_send_only_what_they_computed_or_received(job: Job) -> None:
         for layer in range(NUM_LAYERS):
             for message in schedule.sends(layer):
                 assert chunk.start <= message.start < message.end == chunk.stop
-            for received in schedule.receives(layer):
-                for onward in schedule.forwards(layer, received.chunk):
-                    assert received.start <= onward.start < onward.end == received.end
+            for received, onward in schedule.onward(layer):
+                there = {token for message in received for token in range(message.start, message.end)}
+                assert all(set(range(message.start, message.end)) <= there for message in onward)
+
+
+@given(job=jobs())
+def test_a_joined_prefix_is_one_message(job: Job) -> None:
+    for rank, schedule in job.schedules.items():
+        for layer in range(NUM_LAYERS if job.joined and job.transfer is Transfer.relay else 0):
+            passed_on = [onward for _, onward in schedule.onward(layer)]
+            assert len(schedule.receives(layer)) <= 2 and [len(onward) for onward in passed_on] in ([], [1])
+            assert all(onward.end == job.partition.chunk(rank).start for (onward,) in passed_on)
 
 
 @given(job=jobs())

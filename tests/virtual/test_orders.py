@@ -82,9 +82,10 @@ def test_links_that_share_hardware_queues_get_stuck_and_are_not_let(size: int, q
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_relay_needs_one_hardware_queue(size: int) -> None:
+@pytest.mark.parametrize("name", ["relay", "ring", "all_gather"])
+def test_one_hardware_queue_is_enough_without_direct_links(name: str, size: int) -> None:
     """Any other number of queues holds up less."""
-    assert stuck_in_any_order(programs(BODIES["relay"](size), size), Budget(queues=1)) is None
+    assert stuck_in_any_order(programs(BODIES[name](size), size), Budget(queues=1)) is None
 
 
 def test_ctas_are_few_where_links_are_many() -> None:
