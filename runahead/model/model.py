@@ -25,6 +25,7 @@ from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
+from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.loading.sharing import shard_module
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
@@ -74,6 +75,7 @@ class Model:
         self.config = module.config.get_text_config(decoder=True)
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
+        multiply_few_rows_fast(module)
         self.num_shards = 1
         self._run: Run = lambda forward: forward()
         set_attention(module, ATTENTION_NAME)

@@ -1,0 +1,39 @@
+"""Products of few rows with a bfloat16 weight on a CPU, as decoding makes them: one row per prompt of the batch.
+
+A product of few rows takes as long as reading the weight. For `x @ W.T`, which `nn.Linear` computes, oneDNN brings the
+weight into another layout first, at every call. `(W @ x.T).T` is the same product, and reads the weight as it lies: it
+takes 0.6 to 0.9 of the time up to 64 rows. In float32 a decoding step gains nothing by it.
+"""
+
+# Legend: R rows, I input features, O output features.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+MOST_ROWS = 64
+"""Largest number of rows for which the weight is the left factor."""
+
+
+def multiply_few_rows_fast(module: nn.Module) -> None:
+    """Let the bfloat16 linear layers of a model on a CPU multiply few rows as described above."""
+    for child in module.modules():
+        if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype is torch.bfloat16:
+            child.__class__ = FewRowsLinear
+
+
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear` that chooses the order of the factors by the input's number of rows alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_OI = self.weight
+        num_rows = x.numel() // x.shape[-1]
+        if not 0 < num_rows <= MOST_ROWS or type(weight_OI) is not nn.Parameter:  # sharded weights have another type
+            return super().forward(x)
+        if num_rows == 1:
+            out_O = torch.mv(weight_OI, x.flatten())
+            return (out_O if self.bias is None else out_O + self.bias).view(*x.shape[:-1], -1)
+        x_IR = x.reshape(num_rows, -1).t()
+        out_OR = weight_OI @ x_IR if self.bias is None else torch.addmm(self.bias[:, None], weight_OI, x_IR)
+        return out_OR.t().contiguous().view(*x.shape[:-1], -1)
