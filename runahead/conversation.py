@@ -9,17 +9,16 @@ chosen without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 
 import torch
 from torch import Tensor
 
-from runahead.attention.base import LayerAttention
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
-from runahead.decoding.decode import Decoded, Row, attention_over, decode
+from runahead.decoding.decode import Decoded, Row, decode
+from runahead.decoding.forward import Forward, forward_over
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
@@ -139,11 +138,10 @@ class Conversation:
         if self.cache is None:
             raise ValueError("there is nothing that tokens could follow; feed some first")
         given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, self._checked_pads(ids_BC, None))
-        attention_at = self._attention_at()
+        forward = self._one_token_forward()
         parts = []
         for ids_B1 in ids_BC.split(1, dim=1):
-            attention = attention_at(self.num_tokens)
-            parts.append(self.model.forward(ids_B1, attention, start=self.num_tokens, pads=self.pads))
+            parts.append(forward(ids_B1, self.num_tokens))
             self.num_tokens += 1
         self.logits_BV = parts[-1]
         return torch.stack(parts[-given:], dim=1)
@@ -161,12 +159,10 @@ class Conversation:
             self._check_length(end, end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
         decoded = decode(
-            self.model,
             rows,
             self.logits_BV,
-            self._attention_at(),
+            self._one_token_forward(),
             num_tokens=self.num_tokens,
-            pads=self.pads,
             on_step=lambda tokens: None,
         )
         self.num_tokens += decoded.num_steps - 1
@@ -182,16 +178,9 @@ class Conversation:
         other.cache = None if self.cache is None else self.cache.fork()
         return other
 
-    def _attention_at(self) -> Callable[[int], LayerAttention]:
-        """Function from a token's index to the attention of that single new token."""
+    def _one_token_forward(self) -> Forward:
         assert self.cache is not None
-        return attention_over(
-            self.cache,
-            self._while_decoding,
-            pads=self.pads,
-            prompt_tokens=self.num_tokens,
-            num_layers=self.model.num_layers,
-        )
+        return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
 
     def _unthinned(self) -> Conversation:
         """A fork without policies, so that no more tokens are dropped."""

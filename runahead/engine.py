@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from policies.base import ReusingPrompt
+from runahead.cache.base import KVStore
+from runahead.cache.fixed import FixedCache
+from runahead.cache.kv_cache import KVCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, even
-from runahead.decoding.decode import Decoded, Row, attention_over, decode
+from runahead.decoding.decode import Decoded, Row, decode
+from runahead.decoding.forward import forward_over
 from runahead.decoding.token_stream import TokenStream
 from runahead.model.model import Model, model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
@@ -201,29 +205,24 @@ class Engine:
         """Generate all tokens, on the ranks that have a KV cache and logits; None on the others."""
         if prefilled.logits_BV is None or prefilled.cache is None:
             return None
-        prefilled.cache = prefilled.cache.for_decoding()
+        prefilled.cache = cache = self._for_decoding(prefilled.cache, batch)
         rows = [
             Row(self.model, prompt, options, seed=options.seed + first_index + index)
             for index, prompt in enumerate(prompts)
         ]
-        attention_at = attention_over(
-            prefilled.cache,
-            self.policies.while_decoding,
-            pads=batch.pads,
-            prompt_tokens=batch.num_tokens,
-            num_layers=self.model.num_layers,
+        forward = forward_over(
+            self.model, cache, self.policies.while_decoding, pads=batch.pads, prompt_tokens=batch.num_tokens
         )
-        decoded = decode(
-            self.model,
-            rows,
-            prefilled.logits_BV,
-            attention_at,
-            num_tokens=batch.num_tokens,
-            pads=batch.pads,
-            on_step=stream.send,
-        )
-        prefilled.cache.describe_decoding(prefilled.report)
+        decoded = decode(rows, prefilled.logits_BV, forward, num_tokens=batch.num_tokens, on_step=stream.send)
+        cache.describe_decoding(prefilled.report)
         return decoded
+
+    def _for_decoding(self, cache: KVStore, batch: PromptBatch) -> KVStore:
+        """The prompt's cache in the form that single new tokens attend to fastest."""
+        if not self.policies.while_decoding and self.model.repeats_steps and FixedCache.takes(cache):
+            assert isinstance(cache, KVCache)
+            return FixedCache(cache, pads=batch.pads, num_tokens=batch.num_tokens)
+        return cache.for_decoding()
 
     def _result(
         self,

@@ -176,17 +176,20 @@ Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
     """The fused kernel for these tensors, chosen by device, dtype and shape alone, so that runs repeat bit by bit."""
-    head_dim = q_BNCH.shape[-1]
-    if v_BKSV.shape[-1] != head_dim:  # latent attention: keys and values of different width
+    if v_BKSV.shape[-1] != q_BNCH.shape[-1]:  # latent attention: keys and values of different width
         return None
-    if q_BNCH.device.type == "cpu":
+    return _kernel(q_BNCH.device, q_BNCH.dtype, q_BNCH.shape[-1])
+
+
+def _kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
+    if device.type == "cpu":
         return cpu_flash
-    if q_BNCH.device.type == "cuda":
-        half = q_BNCH.dtype in (torch.float16, torch.bfloat16)
-        ampere = torch.cuda.get_device_capability(q_BNCH.device) >= (8, 0)
+    if device.type == "cuda":
+        half = dtype in (torch.float16, torch.bfloat16)
+        ampere = torch.cuda.get_device_capability(device) >= (8, 0)
         if half and ampere and head_dim % 8 == 0 and head_dim <= 256:
             return _cuda_flash
-        if head_dim % (8 if half else 4) == 0 and q_BNCH.dtype in (torch.float32, torch.float16):
+        if head_dim % (8 if half else 4) == 0 and dtype in (torch.float32, torch.float16):
             return cuda_efficient
     return None
 
@@ -206,6 +209,45 @@ def cpu_flash(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scaling
     )
     return out, lse
+
+
+def attend_sequences(
+    q_SNH: Tensor, k_TUH: Tensor, v_TUV: Tensor, *, starts: Tensor, used_S: Tensor, longest: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query per sequence to all its keys, of which the device knows how many there are.
+
+    Args:
+        q_SNH: a query per sequence and head.
+        k_TUH, v_TUV: keys and values of all sequences, one sequence after another.
+        starts: first token of each sequence, and the end of the last (S + 1, int32).
+        used_S: tokens of each sequence that are seen, from its first on (int32); at least one.
+        longest: upper bound of `used_S`.
+
+    Returns:
+        output (S, N, V) in the query's dtype, log-sum-exp (S, N).
+    """
+    if q_SNH.device.type == "cpu":
+        parts = [
+            cpu_flash(
+                q_SNH[i, None, :, None],
+                k_TUH[first : first + used].transpose(0, 1)[None],
+                v_TUV[first : first + used].transpose(0, 1)[None],
+                False,
+                scaling,
+            )
+            for i, (first, used) in enumerate(zip(starts[:-1].tolist(), used_S.tolist(), strict=True))
+        ]
+        return torch.cat([out for out, _ in parts])[:, :, 0], torch.cat([lse for _, lse in parts])[:, :, 0]
+    queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
+    out, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
+        q_SNH, k_TUH, v_TUV, queries, starts, 1, longest, 0.0, False, False, scale=scaling, seqused_k=used_S
+    )
+    return out, lse_NS.transpose(0, 1)
+
+
+def takes_sequences(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether `attend_sequences` supports such keys and values."""
+    return key_dim == value_dim and _kernel(device, dtype, key_dim) in (cpu_flash, _cuda_flash)
 
 
 def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:

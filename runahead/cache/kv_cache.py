@@ -8,7 +8,7 @@ slabs for a few layers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,13 @@ class KVCache(KVStore):
     @property
     def rotates(self) -> bool:
         return self._rotaries is not None
+
+    def take_layers(self) -> Iterator[SlabLayer]:
+        """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
+        assert self.num_slabs == self.num_layers, "layers share slabs"
+        self._slabs.clear()
+        while self.layers:
+            yield self.layers.pop(0)
 
     def layer(self, layer: int) -> KVSlab:
         """The slab of a layer; in a ring it is valid until layer + num_slabs takes its memory."""

@@ -5,24 +5,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
-from runahead.attention.base import LayerAttention
-from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
-from runahead.cache.kept import NEW_ROOM, KeptCache
-from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
-from runahead.decoding.sampling import Sampler
+from runahead.decoding.forward import Forward
+from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.decoding.stop_strings import StopStrings
 from runahead.model.model import Model
-from runahead.thinning.attention import KeptAttention
-from runahead.thinning.steps import PolicySteps
 
 
 class Row:
@@ -38,12 +31,11 @@ class Row:
         self.finish_reason: str | None = None
         self._options = options
         self._eos = set() if options.ignore_eos else model.eos_token_ids
-        self._sampler = Sampler(options, seed, model.device)
+        self.sampler = Sampler(options, seed, model.device)
         self._text = StopStrings(model.tokenizer, options.stop)
 
-    def step(self, logits_V: Tensor) -> int:
-        """Choose the next token from its logits, and set `finish_reason` if the row ends with it."""
-        token = self._sampler.next_token(self.prompt + self.new_ids, logits_V)
+    def add(self, token: int) -> int:
+        """Append a new token, and set `finish_reason` if the row ends with it. Returns the token."""
         self.new_ids.append(token)
         if token in self._eos:
             self.finish_reason = "eos"
@@ -69,37 +61,12 @@ class Decoded:
     num_steps: int
 
 
-def attention_over(
-    cache: KVStore, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int, num_layers: int
-) -> Callable[[int], LayerAttention]:
-    """Choose the attention of single new tokens to a prompt's KV cache.
-
-    Args:
-        policies: those that decide after each token, over a cache that can drop tokens.
-
-    Returns:
-        A function from the index of the new token in the padded batch to the attention of its forward.
-    """
-    if not policies:
-        return lambda start: CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
-    assert isinstance(cache, KeptCache), type(cache)
-
-    def over_what_is_kept(start: int) -> KeptAttention:
-        tokens = NewTokens(start, pads, Phase.decode)
-        steps = PolicySteps(policies, tokens, prompt_tokens=prompt_tokens, num_layers=num_layers, room=NEW_ROOM)
-        return KeptAttention(cache, steps)
-
-    return over_what_is_kept
-
-
 def decode(
-    model: Model,
     rows: list[Row],
     logits_BV: Tensor,
-    attention_at: Callable[[int], LayerAttention],
+    forward: Forward,
     *,
     num_tokens: int,
-    pads: list[int],
     on_step: Callable[[list[int | None]], None],
 ) -> Decoded:
     """Generate new tokens until every row has ended.
@@ -107,20 +74,20 @@ def decode(
     Args:
         rows: one per prompt, without new tokens.
         logits_BV: logits of the prompts' last tokens.
-        attention_at: index of a new token in the padded batch -> attention of its forward.
+        forward: of one new token per row.
         num_tokens: length of the padded prompt.
-        pads: left padding per row.
         on_step: called with each step's tokens, None for rows that had ended before.
     """
     step, first_token_s = 0, 0.0
     while True:
-        tokens = [row.step(logits_BV[i]) if row.finish_reason is None else None for i, row in enumerate(rows)]
+        samplers = [row.sampler if row.finish_reason is None else None for row in rows]
+        chosen = next_tokens(samplers, [row.prompt + row.new_ids for row in rows], logits_BV)
+        tokens = [None if token is None else row.add(token) for row, token in zip(rows, chosen, strict=True)]
         now = time.perf_counter()
         first_token_s = first_token_s or now
         on_step(tokens)
         step += 1
         if all(row.finish_reason is not None for row in rows):
             return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
-        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=model.device)
-        start = num_tokens + step - 1
-        logits_BV = model.forward(ids_B1, attention_at(start), start=start, pads=pads)
+        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=logits_BV.device)
+        logits_BV = forward(ids_B1, num_tokens + step - 1)

@@ -240,6 +240,19 @@ class Model:
         return bool(self._rotaries)
 
     @property
+    def repeats_steps(self) -> bool:
+        """Whether decoding steps differ in token ids, position ids and stored keys and values alone."""
+        return (
+            self._passes_keywords
+            and "position_ids" in self._optional
+            and self.uneven_limit is None
+            and self.num_shards == 1
+            and not self._rotaries
+            and not self._needs_scores
+            and all(rule is None or rule.sees_everything for rule in self.rules)
+        )
+
+    @property
     def uneven_limit(self) -> int | None:
         """Longest text in tokens that may be batched with texts of other lengths; None is any length.
 
@@ -296,12 +309,11 @@ class Model:
         """
         if index_C is None:
             index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
-        pads_B = row_values(pads, ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
         if "position_ids" in self._optional:
             position_ids_BC = attention.positions_BC(index_C)
             if position_ids_BC is None:
-                position_ids_BC = (index_C[None, :] - pads_B[:, None]).clamp_min(0)
+                position_ids_BC = (index_C - row_values(pads, ids_BC.device)[:, None]).clamp_min(0)
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
@@ -330,6 +342,7 @@ class Model:
         ]
         self.rules: list[MaskRule | None] = [terms.rule for *_, terms in calls]
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
+        self._needs_scores = any(terms.needs_scores for *_, terms in calls)
 
     def _check_ids(self) -> Tensor:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 Stream: TypeAlias = torch.cuda.Stream
 Event: TypeAlias = torch.cuda.Event
@@ -104,6 +106,25 @@ class Accelerator:
     def synchronize(self) -> None:
         """Block the host until all queued work is done."""
         torch.cuda.synchronize(self.device)
+
+    def capture(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Capture the work that `step` queues as one graph, without running it.
+
+        Returns:
+            a function that queues the graph; it returns what `step` returned, which every call overwrites.
+
+        Raises:
+            RuntimeError: `step` does what a graph cannot hold, such as asking for a value.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may call CUDA meanwhile
+            result = step()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
 
     @property
     def num_multiprocessors(self) -> int:

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, from_ratios
 from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge
+from runahead.cache.attention import CausalAttention
+from runahead.cache.fixed import FixedCache
 from runahead.config import Transfer
+from runahead.decoding.forward import forward_over
 from tests.gpu.models import model
 
 pytestmark = [
@@ -38,6 +41,25 @@ def test_fused_kernels_equal_the_fallback(dtype: torch.dtype, num_queries: int, 
     out, lse = merge(*own, *prefix)
     assert torch.allclose(out.float(), expected.float(), atol=TOLERANCE[dtype], rtol=0)
     assert torch.allclose(lse.float(), expected_lse.float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [(300,), (300, 300, 300), (300, 40, 131)], ids=["one row", "rows", "padded rows"])
+def test_replayed_steps_equal_eager_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    """Logits of tokens that are given, so that a near tie changes nothing; steps before and after the capture."""
+    device, end = torch.device("cuda", 0), max(lengths)
+    loaded, pads = model(device, dtype), [end - length for length in lengths]
+    assert loaded.repeats_steps
+    ids_BS = torch.randint(211, (len(lengths), end + 8), generator=torch.Generator().manual_seed(4)).to(device)
+    rows = []
+    for fixed in (False, True):
+        cache = loaded.empty_cache(end + 8, batch=len(lengths))
+        loaded.forward(ids_BS[:, :end], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+        over = FixedCache(cache, pads=pads, num_tokens=end) if fixed else cache
+        forward = forward_over(loaded, over, [], pads=pads, prompt_tokens=end)
+        steps = range(end, end + 8)
+        rows.append(torch.stack([forward(ids_BS[:, step : step + 1], step).clone() for step in steps]))
+    assert (rows[0] - rows[1]).abs().max() < TOLERANCE[dtype] * rows[0].std() * 3
 
 
 def test_one_gpu_without_a_launcher_says_what_the_cpu_says() -> None:

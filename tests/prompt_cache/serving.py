@@ -22,7 +22,7 @@ from runahead import ContextPartition, Model, PrefillOptions, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
-from runahead.decoding.decode import attention_over
+from runahead.decoding.forward import forward_over
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
 from runahead.reuse import reused_kv
@@ -147,13 +147,11 @@ def serve(
         logits = [done.logits_BV]
         with patch.object(reused_kv, "FEW_PARTS", few_parts):
             cache = done.cache.for_decoding()
-        attention_at = attention_over(
-            cache, [], pads=batch.pads, prompt_tokens=batch.num_tokens, num_layers=model.num_layers
-        )
+        forward = forward_over(model, cache, [], pads=batch.pads, prompt_tokens=batch.num_tokens)
         for step, token in enumerate(following):
             start = batch.num_tokens + step
             ids_B1 = torch.full((len(prompts), 1), token)
-            logits.append(model.forward(ids_B1, attention_at(start), start=start, pads=batch.pads))
+            logits.append(forward(ids_B1, start))
     return Served(logits=logits, report=reuse.report)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
-from runahead.decoding.sampling import Sampler
+from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.model.model import require_numbers
 from tests.families import build
 
@@ -47,4 +47,7 @@ def test_a_token_that_only_the_prompt_has_is_noticed_before_anything_is_said() -
 def test_no_token_comes_of_what_is_no_number(bad: float, do_sample: bool) -> None:
     sampler = Sampler(GenerationOptions(do_sample=do_sample), 0, torch.device("cpu"))
     with pytest.raises(ValueError, match="not numbers"):
-        sampler.next_token([1], torch.tensor([0.0, bad, 1.0]))
+        next_tokens([sampler], [[1]], torch.tensor([[0.0, bad, 1.0]]))
+    ended: list[Sampler | None] = [None, sampler]
+    rows_BV = torch.tensor([[0.0, bad, 1.0], [0.0, -torch.inf, -torch.inf]])
+    assert next_tokens(ended, [[1], [1]], rows_BV) == [None, 0], "a row that has ended is not asked"

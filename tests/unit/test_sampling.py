@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from runahead.config import GenerationOptions
-from runahead.decoding.sampling import Sampler, processors
+from runahead.decoding.sampling import Sampler, next_tokens, processors
 from tests.families import VOCAB_SIZE, build, prompt
 
 CPU = torch.device("cpu")
@@ -51,12 +51,18 @@ def logits_behind(ids: list[int]) -> Tensor:
         return model()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+def next_token(sampler: Sampler, ids: list[int], logits_V: Tensor) -> int:
+    [token] = next_tokens([sampler], [ids], logits_V[None])
+    assert token is not None
+    return token
+
+
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 5.0, 0.7])
 def test_greedy_tokens_equal_generate(penalty: float) -> None:
     options = GenerationOptions(repetition_penalty=penalty)
     sampler, ids = Sampler(options, seed=0, device=CPU), prompt(20)
     for _ in range(NUM_NEW):
-        ids.append(sampler.next_token(ids, logits_behind(ids)))
+        ids.append(next_token(sampler, ids, logits_behind(ids)))
     assert ids[20:] == generate(options).sequences[0, 20:].tolist()
 
 
@@ -96,7 +102,7 @@ def test_tokens_are_drawn_as_often_as_their_scores_say() -> None:
     options = GenerationOptions(do_sample=True, temperature=2.0, top_k=3)
     num_draws = 4000
     sampler = Sampler(options, seed=0, device=CPU)
-    drawn = torch.tensor([sampler.next_token([4], logits) for _ in range(num_draws)]).bincount(minlength=5)
+    drawn = torch.tensor([next_token(sampler, [4], logits) for _ in range(num_draws)]).bincount(minlength=5)
     expected = torch.softmax(torch.tensor([1.0, 0.5, 0.0]), dim=0)
     deviation = (expected * (1 - expected) / num_draws).sqrt()  # of a share, when it is right
     assert ((drawn[:3] / num_draws - expected).abs() < 4 * deviation).all()
@@ -110,7 +116,7 @@ def test_seed_alone_decides_what_is_drawn() -> None:
     def draws(seed: int) -> list[int]:
         torch.rand(7)
         sampler = Sampler(options, seed=seed, device=CPU)
-        return [sampler.next_token([0], logits) for _ in range(20)]
+        return [next_token(sampler, [0], logits) for _ in range(20)]
 
     assert draws(1) == draws(1)
     assert draws(1) != draws(2)
@@ -120,5 +126,5 @@ def test_logits_are_left_as_they_are() -> None:
     """The report shows the raw ones."""
     logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    Sampler(SAMPLING["all"], seed=0, device=CPU).next_token([1, 2, 3], logits)
+    next_token(Sampler(SAMPLING["all"], seed=0, device=CPU), [1, 2, 3], logits)
     assert torch.equal(logits, before)

@@ -1,0 +1,95 @@
+"""Forward of one new token per row, over whatever KV cache a prompt has left."""
+
+# Legend: B batch, V vocabulary.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from policies.base import Phase, Policy
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.fixed import FixedCache
+from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.failures import first_line
+from runahead.model.model import Model
+from runahead.ranks.accelerator import accelerator_for
+from runahead.thinning.attention import KeptAttention
+from runahead.thinning.steps import PolicySteps
+
+Forward = Callable[[Tensor, int], Tensor]
+"""Token ids (B, 1) and their index in the padded batch -> logits (B, V)."""
+
+
+def forward_over(
+    model: Model, cache: KVStore, policies: Sequence[Policy], *, pads: list[int], prompt_tokens: int
+) -> Forward:
+    """Choose the forward of single new tokens after a prompt.
+
+    Args:
+        policies: those that decide after each token, over a cache that can drop tokens.
+        pads: left padding per row.
+        prompt_tokens: number of tokens of the padded prompt.
+    """
+    if isinstance(cache, FixedCache):
+        return FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens)
+    if not policies:
+
+        def over_all(ids_B1: Tensor, start: int) -> Tensor:
+            attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
+            return model.forward(ids_B1, attention, start=start, pads=pads)
+
+        return over_all
+    assert isinstance(cache, KeptCache), type(cache)
+
+    def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
+        tokens = NewTokens(start, pads, Phase.decode)
+        steps = PolicySteps(policies, tokens, prompt_tokens=prompt_tokens, num_layers=model.num_layers, room=NEW_ROOM)
+        return model.forward(ids_B1, KeptAttention(cache, steps), start=start, pads=pads)
+
+    return over_what_is_kept
+
+
+class FixedForward:
+    """Forward over a cache of fixed shape: the same operations on the same tensors in every step.
+
+    A GPU replays it as one graph after two steps: one launch in place of some 40 per layer.
+    """
+
+    WARM_UP = 2
+    """Steps before a graph is captured. In these, libraries allocate what they keep."""
+
+    def __init__(self, model: Model, cache: FixedCache, *, pads: list[int], prompt_tokens: int) -> None:
+        self._model, self._cache, self._pads, self._prompt_tokens = model, cache, pads, prompt_tokens
+        self._ids_B1 = torch.zeros(len(pads), 1, dtype=torch.long, device=model.device)
+        self._gpu = accelerator_for(model.device)
+        self._num_steps = 0
+        self._replay: Callable[[], Tensor] | None = None
+
+    def __call__(self, ids_B1: Tensor, start: int) -> Tensor:
+        """Logits (B, V), which the next call may overwrite."""
+        self._ids_B1.copy_(ids_B1)
+        self._num_steps += 1
+        if self._gpu is None or self._num_steps <= self.WARM_UP:
+            return self._step()
+        if self._replay is None:
+            try:
+                self._replay = self._gpu.capture(self._step)
+            except RuntimeError as error:  # the family's code may do what a graph cannot hold
+                warnings.warn(f"decoding runs without a CUDA graph: {first_line(error)}", stacklevel=2)
+                self._gpu = None
+                return self._step()
+        return self._replay()
+
+    def _step(self) -> Tensor:
+        """One step over the buffers. Nothing in it may depend on the number of the step but what is on the device."""
+        first = self._prompt_tokens
+        attention = CausalAttention(self._cache, start=first, pads=self._pads, phase=Phase.decode)
+        logits_BV = self._model.forward(self._ids_B1, attention, start=first, pads=self._pads)
+        self._cache.advance()
+        return logits_BV

@@ -1,0 +1,132 @@
+"""Decoding over tensors of fixed shape gives the tokens of decoding over slabs, and a GPU could replay its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from runahead.attention.partial import attend_sequences
+from runahead.cache.attention import CausalAttention
+from runahead.cache.fixed import FixedCache
+from runahead.cache.kv_cache import KVCache
+from runahead.decoding.forward import FixedForward, forward_over
+from runahead.model.model import Model
+from tests.families import FAMILIES, VOCAB_SIZE, build
+
+TOKENS, NEW = 11, 6
+
+
+def prefilled(model: Model, pads: list[int]) -> tuple[KVCache, Tensor]:
+    """A cache with a prompt's keys and values, and random following ids (B, NEW)."""
+    ids_BS = torch.randint(3, VOCAB_SIZE, (len(pads), TOKENS + NEW), generator=torch.Generator().manual_seed(7))
+    end = TOKENS + NEW
+    cache = KVCache(
+        model.kv_shapes,
+        batch=len(pads),
+        spans=[(0, end)] * model.num_layers,
+        num_slabs=model.num_layers,
+        device=model.device,
+    )
+    model.forward(ids_BS[:, :TOKENS], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+    return cache, ids_BS[:, TOKENS:]
+
+
+def logits_of(model: Model, pads: list[int], *, fixed: bool) -> Tensor:
+    """Logits (NEW, B, V) of the following tokens, one step each."""
+    cache, following = prefilled(model, pads)
+    over = FixedCache(cache, pads=pads, num_tokens=TOKENS) if fixed else cache
+    forward = forward_over(model, over, [], pads=pads, prompt_tokens=TOKENS)
+    return torch.stack(
+        [forward(ids_B1, TOKENS + step).clone() for step, ids_B1 in enumerate(following.split(1, dim=1))]
+    )
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 0, 0], [0, 4, 9]], ids=["one row", "rows", "padded rows"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_over_slabs(family: str, pads: list[int]) -> None:
+    """The forward is told the first step's number in all steps, as a graph that is replayed has it."""
+    model = Model(build(family))
+    if not model.repeats_steps or (len(set(pads)) > 1 and model.uneven_limit is not None):
+        pytest.skip("steps of this family differ in more than ids, positions and stored tokens")
+    if not FixedCache.takes(prefilled(model, pads)[0]):
+        pytest.skip("keys and values have different widths")
+    expected, actual = (logits_of(model, pads, fixed=fixed) for fixed in (False, True))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_which_families_repeat_their_steps() -> None:
+    repeating = {family for family in FAMILIES if Model(build(family)).repeats_steps}
+    assert {"llama", "qwen2", "qwen3", "phi", "gemma"} <= repeating
+    assert not repeating & {"llama_dynamic_ntk", "phi3_longrope", "bloom", "mpt", "falcon_alibi", "gemma2", "mistral"}
+
+
+def test_a_cache_of_a_part_of_the_prompt_is_left_as_it_is() -> None:
+    model = Model(build("llama"))
+    cache, _ = prefilled(model, [0])
+    assert FixedCache.takes(cache)
+    ring = KVCache(cache.shapes, batch=1, spans=cache.spans, num_slabs=2, device=cache.device)
+    later = KVCache(cache.shapes, batch=1, spans=[(2, 9)] * 3, num_slabs=3, device=cache.device)
+    assert not FixedCache.takes(ring) and not FixedCache.takes(later)
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [0, 4]])
+def test_the_bytes_are_those_of_the_slabs(pads: list[int]) -> None:
+    cache, _ = prefilled(Model(build("llama")), pads)
+    num_bytes, slab = cache.num_bytes, cache.layers[0].slab.slab_TBKX
+    fixed = FixedCache(cache, pads=pads, num_tokens=TOKENS)
+    assert fixed.num_bytes == num_bytes and cache.num_bytes == 0
+    shares_memory = fixed.layers[0].kv_TUX.data_ptr() == slab.data_ptr()
+    assert shares_memory == (not any(pads)), "only padded rows are moved"
+
+
+class Gpu:
+    """An accelerator that captures a step by keeping it, or cannot."""
+
+    def __init__(self, *, can_capture: bool) -> None:
+        self.can_capture, self.num_captures = can_capture, 0
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.num_captures += 1
+        if not self.can_capture:
+            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+        return step
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_one_graph_is_captured_after_the_warm_up(can_capture: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model, gpu = Model(build("llama")), Gpu(can_capture=can_capture)
+    expected = logits_of(model, [0], fixed=False)
+    cache, following = prefilled(model, [0])
+    forward = FixedForward(model, FixedCache(cache, pads=[0], num_tokens=TOKENS), pads=[0], prompt_tokens=TOKENS)
+    with patch.object(forward, "_gpu", gpu):
+        for step, ids_B1 in enumerate(following.split(1, dim=1)):
+            torch.testing.assert_close(forward(ids_B1, TOKENS + step), expected[step], rtol=1e-9, atol=1e-9)
+            assert gpu.num_captures == (step >= FixedForward.WARM_UP)
+    said = [str(warning.message) for warning in recwarn]
+    assert said == (
+        [] if can_capture else ["decoding runs without a CUDA graph: operation not permitted when stream is capturing"]
+    )
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_gpu_attends_to_all_sequences_in_one_call(sequences: int) -> None:
+    """Shapes and operators alone: these tensors hold no values, so the host cannot ask for one."""
+    with FakeTensorMode(), patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
+        kv = torch.empty(40 * sequences, 2, 128, device="cuda", dtype=torch.bfloat16)
+        counts = {"dtype": torch.int32, "device": "cuda"}
+        out, lse = attend_sequences(
+            torch.empty(sequences, 8, 64, device="cuda", dtype=torch.bfloat16),
+            kv.narrow(-1, 0, 64),
+            kv.narrow(-1, 64, 64),
+            starts=torch.empty(sequences + 1, **counts),
+            used_S=torch.empty(sequences, **counts),
+            longest=40,
+            scaling=0.125,
+        )
+        assert out.shape == (sequences, 8, 64) and lse.shape == (sequences, 8)
