@@ -171,6 +171,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import read_prompts
+    from runahead.context import LearningPartitioner, even
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.prefill import PREFILLS
@@ -210,7 +211,8 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     else:
         check(prompts.ids)
     if run.prefill.takes_partition:
-        check_chunk_tokens(run.prefill, len(partition(len(prompts.ids[0]), num_ranks).chain))
+        split = even if isinstance(partition, LearningPartitioner) else partition  # which asks all ranks
+        check_chunk_tokens(run.prefill, len(split(len(prompts.ids[0]), num_ranks).chain))
     return prompts
 
 

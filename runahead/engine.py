@@ -113,9 +113,10 @@ class Engine:
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
         reuse = self._reuse(prompts)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
+        self._agree(prompts, options)  # before anything else that all ranks do together
         partition = self._strategy.split(max(map(len, new_ids)), self.ranks.size, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
-        self._agree(prompts, options, partition.boundaries)
+        self._require_same({"the context partition": fact(list(partition.boundaries))})
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
             source = self._strategy.first_token_rank(partition, self.ranks.size)
@@ -152,14 +153,13 @@ class Engine:
         return result
 
     def _teach(self, partition: ContextPartition, result: GenerationBatch) -> None:
-        """Tell a partitioner that learns how long each rank computed and waited."""
+        """Tell a partitioner that learns how long each rank computed and waited, per row of the batch."""
         if isinstance(self.partition, LearningPartitioner) and self.prefill.takes_partition:
-            compute_s = [rank.prefill_s - rank.wait_s for rank in result.ranks]
-            self.partition.learn(partition, compute_s, [rank.wait_s for rank in result.ranks])
+            rows = len(result.generations)
+            compute_s = [(rank.prefill_s - rank.wait_s) / rows for rank in result.ranks]
+            self.partition.learn(partition, compute_s, [rank.wait_s / rows for rank in result.ranks])
 
-    def _agree(
-        self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions, boundaries: tuple[int, ...]
-    ) -> None:
+    def _agree(self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions) -> None:
         """Check that all ranks make the same call, since ranks with different work would wait forever."""
         if self.ranks.size == 1:
             return
@@ -168,14 +168,17 @@ class Engine:
             self._weights = "" if self.model.num_shards > 1 else model_fingerprint(self.model.module)
         facts = {
             "the prompts": secret(prompts),
-            "the context partition": fact(list(boundaries)),
             "the policies": secret(self.policies),
             "the model": fact(self.model.name),
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
         }
         facts |= option_facts({"generation": options, "prefill": self.prefill})
-        self.ranks.require_same(facts, "every rank must make the same call with the same model")
+        self._require_same(facts)
+
+    def _require_same(self, facts: dict[str, str]) -> None:
+        if self.ranks.size > 1:
+            self.ranks.require_same(facts, "every rank must make the same call with the same model")
 
     def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt]) -> Reuse | None:
         """The segments that the prompts reuse; None if no prompt reuses any.

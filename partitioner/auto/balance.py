@@ -17,8 +17,9 @@ from runahead.context import ContextPartition, even
 
 LINKS_MATTER = 0.02
 """Share of TTFT that communication takes before a split is searched by simulation: else equal work is the best."""
-MOST_EVALUATIONS = 64
-"""Most simulations of a search, since a prompt waits for it."""
+MOST_EVALUATIONS, LEAST_EVALUATIONS, MOST_MESSAGES = 64, 8, 160_000
+"""Limits of a search, since a prompt waits for it: simulations, and about how many messages they may simulate in all
+(a second's worth)."""
 LEAST_SHARE = 1 / 32
 """Least chunk of a rank, as a share of an even chunk."""
 WAITS_MATTER = 0.05
@@ -53,7 +54,9 @@ class Balance:
             min_stride=max(1, num_tokens // (64 * num_ranks)),
             seed=min(balanced, even(num_tokens, num_ranks), key=cost),
             leave_out=False,
-            max_evaluations=MOST_EVALUATIONS,
+            max_evaluations=min(
+                MOST_EVALUATIONS, max(LEAST_EVALUATIONS, MOST_MESSAGES // (cluster.compute.num_layers * num_ranks**2))
+            ),
         )
         return _with_all_ranks(searched.partition)
 
@@ -100,7 +103,8 @@ class Balance:
             self.cluster = replace(self.cluster, links=doubled(high))
 
     def _cluster_at(self, num_tokens: int) -> Cluster:
-        return replace(self.cluster, speed=[math.exp(-log) for log in self.slowness.at(num_tokens)])
+        pace = self.slowness.pace
+        return replace(self.cluster, speed=[math.exp(-log - pace) for log in self.slowness.at(num_tokens)])
 
 
 def _with_all_ranks(partition: ContextPartition) -> ContextPartition:

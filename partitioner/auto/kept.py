@@ -19,7 +19,7 @@ from runahead.files import read_user_file, write_whole
 FORMAT, VERSION = "runahead learned split", 1
 MOST_LOG = 20.0
 """Largest log slowness of a rank that a file may hold; no rank is so slow."""
-MOST_S, MOST_TOKENS, LEAST_BPS = 1e6, 1 << 40, 1.0
+MOST_S, MOST_TOKENS, LEAST_BPS, MOST_BPS = 1e6, 1 << 40, 1.0, 1e18
 """Limits of the other numbers: seconds per token, tokens, bytes per second."""
 
 
@@ -91,7 +91,7 @@ def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
         cost, link = FittedCost.from_json(json.dumps(content["cost"])), content["link"]
         for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
             _numbers(list(getattr(cost, name)), len(getattr(cost, name)), MOST_S)
-        bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"], math.inf)
+        bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"], MOST_BPS)
         return Kept(
             cost=cost,
             link=Link(

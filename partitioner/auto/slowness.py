@@ -42,16 +42,20 @@ class Slowness:
 
     The slowness at a length is the mean over prompts of about that length, without those far from the median, so that a
     disturbed prompt changes little.
-    Only differences between ranks are learned, since a machine that is slower as a whole is split as before. If two
+    Differences between ranks are learned; a machine that is slower as a whole has another `pace`, which matters only
+    for what a link costs beside the compute. If two
     prompts in a row find the same rank slower, or faster, than expected, all prompts before them are forgotten.
 
     Args:
         start: what is assumed before the first prompt.
         prompts: seen earlier, oldest first.
+
+    Attributes:
+        pace: log factor by which all ranks took longer in the last prompt than the cost and their slowness say.
     """
 
     def __init__(self, start: Sequence[float], prompts: Sequence[Seen] = ()) -> None:
-        self.start, self.prompts = tuple(start), list(prompts)
+        self.start, self.prompts, self.pace = tuple(start), list(prompts), 0.0
 
     def at(self, num_tokens: int) -> list[float]:
         """Log slowness of each rank for a prompt of this length."""
@@ -77,7 +81,7 @@ class Slowness:
         present = [ratio - log for ratio, log in zip(ratios, known, strict=True) if ratio is not None]
         if len(present) < 2:  # one rank alone cannot be slower than the others
             return
-        common = fmean(present)
+        self.pace = common = fmean(present)
         told = tuple(None if ratio is None else ratio - common for ratio in ratios)
         surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
         self.prompts = [*self.prompts, Seen(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]

@@ -22,6 +22,7 @@ from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
+from runahead.report import RankReport
 
 
 @dataclass(kw_only=True)
@@ -90,6 +91,9 @@ class FixedCache(KVStore):
         cache: the prompt's; its slabs are taken over.
         pads: left padding per row.
         num_tokens: of the padded prompt.
+
+    Raises:
+        ValueError: there is no memory in which to move padded rows.
     """
 
     def __init__(self, cache: KVCache, *, pads: Sequence[int], num_tokens: int) -> None:
@@ -127,6 +131,13 @@ class FixedCache(KVStore):
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         return (self.lengths.seen_S.long() - 1).expand(self._batch)[:, None]
 
+    def describe_decoding(self, report: RankReport) -> None:
+        super().describe_decoding(report)
+        if len(self.lengths.next_S) > 1:  # a layer is there twice while its rows are moved
+            report.kv_peak_bytes = max(
+                report.kv_peak_bytes, self.num_bytes + max(layer.num_bytes for layer in self.layers)
+            )
+
     def advance(self) -> None:
         """Count the token that all layers have appended."""
         self.lengths.next_S += 1
@@ -135,7 +146,13 @@ class FixedCache(KVStore):
 
 def _by_row(slab: KVSlab, pads: Sequence[int], num_tokens: int, room: int) -> Tensor:
     """The rows of a slab one after another (B * room, K, X), each from its first token on."""
-    rows_BTKX = slab.slab_TBKX.new_empty(len(pads), room, *slab.slab_TBKX.shape[2:])
+    try:
+        rows_BTKX = slab.slab_TBKX.new_empty(len(pads), room, *slab.slab_TBKX.shape[2:])
+    except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
+        raise ValueError(
+            f"{slab.slab_TBKX.nbytes:,} bytes to move rows of different lengths for decoding do not fit on "
+            f"{slab.slab_TBKX.device}; use a smaller prompt.batch, or prompts of equal length"
+        ) from error
     for row, pad in enumerate(pads):
         rows_BTKX[row, : num_tokens - pad] = slab.slab_TBKX[pad:num_tokens, row]
     return rows_BTKX.flatten(0, 1)

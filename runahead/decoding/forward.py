@@ -75,15 +75,18 @@ class FixedForward:
         """Logits (B, V), which the next call may overwrite."""
         self._ids_B1.copy_(ids_B1)
         self._num_steps += 1
-        if self._gpu is None or self._num_steps <= self.WARM_UP:
+        if self._gpu is None or self._num_steps < self.WARM_UP:
             return self._step()
         if self._replay is None:
             try:
+                if self._num_steps == self.WARM_UP:
+                    with self._gpu.refusing_waits():  # a capture that fails half-way may leave traces in torch
+                        return self._step()
                 self._replay = self._gpu.capture(self._step)
-            except RuntimeError as error:  # the family's code may do what a graph cannot hold
+            except RuntimeError as error:  # the family's code does what a graph cannot hold
                 warnings.warn(f"decoding runs without a CUDA graph: {first_line(error)}", stacklevel=2)
                 self._gpu = None
-                return self._step()
+                return self._step()  # nothing was counted, so the step is computed anew
         return self._replay()
 
     def _step(self) -> Tensor:

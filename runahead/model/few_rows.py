@@ -32,8 +32,9 @@ class FewRowsLinear(nn.Linear):
         if not 0 < num_rows <= MOST_ROWS or type(weight_OI) is not nn.Parameter:  # sharded weights have another type
             return super().forward(x)
         if num_rows == 1:
-            out_O = torch.mv(weight_OI, x.flatten())
-            return (out_O if self.bias is None else out_O + self.bias).view(*x.shape[:-1], -1)
+            x_I = x.flatten()
+            out_O = torch.mv(weight_OI, x_I) if self.bias is None else torch.addmv(self.bias, weight_OI, x_I)
+            return out_O.view(*x.shape[:-1], -1)
         x_IR = x.reshape(num_rows, -1).t()
         out_OR = weight_OI @ x_IR if self.bias is None else torch.addmm(self.bias[:, None], weight_OI, x_IR)
         return out_OR.t().contiguous().view(*x.shape[:-1], -1)

@@ -249,6 +249,9 @@ class Model:
             and self.num_shards == 1
             and not self._rotaries
             and not self._needs_scores
+            # Without query heads that share keys, CUDA's kernel for sequences reads each one from end to end in one
+            # block, which for a long prompt costs more than a graph saves.
+            and (self._shares_keys or self.device.type != "cuda")
             and all(rule is None or rule.sees_everything for rule in self.rules)
         )
 
@@ -343,6 +346,7 @@ class Model:
         self.rules: list[MaskRule | None] = [terms.rule for *_, terms in calls]
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
+        self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
 
     def _check_ids(self) -> Tensor:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size

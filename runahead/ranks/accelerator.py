@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
@@ -107,18 +107,37 @@ class Accelerator:
         """Block the host until all queued work is done."""
         torch.cuda.synchronize(self.device)
 
+    @contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        """Context manager in which an operation that waits for the GPU raises a RuntimeError instead."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
     def capture(self, step: Callable[[], T]) -> Callable[[], T]:
         """Capture the work that `step` queues as one graph, without running it.
+
+        `torch.cuda.graph` is not used: it gives all cached memory back first, and if the capture fails it leaves the
+        thread on its own stream.
 
         Returns:
             a function that queues the graph; it returns what `step` returned, which every call overwrites.
 
         Raises:
-            RuntimeError: `step` does what a graph cannot hold, such as asking for a value.
+            RuntimeError: `step` does what a graph cannot hold.
         """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may call CUDA meanwhile
-            result = step()
+        graph, stream, before = torch.cuda.CUDAGraph(), self.stream("capture"), self.current_stream()
+        stream.wait_stream(before)
+        with self.on(stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may call CUDA meanwhile
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
+        before.wait_stream(stream)
 
         def replay() -> T:
             graph.replay()

@@ -102,6 +102,17 @@ def test_a_rank_that_slows_down_is_relieved_in_three_prompts(num_ranks: int, num
         assert loss(balance, slowed, num_tokens) < 0.03, seed
 
 
+@pytest.mark.parametrize(("num_ranks", "slower"), [(2, 0.25), (4, 0.25), (4, 4.0)])
+def test_a_machine_that_is_slower_as_a_whole_weighs_a_slow_link_anew(num_ranks: int, slower: float) -> None:
+    """The link alone, beside a compute that is not what was timed, would look slower or faster than it is."""
+    on = machine(num_ranks, speed=[1 / slower] * num_ranks, gbps=0.05)
+    balance = ready(num_ranks, gbps=0.05)
+    run(balance, on, 4000)
+    assert loss(balance, on, 4000) < 0.03
+    assert balance.cluster.links is not None
+    assert balance.cluster.links.default.bandwidth_Bps == pytest.approx(0.05e9 / 8, rel=0.3)
+
+
 @pytest.mark.parametrize("attention_flops", [10e9, 60e9])
 def test_wrong_constants_are_mended_at_the_length_of_the_prompts(attention_flops: float) -> None:
     """A shape that is wrong looks like a slow rank, at that length."""

@@ -170,6 +170,7 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         damage(lambda kept: kept["cost"].update(num_layers=True)),
         damage(lambda kept: kept.update(link=None)),
         damage(lambda kept: kept["link"].update(bandwidth_Bps="fast")),
+        damage(lambda kept: kept["link"].update(bandwidth_Bps=10**400)),
         damage(lambda kept: kept["link"].update(latency_s="1")),
         damage(lambda kept: kept.update(start=[0.0])),
         damage(lambda kept: kept.update(start=[0.0, float("nan")])),

@@ -103,7 +103,7 @@ def test_every_gpu_gets_a_rank_and_the_program_its_arguments(
 
 
 def test_tasks_of_srun_are_ranks_without_torchrun(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
-    command = (cluster.environment["PYTHON"], "-m", "launch.infer", *model, "prompt.random_tokens=64")
+    command = (cluster.environment["PYTHON"], "-m", "launch.infer", *model, "prompt.random_tokens=64", "partition=even")
     tasks = ("--nodes=2", "--ntasks=2", "--gpus-per-task=1", "--mem=100")
     done = cluster.run("srun", *tasks, *command, "report=run.json", folder=tmp_path, MASTER_ADDR="127.0.0.1")
     assert done.returncode == 0, done.stderr

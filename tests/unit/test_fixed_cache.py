@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -90,6 +91,9 @@ class Gpu:
 
     def __init__(self, *, can_capture: bool) -> None:
         self.can_capture, self.num_captures = can_capture, 0
+
+    def refusing_waits(self) -> nullcontext[None]:
+        return nullcontext()
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         self.num_captures += 1
