@@ -168,33 +168,33 @@ def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:
     return sum(each * len(layers) for each, layers in zip(seconds, kinds, strict=True)) / sum(map(len, kinds))
 
 
-def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5) -> Link | None:
-    """Measure latency and bandwidth between ranks 0 and 1 over the backend that carries KV. Every rank calls this.
+def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5, pair: tuple[int, int] = (0, 1)) -> Link | None:
+    """Measure latency and bandwidth between two ranks over the backend that carries KV. Every rank calls this.
 
     Returns:
         The link on every rank; None for a single rank.
     """
     if ranks.size == 1:
         return None
-    small_s = _exchange_s(ranks, 8, rounds * 10)
-    large_s = _exchange_s(ranks, num_bytes, rounds)
-    latency_s, bandwidth = ranks.broadcast((small_s, num_bytes / max(large_s - small_s, 1e-9)), 0, "a ping")
+    small_s = _exchange_s(ranks, pair, 8, rounds * 10)
+    large_s = _exchange_s(ranks, pair, num_bytes, rounds)
+    latency_s, bandwidth = ranks.broadcast((small_s, num_bytes / max(large_s - small_s, 1e-9)), pair[0], "a ping")
     return Link(latency_s=latency_s, bandwidth_Bps=bandwidth)
 
 
-def _exchange_s(ranks: Ranks, num_bytes: int, rounds: int) -> float:
+def _exchange_s(ranks: Ranks, pair: tuple[int, int], num_bytes: int, rounds: int) -> float:
     """Seconds of a message of `num_bytes` in one direction: the median of half round trips."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device if ranks.backend == "nccl" else "cpu")
     seconds = []
-    links = ranks.nccl_links([(0, 1), (1, 0)]) if ranks.backend == "nccl" else {}
+    links = ranks.nccl_links([pair, pair[::-1]]) if ranks.backend == "nccl" else {}
     groups = {link: communicator.group for link, communicator in links.items()}
     for _ in range(rounds + WARMUPS):
         ranks.barrier("a ping")
-        if ranks.rank > 1:
+        if ranks.rank not in pair:
             continue
-        peer, begin = 1 - ranks.rank, time.perf_counter()
-        there, back = groups.get((0, 1), ranks.kv_group), groups.get((1, 0), ranks.kv_group)
-        if ranks.rank == 0:
+        peer, begin = sum(pair) - ranks.rank, time.perf_counter()
+        there, back = groups.get(pair, ranks.kv_group), groups.get(pair[::-1], ranks.kv_group)
+        if ranks.rank == pair[0]:
             dist.send(tensor, peer, group=there)
             dist.recv(tensor, peer, group=back)
         else:

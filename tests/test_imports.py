@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("policies", "runahead", "partitioner", "launch", "benchmarks")
 EDGE_MODULES = ("partitioner.search", "partitioner.show", "policies.prompt_cache.encode", "policies.skew")
-DOORS = ("launch.bench", "launch.evaluate")
+DOORS = ("launch.bench", "launch.doctor", "launch.evaluate")
 HYDRA = ("hydra", "omegaconf")
 MAY_IMPORT = {
     "policies": ("policies",),
@@ -55,7 +55,7 @@ ROOMS = {
         ("__init__",),
     ),
     "launch": (("program",), ("inputs", "outputs"), ("infer", *(door.split(".")[1] for door in DOORS)), ("__init__",)),
-    "benchmarks": (("harness", "network"), ("ttft",), ("evaluation",), ("studies",), ("__init__",)),
+    "benchmarks": (("harness", "network"), ("ttft",), ("doctor", "evaluation"), ("studies",), ("__init__",)),
 }
 """Folders and files of a package by level, lowest first. A room may import its own level and those below it."""
 
@@ -287,6 +287,7 @@ def test_a_wrong_import_is_found(path: str, source: str) -> None:
         ("policies/skew.py", "from omegaconf import OmegaConf\nfrom runahead import Engine"),
         ("launch/infer.py", "from hydra import compose\nimport runahead, partitioner, policies\nprint(1)"),
         ("launch/bench.py", "from benchmarks.ttft import record"),
+        ("launch/doctor.py", "from benchmarks.doctor import findings"),
         ("benchmarks/ttft/plot.py", "import argparse\nfrom launch.inputs import prompts\nimport partitioner.search"),
     ],
 )

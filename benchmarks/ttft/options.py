@@ -60,6 +60,8 @@ class BenchOptions:
         compute: JSON file with the measured compute of a rank: read if it is for this model, device and longest
             prompt, else measured and written.
         probe_repeats: runs per point of that measurement.
+        strict: end if exact variants choose different first tokens. In 16 bits rounding may decide between close
+            logits, as those of random weights are.
     """
 
     variants: list[str] = field(default_factory=lambda: ["single", "kvr_s", "zigzag", "tsp"])
@@ -70,6 +72,7 @@ class BenchOptions:
     resume: bool = False
     compute: str | None = None
     probe_repeats: int = 3
+    strict: bool = True
     network: Network = Network.given
 
     def __post_init__(self) -> None:
