@@ -242,8 +242,8 @@ def check_decoding(probe: Mapping[str, Any]) -> list[Finding]:
     if share < LEAST_DECODE_SHARE:
         each_us = run["tpot_s"] / probe["layers"] * 1e6
         cause = (
-            f"at {each_us:,.0f} us a layer the time goes into starting kernels from Python rather than into reading "
-            "weights; a larger model or batch hides it"
+            f"at {each_us:,.0f} us a layer the time may go into starting kernels from Python rather than into reading "
+            "weights; look for a warning that no CUDA graph was captured, and take a dtype of 16 bits (docs/gpu.md)"
             if probe["device"] != "cpu"
             else "the processor computes rather than waits for memory, or its cores are shared; use more threads "
             "(ranks.threads) and end other processes"

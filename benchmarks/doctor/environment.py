@@ -8,6 +8,7 @@ from functools import partial
 
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Finding, Verdict
+from runahead.ranks.accelerator import CONNECTIONS, MOST_CONNECTIONS
 from runahead.ranks.agreement import disagreement
 
 GROUP = "environment"
@@ -16,9 +17,6 @@ USED_MIB = 2048
 
 MOST_BUSY_SHARE = 0.15
 """Share of a host's processors that other processes may use."""
-
-MOST_CONNECTIONS = 32
-"""Hardware queues of a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +142,7 @@ def _set(words: str, *, between_hosts: bool = False) -> Trap:
 
 TRAPS: dict[str, Trap] = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": _launch_order,
-    "CUDA_DEVICE_MAX_CONNECTIONS": _connections,
+    CONNECTIONS: _connections,
     "OMP_NUM_THREADS": _threads,
     "MKL_NUM_THREADS": _threads,
     "OPENBLAS_NUM_THREADS": _threads,

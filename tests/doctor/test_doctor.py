@@ -78,7 +78,7 @@ def test_every_check_of_two_ranks_has_its_finding(examined: tuple[Path, str]) ->
     assert groups == ["environment", "links", "devices", "exactness", "decoding", "faults", "speed"]
     assert finding(page, "environment", "versions")["verdict"] == "good"
     assert finding(page, "exactness")["verdict"] == "good"
-    assert finding(page, "exactness")["measured"] == "16 of 16 tokens equal"
+    assert finding(page, "exactness")["measured"] == "48 of 48 tokens equal"
     for what in ("killed", "stopped"):
         fault = finding(page, "faults", f"rank 1 {what}")
         assert fault["verdict"] == "good", fault
