@@ -2,7 +2,8 @@
 
 The doctor needs jobs of different sizes, and jobs that end badly. So it is never a rank itself. Without a launcher one
 process starts all ranks; under torchrun or srun each process starts the rank in its place, and the one of rank 0 tells
-the others through the launcher's store what to start. None of them uses Gloo, NCCL or CUDA, whose faults it looks for.
+the others through the launcher's store what to start. None of them uses Gloo or NCCL or computes on a GPU, so that the
+faults that are looked for do not stop them.
 """
 
 from __future__ import annotations
@@ -128,18 +129,23 @@ class Crew:
             ValueError: a process did not start in time.
         """
         here = Facts.here()
-        self.facts = [here] * self.size
+        self._gather("here", "")
+        here = here.with_load()
+        self.facts = [Facts.from_json(json.loads(text)) for text in self._gather("facts", json.dumps(here.as_json()))]
+
+    def _gather(self, name: str, text: str) -> list[str]:
+        """The texts of all ranks, in order; those of a process's own ranks are the same."""
         if self.store is None:
-            return
+            return [text] * self.size
         [rank] = self.own
-        self.store.set(f"facts {rank}", json.dumps(here.as_json()))
-        names = [f"facts {each}" for each in range(self.size)]
+        self.store.set(f"{name} {rank}", text)
+        names = [f"{name} {each}" for each in range(self.size)]
         try:
             self.store.wait(names, MEETING)
         except RuntimeError as error:
-            missing = [str(each) for each in range(self.size) if not self.store.check([f"facts {each}"])]
+            missing = [str(each) for each in range(self.size) if not self.store.check([names[each]])]
             raise ValueError(f"rank {', '.join(missing)} did not start; check its host and its messages") from error
-        self.facts = [Facts.from_json(json.loads(self.store.get(name))) for name in names]
+        return [self.store.get(each).decode() for each in names]
 
     def local_ranks(self, rank: int, num_ranks: int | None = None) -> list[int]:
         """Ranks of a job on the host of `rank`."""

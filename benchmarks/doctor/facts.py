@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,17 @@ class Facts:
         place: identifies host and network namespace: processes with the same one reach each other by loopback.
         versions: of libraries and of this code, which must be the same on all ranks.
         cores: processors that this process may use.
-        busy_cores: processors of the host that other processes used for a second, before any rank was started.
         resolves_to: address of the host's own name; "" if it has none.
         gpus: name, total and used MiB of each GPU that nvidia-smi lists.
         topology: kind of connection between each two GPUs, by "<index>-<index>", as in nvidia-smi topo -m.
         infiniband_gbps: rate of the fastest InfiniBand or RoCE port in 1e9 bits per second; 0 without one.
+        busy_cores: processors of the host that other processes used for a second, before any rank was started.
     """
 
     host: str
     place: str
     versions: dict[str, str]
     cores: int
-    busy_cores: float
     hardware: dict[str, Any]
     resolves_to: str
     num_gpus: int
@@ -64,6 +63,12 @@ class Facts:
     interfaces: list[Interface]
     infiniband_gbps: float
     environment: dict[str, str]
+    busy_cores: float = 0.0
+
+    def with_load(self) -> Facts:
+        """These facts with the load of this host, which is watched for a second. No process of ours should work now."""
+        busy = psutil.cpu_percent(interval=LOOK_S) / 100 * (psutil.cpu_count() or 1)
+        return replace(self, busy_cores=round(busy, 2))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +79,7 @@ class Facts:
 
     @classmethod
     def here(cls) -> Facts:
-        """Describe this process's host. Does not start CUDA."""
+        """Describe this process's host, all but its load."""
         place = socket.gethostname()
         with suppress(OSError):  # no /proc
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -88,7 +93,6 @@ class Facts:
             place=place,
             versions=library_facts(),
             cores=cores,
-            busy_cores=round(psutil.cpu_percent(interval=LOOK_S) / 100 * (psutil.cpu_count() or 1), 2),
             hardware=machine.hardware(),
             resolves_to=address,
             num_gpus=torch.cuda.device_count(),
