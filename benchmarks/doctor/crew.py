@@ -84,10 +84,11 @@ class Outcome:
 
     def why(self) -> str:
         """One line on why it failed: what the ranks said, or that they said nothing."""
-        if self.was_killed:
-            return f"it did not end within {self.job.limit_s:.0f} s and was killed"
-        lines = [line for rank in self.ranks if rank.status for line in rank.errors.splitlines() if line.strip()]
+        failed = [rank for rank in self.ranks if rank.status > 0] if self.was_killed else self.ranks
+        lines = [line for rank in failed if rank.status for line in rank.errors.splitlines() if line.strip()]
         own = [line for line in lines if line.startswith("[rank ")] or lines[-1:]
+        if self.was_killed and not own:
+            return f"it did not end within {self.job.limit_s:.0f} s and was killed"
         return own[0] if own else "its ranks ended without a message"
 
 
