@@ -52,7 +52,7 @@ def _draw_ttft(axes: Any, races: Sequence[dict[str, Any]], num_ranks: int) -> No
         return
     if num_ranks > 1:
         axes.plot(lengths, [race["star_s"] for race in races], ":", color=MUTED, label="TTFT*(p)")
-    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     set_lengths(axes, lengths)
     set_seconds(axes.yaxis, log=True)
     legend(axes)
@@ -69,7 +69,7 @@ def _draw_speedups(axes: Any, races: Sequence[dict[str, Any]]) -> None:
         ours, bound = (alone / race["ttft_s"][name]["median"] for name in (OURS, BOUND))
         axes.bar(n, ours, color=VERMILION, width=0.6, label=NAMES[OURS] if n == 0 else None)
         axes.plot([n - 0.38, n + 0.38], [bound, bound], color=BLUE, linewidth=2, label=NAMES[BOUND] if n == 0 else None)
-        axes.text(n, ours, f"{ours:.2f}", ha="center", va="bottom", fontsize=8, color=INK)
+        axes.text(n, 0.05, f"{ours:.2f}", ha="center", va="bottom", fontsize=9, color="white")
     axes.axhline(1, color=MUTED, linewidth=0.8)
     axes.set_xticks(range(len(races)), [f"{race['ranks']} ranks\n{race['length']:,}" for race in races])
     axes.set_ylim(top=1.2 * max(axes.get_ylim()[1], 1))

@@ -96,11 +96,11 @@ def check_race(race: Race, probe: Mapping[str, Any]) -> list[Finding]:
     noisy = {NAMES[name]: spread.high / spread.low - 1 for name, spread in race.ttft_s.items()}
     if max(noisy.values()) > MOST_SPREAD:
         worst = max(noisy, key=lambda name: noisy[name])
-        reasons.append(
+        reasons = [  # nothing else can be told of such rounds
             f"rounds of {worst} differ by {noisy[worst]:.0%}: something else used these processors or links; end it, "
             "or measure more rounds (doctor.rounds)"
-        )
-    if race.speedup < 1:
+        ]
+    elif race.speedup < 1:
         reasons.append("one rank is faster: use one for prompts of this length")
     elif ahead:
         best = min(ahead, key=lambda name: ahead[name])

@@ -293,6 +293,8 @@ def test_decoding_is_held_against_memory() -> None:
     assert (good.verdict, good.measured, good.bound) == (Verdict.good, "100 ms per token", "80 ms")
     [short] = check_decoding(probe(memory_alone_Bps=1e11))
     assert short.verdict is Verdict.short and "ranks.threads" in short.words
+    [doubtful] = check_decoding(probe(memory_alone_Bps=6e9))
+    assert doubtful.verdict is Verdict.short and "something else used the memory" in doubtful.words
     [gpu] = check_decoding(probe(memory_alone_Bps=1e11, device="NVIDIA H100 80GB HBM3"))
     assert "10,000 us a layer" in gpu.words and "(0.239 ms by the stated figure)" in gpu.bound
 
