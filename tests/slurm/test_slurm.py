@@ -194,14 +194,14 @@ def test_a_benchmark_has_its_rounds_once(cluster: Cluster, model: list[str], tmp
 
 def test_the_doctor_examines_two_nodes(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")  # beside the job that waits
-    few = ("doctor.lengths=[64]", "doctor.rounds=1", "doctor.timeout_s=3")
+    few = ("doctor.lengths=[64]", "doctor.rounds=1", "doctor.faults=false")
     job = cluster.submit(*SMALL, *where, SCRIPTS / "doctor.sbatch", *model, *few, folder=tmp_path)
     assert job.wait() == ("COMPLETED", 0), job.log
     name = f"runahead-doctor-{job.number}"
     page = json.loads((tmp_path / name / "page" / "doctor.json").read_text())
     assert (page["ranks"], page["races"][0]["ranks"]) == (2, 2)
     groups = {finding["group"]: finding["verdict"] for finding in page["findings"]}
-    assert (groups["exactness"], groups["faults"]) == ("good", "good")
+    assert groups["exactness"] == "good"
     assert (tmp_path / name / "page" / "doctor.txt").read_text() in job.log
     assert job.processes() == []
 
