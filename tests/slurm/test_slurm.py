@@ -196,6 +196,7 @@ def test_the_doctor_examines_two_nodes(cluster: Cluster, model: list[str], tmp_p
     where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")  # beside the job that waits
     few = ("doctor.lengths=[64]", "doctor.rounds=1", "doctor.faults=false")
     job = cluster.submit(*SMALL, *where, SCRIPTS / "doctor.sbatch", *model, *few, folder=tmp_path)
+    wait_until(lambda: job.ended, "two jobs of a busy machine", 300)
     assert job.wait() == ("COMPLETED", 0), job.log
     name = f"runahead-doctor-{job.number}"
     page = json.loads((tmp_path / name / "page" / "doctor.json").read_text())
