@@ -40,7 +40,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
                                prompt.skip_invalid=false
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
-          tsp|zigzag|tensor    prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
+          tsp|zigzag|tensor    prefill.carrier=auto|copy|backend
+                               prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
             |table             partition.table=<json>      partition.force=false

@@ -52,6 +52,14 @@ class Transfer(Enum):
     direct = "direct"
 
 
+class Carrier(Enum):
+    """What carries keys and values along the chain: copies inside a host, or the backend of the ranks everywhere."""
+
+    auto = "auto"
+    copy = "copy"
+    backend = "backend"
+
+
 class Attention(Enum):
     """Scores that TSP computes: all of the prompt's, the masked half included, or those of visible keys only."""
 
@@ -169,6 +177,7 @@ class PrefillOptions:
 
     Attributes:
         transfer: way of keys and values along the chain of kv_runahead.
+        carrier: what carries keys and values between ranks of one host, for kv_runahead.
         layers_in_flight: most layers whose keys and values are being sent at a time, for kv_runahead.
         attention: scores that tsp computes.
         exchange: way of keys and values between all ranks, for zigzag.
@@ -177,6 +186,7 @@ class PrefillOptions:
 
     name: PrefillName = PrefillName.kv_runahead
     transfer: Transfer = Transfer.relay
+    carrier: Carrier = Carrier.auto
     layers_in_flight: int = 3
     attention: Attention = Attention.causal
     exchange: Exchange = Exchange.all_gather
@@ -185,6 +195,7 @@ class PrefillOptions:
     def __post_init__(self) -> None:
         self.name = choice("prefill", PrefillName, self.name)
         self.transfer = choice("prefill.transfer", Transfer, self.transfer)
+        self.carrier = choice("prefill.carrier", Carrier, self.carrier)
         self.attention = choice("prefill.attention", Attention, self.attention)
         self.exchange = choice("prefill.exchange", Exchange, self.exchange)
         # With one layer in flight no transfer could overlap the next layer's compute.

@@ -148,10 +148,11 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
     sampling = ["temperature", "top_p", "top_k", "seed"]
     is_chain = prefill in (PrefillName.kv_runahead, PrefillName.single)
+    chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
-        ("prefill", ["transfer", "layers_in_flight"], not run.prefill.takes_partition, f"with prefill={prefill.name}"),
+        ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),

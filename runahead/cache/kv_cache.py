@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary
+
+Allocator: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
+"""Allocates byte tensors of given sizes. Raises ValueError or RuntimeError if they do not fit."""
 
 
 @dataclass(kw_only=True)
@@ -86,6 +90,7 @@ class KVCache(KVStore):
         num_slabs: number of slabs; with fewer than layers they form a ring.
         pin_memory: page-lock host memory, for copies to and from a GPU.
         rotaries: of every layer, if keys are stored unrotated.
+        allocate: allocates the slabs; by default each is memory of its own.
 
     Attributes:
         layers: all layers; in a ring each is valid until a later layer takes its slab.
@@ -106,6 +111,7 @@ class KVCache(KVStore):
         device: torch.device,
         pin_memory: bool = False,
         rotaries: Sequence[Rotary] | None = None,
+        allocate: Allocator | None = None,
     ) -> None:
         self.shapes, self.batch, self.spans, self.device = list(shapes), batch, list(spans), device
         self.num_slabs, self._rotaries = min(num_slabs, len(shapes)), rotaries
@@ -113,8 +119,12 @@ class KVCache(KVStore):
             (end - first) * shape.bytes_per_token(batch) for shape, (first, end) in zip(shapes, spans, strict=True)
         ]
         sizes = [max(layer_bytes[slab :: self.num_slabs]) for slab in range(self.num_slabs)]
+
+        def each_its_own(sizes: Sequence[int]) -> list[Tensor]:
+            return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
+
         try:
-            self._slabs = [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
+            self._slabs = (allocate or each_its_own)(sizes)
         except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
             raise ValueError(
                 f"{sum(sizes):,} bytes of keys and values do not fit on {device}; use a shorter prompt, a smaller "

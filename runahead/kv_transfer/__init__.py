@@ -1,13 +1,18 @@
-"""Transfer of keys and values between ranks: who sends what to whom, over Gloo and over NCCL."""
+"""Transfer of keys and values between ranks: who sends what to whom, by copies, over Gloo and over NCCL."""
 
 from __future__ import annotations
 
+import warnings
+
+from runahead.config import Carrier
 from runahead.kv_transfer.base import KVTransfer, TransferLog
+from runahead.kv_transfer.copy import CopyTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.gloo import GlooTransfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.kv_transfer.schedule import Message, TransferSchedule, chain_links
+from runahead.ranks.ranks import Ranks
 
 TRANSFERS: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclTransfer}
 """Transfers along a chain of ranks, by backend."""
@@ -18,10 +23,37 @@ EXCHANGES: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclExch
 __all__ = [
     "EXCHANGES",
     "TRANSFERS",
+    "CopyTransfer",
     "ExchangeSchedule",
     "KVTransfer",
     "Message",
     "TransferLog",
     "TransferSchedule",
+    "chain_carrier",
     "chain_links",
 ]
+
+
+def chain_carrier(carrier: Carrier, ranks: Ranks) -> type[KVTransfer]:
+    """The transfer along a chain that the option prefill.carrier chooses. Every rank calls this.
+
+    Raises:
+        ValueError: copies are asked for, and ranks cannot map each other's memory.
+    """
+    backend = TRANSFERS[ranks.backend]
+    if carrier is Carrier.backend or ranks.size == 1:
+        return backend
+    has_said = ranks.unmapped is not None
+    can_copy = ranks.map_memory()
+    if carrier is Carrier.copy and (not can_copy or ranks.unmapped is not None):
+        reason = ranks.unmapped or "each is on a host of its own"
+        raise ValueError(
+            f"prefill.carrier=copy, but ranks cannot map each other's memory ({reason}); use prefill.carrier=backend"
+        )
+    if ranks.rank == 0 and ranks.unmapped is not None and not has_said:
+        warnings.warn(
+            f"keys and values go over {ranks.backend}, since ranks of one host cannot map each other's memory "
+            f"({ranks.unmapped})",
+            stacklevel=2,
+        )
+    return CopyTransfer if can_copy else backend

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from runahead.cache.kv_cache import KVCache
+from runahead.cache.kv_cache import Allocator, KVCache
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
@@ -52,6 +52,16 @@ class KVTransfer(ABC):
         self.record = record
         self.log = TransferLog()
         ranks.records.begin()
+
+    @classmethod
+    def allocator(cls, ranks: Ranks, schedule: Schedule) -> Allocator | None:
+        """What allocates the slabs of a rank with this schedule; None: memory of any kind will do."""
+        return None
+
+    @classmethod
+    def backend_links(cls, ranks: Ranks, links: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the directed links that need the backend."""
+        return links
 
     @abstractmethod
     def open(self, layer: int) -> None:

@@ -59,6 +59,7 @@ class ChainRun:
             num_slabs=num_slabs,
             device=job.ranks.device,
             rotaries=rotaries,
+            allocate=carrier.allocator(job.ranks, schedule),
         )
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.kv_transfer import TRANSFERS, TransferSchedule, chain_links
+from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
 from runahead.prefill.chain_run import ChainRun
@@ -31,11 +31,12 @@ class KVRunahead(Prefill):
         return partition.chain[-1]
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
+        carrier = chain_carrier(options.carrier, ranks)
         if ranks.backend == "nccl":
-            ranks.nccl_links(chain_links(partition, options.transfer))
+            ranks.nccl_links(carrier.backend_links(ranks, chain_links(partition, options.transfer)))
 
     def run(self, job: PrefillJob) -> Prefilled:
-        return run_in_chain(job, job.ranks.rank)
+        return run_in_chain(job, job.ranks.rank, chain_carrier(job.options.carrier, job.ranks))
 
 
 class Single(KVRunahead):
@@ -45,7 +46,7 @@ class Single(KVRunahead):
         return ContextPartition(boundaries=(0,) * num_ranks + (num_tokens,))
 
 
-def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
+def run_in_chain(job: PrefillJob, rank: int, carrier: type[KVTransfer] | None = None) -> Prefilled:
     """Run the part of `rank` in the chain. Ranks with an empty chunk return at once."""
     model, pads, policies = job.model, job.batch.pads, job.policies
     chunk = job.partition.chunk(rank)
@@ -59,7 +60,7 @@ def run_in_chain(job: PrefillJob, rank: int) -> Prefilled:
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers)
-    carrier = TRANSFERS[job.ranks.backend]
+    carrier = carrier or TRANSFERS[job.ranks.backend]
     schedule = TransferSchedule(
         job.partition,
         rank,

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runahead.ranks.mapped import cuda_driver
+from runahead.ranks.mapped.memory import Cell
+
 T = TypeVar("T")
 
 Stream: TypeAlias = torch.cuda.Stream
@@ -144,6 +147,22 @@ class Accelerator:
             return result
 
         return replay
+
+    def wait_value(self, cell: Cell, number: int) -> None:
+        """Let the current stream wait until a cell has reached a number, without a multiprocessor."""
+        cuda_driver.stream_wait_value(self.current_stream().cuda_stream, cell.address, number)
+
+    def write_value(self, cell: Cell, number: int) -> None:
+        """Set a cell once all work on the current stream is done, and what it wrote can be seen by other devices."""
+        cuda_driver.stream_write_value(self.current_stream().cuda_stream, cell.address, number)
+
+    def host_waits(self, cell: Cell, number: int, block_s: float) -> bool:
+        """Let the host wait for a cell, for `block_s` seconds at most; return whether it has reached its number."""
+        return cell.wait(number, block_s, by_host=False)
+
+    def copy_into(self, arena: int, offset: int, source: Tensor) -> None:
+        """Queue the copy of a contiguous tensor into an arena, `offset` bytes from its begin."""
+        cuda_driver.copy(self.current_stream().cuda_stream, arena + offset, source.data_ptr(), source.nbytes)
 
     @property
     def num_multiprocessors(self) -> int:

@@ -5,6 +5,7 @@ Control messages always go over Gloo, also where NCCL carries KV.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 import warnings
@@ -31,6 +32,9 @@ from runahead.ranks.devices import (
     keep_freed_memory,
 )
 from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.mapped.device_memory import DeviceMemory
+from runahead.ranks.mapped.memory import HostMemory, Segment, SharedBytes, Unmapped, map_other
+from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
 from runahead.ranks.rendezvous import meet
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.watcher import Watcher
@@ -62,6 +66,9 @@ class Ranks(ControlMessages):
         timeout_s: seconds of silence after which a peer is given up.
         present: the processes of all ranks; empty for a single rank.
         records: this rank's last KV transfers.
+        copying: copies to and from ranks of this host, once `map_memory` has found that there can be any.
+        mapped_links: pairs of ranks, in either order, that have mapped each other's memory.
+        unmapped: why ranks of one host have not mapped each other's memory; None if all have.
     """
 
     def __init__(
@@ -82,6 +89,10 @@ class Ranks(ControlMessages):
         self._links: dict[tuple[tuple[int, int], int], Communicator] = {}
         """Communicators by link and number of CTAs."""
         self._between_all: Communicator | None = None
+        self.copying: Copying | None = None
+        self.mapped_links: set[tuple[int, int]] = set()
+        self.unmapped: str | None = None
+        self._is_mapped = False
         self._collective: Worker | None = None
         if size == 1:
             return
@@ -188,6 +199,54 @@ class Ranks(ControlMessages):
                 self._between_all = communicator
         return self._between_all
 
+    def map_memory(self) -> bool:
+        """Map memory between the ranks of each host, unless that was done before. Every rank calls this.
+
+        Returns:
+            whether two ranks anywhere have; the same on all ranks. Then each rank has `copying`.
+        """
+        if self._is_mapped or self.size == 1:
+            return self.copying is not None
+        self._is_mapped = True
+        num_bytes, own, reason = Segment.num_bytes(self.size), None, None
+        try:
+            own = SharedBytes(num_bytes)
+        except Unmapped as error:
+            reason = str(error)
+        segments = {self.rank: Segment(mmap.mmap(-1, num_bytes) if own is None else own.memory, self.size)}
+        descriptors = self.gather(None if own is None else own.descriptor, "the memory that ranks share")
+        beside = [each.rank for each in self.present if self._is_beside(each.rank)]
+        for peer, descriptor in enumerate(descriptors):
+            if own is not None and descriptor is not None and peer in beside:
+                try:
+                    segments[peer] = Segment(map_other(self.present[peer].pid, int(descriptor), num_bytes), self.size)
+                except Unmapped as error:
+                    reason = str(error)
+        mapped = self.gather((sorted(segments), beside, reason), "the memory that ranks have mapped")
+        self.mapped_links = {
+            (rank, peer)
+            for rank, (have, _, _) in enumerate(mapped)
+            for peer in have
+            if peer != rank and rank in mapped[peer][0]
+        }
+        reasons = [each for _, _, each in mapped if each is not None]
+        if any((rank, peer) not in self.mapped_links for rank, (_, near, _) in enumerate(mapped) for peer in near):
+            self.unmapped = reasons[0] if reasons else "of another user"
+        if self.mapped_links:
+            mutual = {peer: each for peer, each in segments.items() if (self.rank, peer) in self.mapped_links}
+            mutual[self.rank] = segments[self.rank]
+            self.copying = self._copying_between(mutual)
+        return self.copying is not None
+
+    def _copying_between(self, segments: dict[int, Segment]) -> Copying:
+        pids = [presence.pid for presence in self.present]
+        if self.accelerator is None:
+            return HostCopying(HostMemory(self.rank, segments, pids), self._kv_group)
+        return DeviceCopying(self.accelerator, DeviceMemory(self.rank, segments, pids, self.device))
+
+    def _is_beside(self, peer: int) -> bool:
+        return peer != self.rank and self.present[peer].is_beside(self.present[self.rank])
+
     @contextmanager
     def _stuck_in(self, what: str) -> Iterator[None]:
         """Context manager for calls that block the main thread until all ranks have made them."""
@@ -249,6 +308,8 @@ class Ranks(ControlMessages):
                 thread.close()
         if self._collective is not None:
             self._collective.close()
+        if self.copying is not None:
+            self.copying.close()
         dist.destroy_process_group()
 
     def __enter__(self) -> Ranks:
@@ -262,6 +323,8 @@ class Ranks(ControlMessages):
 
     def abort(self) -> None:
         """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
+        if self.copying is not None:
+            self.copying.close()
         communicators = [each for (link, _), each in self._links.items() if self.rank in link]
         communicators += [self._between_all] if self._between_all is not None else []
         jobs = [Worker("abort").submit(each.abort) for each in communicators]  # one may block another

@@ -1,7 +1,7 @@
 """launch/infer.py with a fault in one rank, at a chosen moment.
 
-The environment variable FAULT holds JSON: the `rank` that it happens on; the `moment` (load, prefill, send, decode or
-report) and for prefill and send the `layer`; and what it is to `do`:
+The environment variable FAULT holds JSON: the `rank` that it happens on; the `moment` (load, prefill, send, copy,
+decode or report) and for prefill, send and copy the `layer`; and what it is to `do`:
 
     kill, stop     end or stop this process
     raise          raise in the middle of the call
@@ -70,6 +70,7 @@ def inject(fault: dict[str, Any]) -> None:
     """Patch the runtime so that the fault happens once, at its moment."""
     from runahead.cache.attention import CausalAttention
     from runahead.decoding.token_stream import TokenStream
+    from runahead.kv_transfer.copy import CopyTransfer
     from runahead.kv_transfer.gloo import GlooTransfer
     from runahead.model.model import Model
     from runahead.prefill.chain_attention import ChainAttention
@@ -103,7 +104,11 @@ def inject(fault: dict[str, Any]) -> None:
             for attention in (ChainAttention, TSPAttention, ZigzagAttention):
                 before(attention, "attend", at_layer)
         case "send":
-            before(GlooTransfer, "send", at_layer)
+            for carrier in (GlooTransfer, CopyTransfer):
+                before(carrier, "send", at_layer)
+        case "copy":
+            # Keys and values are in the other rank's slab, and it has not been told so.
+            CopyTransfer._logged = lambda self, message: lambda *_: at_layer(self, message.layer)
         case "decode":
             # The rank that decodes in the middle of it; the others when they begin to wait for it.
             before(Model, "forward", at_step)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead import Engine, GenerationOptions, Model, Ranks
-from runahead.kv_transfer import gloo
+from runahead.kv_transfer import copy, gloo
 from runahead.prefill.chain_attention import ChainAttention
 
 NUM_LAYERS = 12
@@ -122,13 +122,13 @@ def stop_receiving(ranks: Ranks, num_tokens: int) -> tuple[str, float]:
     """The last rank is slow to take K,V: how far ahead did rank 0 get? Returns the layers that it opened by then."""
     opened: list[int] = []
     if ranks.rank == 0:
-        open_layer = gloo.GlooTransfer.open
+        for carrier in (gloo.GlooTransfer, copy.CopyTransfer):
 
-        def counted(self: gloo.GlooTransfer, layer: int) -> None:
-            open_layer(self, layer)
-            opened.append(layer)
+            def counted(self: Any, layer: int, open_layer: Any = carrier.open) -> None:
+                open_layer(self, layer)
+                opened.append(layer)
 
-        gloo.GlooTransfer.open = counted  # type: ignore[method-assign]
+            carrier.open = counted  # type: ignore[method-assign]
     seen: list[int] = []
     if ranks.rank == 1:
         _in_layer(0, lambda: time.sleep(0.7))

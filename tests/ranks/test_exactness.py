@@ -11,7 +11,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from runahead import GenerationOptions, Model, PrefillOptions
-from runahead.config import PrefillName, Transfer
+from runahead.config import Carrier, PrefillName, Transfer
 from tests.conftest import RankPools
 from tests.families import (
     FAMILIES,
@@ -35,6 +35,8 @@ key, position or scale costs above 1e-4. (In between lies 1e-6, what rounding to
 
 FLOAT32_TOLERANCE = 1e-4
 """Rounding of float32 through three layers with wide weights: up to 2e-5 is seen."""
+
+WAYS = [(transfer, carrier) for transfer in Transfer for carrier in (Carrier.copy, Carrier.backend)]
 
 
 def first_logits(
@@ -61,23 +63,23 @@ def test_first_logits_equal_transformers_for_any_partition_and_transfer(
     @settings(max_examples=1 if size == 1 else examples, phases=[Phase.generate])
     @given(bounds=boundaries(PROMPT_TOKENS, size), layers_in_flight=st.integers(2, 4))
     def check(bounds: tuple[int, ...], layers_in_flight: int) -> None:
-        for transfer in Transfer:
-            options = PrefillOptions(transfer=transfer, layers_in_flight=layers_in_flight)
+        for transfer, carrier in WAYS:
+            options = PrefillOptions(transfer=transfer, carrier=carrier, layers_in_flight=layers_in_flight)
             ours = first_logits(rank_pools, family, ids, bounds, options)
-            assert largest_difference(ours, expected) < TOLERANCE, (bounds, transfer)
+            assert largest_difference(ours, expected) < TOLERANCE, (bounds, transfer, carrier)
 
     check()
 
 
-@pytest.mark.parametrize("transfer", list(Transfer))
+@pytest.mark.parametrize(("transfer", "carrier"), WAYS)
 @pytest.mark.parametrize(
     "bounds", [(0, 0, 0, 70), (0, 70, 70, 70), (0, 0, 70, 70), (0, 1, 2, 70), (0, 35, 35, 70), (0, 1, 69, 70)]
 )
 def test_empty_and_one_token_chunks_anywhere(
-    rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer
+    rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer, carrier: Carrier
 ) -> None:
     ids = prompt(PROMPT_TOKENS)
-    ours = first_logits(rank_pools, "gemma3_text", ids, bounds, PrefillOptions(transfer=transfer))
+    ours = first_logits(rank_pools, "gemma3_text", ids, bounds, PrefillOptions(transfer=transfer, carrier=carrier))
     assert largest_difference(ours, oracle_logits("gemma3_text", tuple(ids))) < TOLERANCE
 
 

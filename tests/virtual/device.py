@@ -7,12 +7,15 @@ races (`torch.cuda._sanitizer`), which knows the order that events enforce.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import random
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,10 +23,14 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from runahead.ranks.accelerator import Accelerator, Communicator
+from runahead.ranks.mapped.memory import Cell, Segment
+from runahead.ranks.mapped.queues import DeviceCopying
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.waiting import Waiting
+from tests.virtual.clocks import Clocks
 from tests.virtual.machine import Budget, Half, Machine, Operation
+from tests.virtual.mapped import VirtualMemory
 
 POOL = 32
 """Streams per priority that torch has; it hands them out in turn."""
@@ -198,10 +205,28 @@ class VirtualAccelerator(Accelerator):
         self.num_kernels += 1
         self.access(self.current_stream(), reads, writes)
 
+    def wait_value(self, cell: Cell, number: int) -> None:
+        self.queue(self.current_stream(), "wait value", cell=cell.address, value=number)
+
+    def write_value(self, cell: Cell, number: int) -> None:
+        self.queue(self.current_stream(), "write value", cell=cell.address, value=number)
+
+    def host_waits(self, cell: Cell, number: int, block_s: float) -> bool:
+        self.job.host_does(Operation(rank=self.rank, stream=-1, kind="wait value", cell=cell.address, value=number))
+        return True
+
+    def copy_into(self, arena: Any, offset: int, source: torch.Tensor) -> None:
+        target = arena[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+        self.queue(self.current_stream(), "copy", run=lambda: target.copy_(source))
+        self.num_messages += 1
+        self.access(self.current_stream(), [source], [target])
+
     def access(self, stream: Stream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Tell the detector which watched memory an operation reads and writes. Raises: Race."""
         read, written = ({row for tensor in each for row in self._rows(tensor)} for each in (reads, writes))
-        if read or written:
+        if self.job.clocks is not None:
+            self.job.touch(self.job.programs[self.rank][-1], read, written)
+        elif read or written:
             found = self.races._handle_kernel_launch(
                 stream.number, read - written, written, set(), "", defaultdict(list)
             )
@@ -220,7 +245,7 @@ class VirtualAccelerator(Accelerator):
         last = (
             first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
         )
-        for slab, row_bytes in self.watched:
+        for slab, row_bytes in [each for gpu in self.job.gpus for each in gpu.watched]:
             begin, end = slab.data_ptr(), slab.data_ptr() + slab.nbytes
             if begin <= first < end:
                 yield from range(begin + (first - begin) // row_bytes * row_bytes, last + 1, row_bytes)
@@ -233,6 +258,7 @@ class VirtualRanks(Ranks):
         Waiting.__init__(self, rank, job.size, timeout_s=60.0)
         self.accelerator = VirtualAccelerator(job, rank)
         self.device, self.backend, self.local_size = torch.device("cpu"), "nccl", job.size
+        self.copying, self.unmapped, self._is_mapped, self.mapped_links = None, None, True, set()
         self.records, self._links, self._between_all, self._collective = TransferRecords(), {}, None, None
 
 
@@ -247,6 +273,14 @@ def transfers_late(ready: list[Operation]) -> Operation:
     return next((each for each in ready if each.kind != "transfer"), ready[0])
 
 
+def copies_early(ready: list[Operation]) -> Operation:
+    return next((each for each in ready if each.kind == "copy"), ready[0])
+
+
+def copies_late(ready: list[Operation]) -> Operation:
+    return next((each for each in ready if each.kind != "copy"), ready[0])
+
+
 def at_random(seed: int) -> Choose:
     return random.Random(seed).choice
 
@@ -257,13 +291,20 @@ class Job:
     Args:
         choose: which of the operations that can run runs next.
         ctas: of every transfer, whatever the production code asks for.
+        hosts: of every rank; those of one host can copy to each other. None: none can.
 
     Attributes:
         programs: what each host has issued.
     """
 
     def __init__(
-        self, size: int, *, choose: Choose = transfers_early, budget: Budget | None = None, ctas: int | None = None
+        self,
+        size: int,
+        *,
+        choose: Choose = transfers_early,
+        budget: Budget | None = None,
+        ctas: int | None = None,
+        hosts: Sequence[int] | None = None,
     ) -> None:
         self.size, self.choose, self.ctas = size, choose, ctas
         self.programs: list[list[Operation]] = [[] for _ in range(size)]
@@ -272,29 +313,56 @@ class Job:
         self.ranks = [VirtualRanks(self, rank) for rank in range(size)]
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._scheduler = threading.Semaphore(0)
-        self._waiting: dict[int, Event] = {}
+        self._waiting: dict[int, Operation] = {}
         self._stuck: Deadlock | None = None
+        self.gpus = [ranks.accelerator for ranks in self.ranks]
+        self.arenas: list[torch.Tensor] = []
+        self.segments = [mmap.mmap(-1, Segment.num_bytes(size)) for _ in range(size)]
+        self.clocks = None if hosts is None else Clocks()
+        self._touched: dict[int, tuple[set[int], set[int]]] = {}
+        for ranks in self.ranks if hosts is not None else []:
+            ranks.copying = DeviceCopying(ranks.accelerator, VirtualMemory(self, ranks.rank, hosts))
+            pairs = itertools.permutations(range(size), 2)
+            ranks.mapped_links = {(one, other) for one, other in pairs if hosts[one] == hosts[other]}
 
     def next_event(self) -> int:
         return next(self._events)
 
+    def touch(self, operation: Operation, read: set[int], written: set[int]) -> None:
+        """Note which rows an operation will access."""
+        before = self._touched.get(id(operation), (set(), set()))
+        self._touched[id(operation)] = before[0] | read, before[1] | written
+
+    def _ran(self, operation: Operation) -> None:
+        assert self.clocks is not None
+        self.clocks.ran(operation, *self._touched.pop(id(operation), (set(), set())))
+
     def issue(self, operation: Operation) -> None:
         self.programs[operation.rank].append(operation)
+        if self.clocks is not None:
+            self.clocks.issued(operation)
+            operation.after = partial(self._ran, operation)
         issued = self.machine.issue(operation.rank)
         assert issued or operation.stream < 0
 
     def host_waits(self, gpu: VirtualAccelerator, event: Event) -> None:
         """Let the other ranks and the GPUs run until an event has happened."""
-        wait = Operation(rank=gpu.rank, stream=-1, kind="wait", event=event.number)
-        self.programs[gpu.rank].append(wait)
-        if not event.has_happened:
-            self._waiting[gpu.rank] = event
+        self.host_does(Operation(rank=gpu.rank, stream=-1, kind="wait", event=event.number))
+        gpu.races._handle_event_synchronization(event.number)
+
+    def host_does(self, operation: Operation) -> None:
+        """Let a host write a value, or wait for one or for an event while the other ranks and the GPUs run."""
+        rank = operation.rank
+        self.programs[rank].append(operation)
+        if operation.kind != "write value" and not self.machine.has_come(operation):
+            self._waiting[rank] = operation
             self._scheduler.release()
-            self._turns[gpu.rank].acquire()
+            self._turns[rank].acquire()
             if self._stuck is not None:
                 raise self._stuck
-        self.machine.issue(gpu.rank)
-        gpu.races._handle_event_synchronization(event.number)
+        self.machine.issue(rank)
+        if self.clocks is not None:
+            self.clocks.ran(operation, set(), set())
 
     def run(self, body: Callable[[VirtualRanks], Any]) -> list[Any]:
         """Results of `body` on every rank, once all GPUs are done. Raises: Deadlock, and what `body` raises."""
@@ -319,7 +387,7 @@ class Job:
                 self._waiting.pop(rank, None)
                 self._turns[rank].release()
                 self._scheduler.acquire()
-            runnable = [rank for rank, event in self._waiting.items() if event.has_happened]
+            runnable = [rank for rank, wait in self._waiting.items() if self.machine.has_come(wait)]
             if errors:
                 self._stuck = self._stuck or Deadlock("another rank failed")
             if self._stuck is not None:

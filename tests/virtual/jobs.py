@@ -15,7 +15,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
-from runahead.kv_transfer import ExchangeSchedule, TransferSchedule
+from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.model.model import Model
@@ -70,6 +70,7 @@ def prefill(
     policies: Sequence[Policy] = (),
     num_layers: int = 3,
     watched: bool = True,
+    hosts: Sequence[int] | None = None,
 ) -> Outcome:
     """Prefill a prompt on virtual GPUs, all operations on tensors included.
 
@@ -104,7 +105,7 @@ def prefill(
         if prefilled.logits_BV is not None and isinstance(prefilled.cache, KVCache):
             outcome.values = [prefilled.logits_BV, *(layer.slab.slab_TBKX for layer in prefilled.cache.layers)]
 
-    Job(size, choose=choose).run(body)
+    Job(size, choose=choose, hosts=hosts).run(body)
     return outcome
 
 
@@ -155,7 +156,7 @@ def chain(
     *,
     num_layers: int = 4,
     layers_in_flight: int = 2,
-    carrier: type[NcclTransfer] = NcclTransfer,
+    carrier: type[KVTransfer] = NcclTransfer,
     prompts: int = 1,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
@@ -167,9 +168,9 @@ def chain(
             schedule = TransferSchedule(
                 partition, ranks.rank, transfer, lambda layer, start: 0, joined=carrier.joins_prefix
             )
-            ranks.nccl_links(schedule.links())
+            ranks.nccl_links(carrier.backend_links(ranks, schedule.links()))
             depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.rank)
-            cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth)
+            cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth, carrier, schedule)
             made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
             walk(ranks, made, [own])
             after(ranks, made)
@@ -199,10 +200,22 @@ def exchange(
     return body
 
 
-def slabs(ranks: VirtualRanks, num_layers: int, num_tokens: int, num_slabs: int) -> KVCache:
+def slabs(
+    ranks: VirtualRanks,
+    num_layers: int,
+    num_tokens: int,
+    num_slabs: int,
+    carrier: type[KVTransfer] = NcclTransfer,
+    schedule: Any = None,
+) -> KVCache:
     """A cache whose accesses are watched."""
     cache = KVCache(
-        [SHAPE] * num_layers, batch=1, spans=[(0, num_tokens)] * num_layers, num_slabs=num_slabs, device=ranks.device
+        [SHAPE] * num_layers,
+        batch=1,
+        spans=[(0, num_tokens)] * num_layers,
+        num_slabs=num_slabs,
+        device=ranks.device,
+        allocate=carrier.allocator(ranks, schedule),
     )
     for slab in cache._slabs:
         ranks.accelerator.watch(slab, SHAPE.bytes_per_token())

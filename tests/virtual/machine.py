@@ -3,6 +3,8 @@
 Hosts issue operations to streams. Those of a stream run one after the other, and streams run in any order. Operations:
 - a kernel, at once, on any free multiprocessor;
 - the record of an event, and the wait of a stream for an event;
+- the write of a value to a cell, and the wait of a stream for a value;
+- a copy into another rank's memory, by a copy engine: no multiprocessor;
 - a transfer: messages to and from peers. Once started it occupies multiprocessors until all its peers have started
   theirs, as NCCL's kernels do. The n-th send of a communicator from one rank to another meets the n-th receipt there.
 
@@ -45,9 +47,11 @@ class Operation:
     """An operation of a stream, or of the host itself (stream -1): the wait for an event.
 
     Attributes:
-        kind: "kernel", "record", "wait" or "transfer".
+        kind: "kernel", "record", "wait", "write value", "wait value", "copy" or "transfer".
         event: number of the event that is recorded or waited for.
-        run: what a kernel computes.
+        cell, value: what is written, or has to be reached.
+        run: what a kernel computes or a copy copies.
+        after: called once it has run, with data or without.
         ctas: multiprocessors that a transfer occupies.
     """
 
@@ -55,7 +59,10 @@ class Operation:
     stream: int
     kind: str
     event: int = -1
+    cell: int = 0
+    value: int = 0
     run: Callable[[], object] | None = None
+    after: Callable[[], object] | None = None
     halves: tuple[Half, ...] = ()
     ctas: int = 0
 
@@ -80,6 +87,7 @@ class Machine:
         self.streams: dict[tuple[int, int], list[Operation]] = {}
         self.queues: dict[tuple[int, int], list[Operation]] = {}
         self.happened: set[int] = set()
+        self.values: dict[int, int] = {}
         self.started: set[Half] = set()
         self.running: list[Operation] = []
         self._parts: dict[Half, Any] = {}
@@ -91,6 +99,7 @@ class Machine:
         other.streams = {key: list(operations) for key, operations in self.streams.items()}
         other.queues = {key: list(operations) for key, operations in self.queues.items()}
         other.happened, other.started, other.running = set(self.happened), set(self.started), list(self.running)
+        other.values = dict(self.values)
         return other
 
     @property
@@ -109,13 +118,21 @@ class Machine:
         if self.issued[rank] == len(self.programs[rank]):
             return False
         operation = self.programs[rank][self.issued[rank]]
-        if operation.stream < 0 and operation.event not in self.happened:
+        if operation.stream < 0 and operation.kind == "write value":
+            self.values[operation.cell] = operation.value
+        elif operation.stream < 0 and not self.has_come(operation):
             return False
         self.issued[rank] += 1
         if operation.stream >= 0:
             self.streams.setdefault((rank, operation.stream), []).append(operation)
             self.queues.setdefault((rank, operation.stream % self.budget.queues), []).append(operation)
         return True
+
+    def has_come(self, wait: Operation) -> bool:
+        """Whether what an operation waits for has happened."""
+        if wait.kind == "wait value":
+            return self.values.get(wait.cell, 0) >= wait.value
+        return wait.event in self.happened
 
     def free(self, rank: int) -> int:
         """Multiprocessors of a rank that no transfer occupies."""
@@ -133,9 +150,9 @@ class Machine:
             return all(half.other in self.started for half in operation.halves)
         if self.queues[operation.rank, operation.stream % self.budget.queues][0] is not operation:
             return False
-        if operation.kind == "wait":
-            return operation.event in self.happened
-        if operation.kind == "record":
+        if operation.kind in ("wait", "wait value"):
+            return self.has_come(operation)
+        if operation.kind in ("record", "write value", "copy"):
             return True
         return self.free(operation.rank) >= max(1, operation.ctas)
 
@@ -153,8 +170,12 @@ class Machine:
                 return
             if operation.kind == "record":
                 self.happened.add(operation.event)
+            if operation.kind == "write value":
+                self.values[operation.cell] = operation.value
             if operation.run is not None and self.has_data:
                 operation.run()
+            if operation.after is not None and self.has_data:
+                operation.after()
         self.streams[operation.rank, operation.stream].pop(0)
 
     def _open(self, operation: Operation) -> None:

@@ -1,0 +1,1 @@
+"""Memory that ranks of one host map, and copies into it."""
