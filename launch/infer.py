@@ -40,7 +40,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
                                prompt.skip_invalid=false
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
-          tsp|zigzag|tensor    prefill.carrier=auto|copy|backend
+          tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]

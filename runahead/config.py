@@ -186,7 +186,7 @@ class PrefillOptions:
 
     name: PrefillName = PrefillName.kv_runahead
     transfer: Transfer = Transfer.relay
-    carrier: Carrier = Carrier.auto
+    carrier: Carrier = Carrier.backend
     layers_in_flight: int = 3
     attention: Attention = Attention.causal
     exchange: Exchange = Exchange.all_gather

@@ -43,8 +43,12 @@ def chain_carrier(carrier: Carrier, ranks: Ranks) -> type[KVTransfer]:
     backend = TRANSFERS[ranks.backend]
     if carrier is Carrier.backend or ranks.size == 1:
         return backend
+    if carrier is Carrier.auto and ranks.device.type != "cpu":
+        return backend  # copies between GPUs were only ever made on virtual ones
     has_said = ranks.unmapped is not None
     can_copy = ranks.map_memory()
+    if ranks.accelerator is not None and ranks.backend == "gloo":  # to other hosts only NCCL sends from streams
+        can_copy = can_copy and len(ranks.mapped_links) == ranks.size * (ranks.size - 1)
     if carrier is Carrier.copy and (not can_copy or ranks.unmapped is not None):
         reason = ranks.unmapped or "each is on a host of its own"
         raise ValueError(

@@ -235,7 +235,16 @@ class Ranks(ControlMessages):
         if self.mapped_links:
             mutual = {peer: each for peer, each in segments.items() if (self.rank, peer) in self.mapped_links}
             mutual[self.rank] = segments[self.rank]
-            self.copying = self._copying_between(mutual)
+            copying, reason = None, None
+            try:
+                copying = self._copying_between(mutual)
+            except Unmapped as error:
+                reason = str(error)
+            reasons = [each for each in self.gather(reason, "streams that wait for memory") if each is not None]
+            if reasons:
+                self.unmapped, self.mapped_links = reasons[0], set()
+            else:
+                self.copying = copying
         return self.copying is not None
 
     def _copying_between(self, segments: dict[int, Segment]) -> Copying:

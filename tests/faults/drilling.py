@@ -99,7 +99,9 @@ class Drilling:
             "partition=even",  # faults happen in the prompt's forward pass, not in one that times layers
             *(f"generation.max_new_tokens={NEW_TOKENS}", "generation.ignore_eos=true", f"ranks.timeout_s={TIMEOUT_S}"),
         ]
-        if variant:
+        if variant == "copy":
+            options.append("prefill.carrier=copy")
+        elif variant:
             options.append(f"prefill.{'transfer' if name == 'kv_runahead' else 'exchange'}={variant}")
         files = {"report": "run.json", "timeline": "trace.json"}
         places = {file: place if file == drill.file else folder for file in files}

@@ -30,9 +30,9 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
     "chosen",
     [
         Drill(kind="kill -9 of a rank", rank=1, moment="prefill", layer=2, prefill="kv_runahead direct"),
-        Drill(kind="kill -9 of a rank", size=3, rank=1, moment="copy", layer=2),
-        Drill(kind="stop of a rank", rank=0, moment="copy", layer=1),
-        Drill(kind="delay of a rank", rank=0, moment="copy", layer=3, seconds=1.0),
+        Drill(kind="kill -9 of a rank", size=3, rank=1, moment="copy", prefill="kv_runahead copy", layer=2),
+        Drill(kind="stop of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=1),
+        Drill(kind="delay of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=3, seconds=1.0),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
         Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
         Drill(kind="full disk", file="report"),

@@ -208,7 +208,7 @@ def test_cfg_job_prints_what_would_run():
     assert printed["prefill"] == {
         "name": "kv_runahead",
         "transfer": "direct",
-        "carrier": "auto",
+        "carrier": "backend",
         "layers_in_flight": 3,
         "attention": "causal",
         "exchange": "all_gather",
