@@ -53,7 +53,7 @@ class Transfer(Enum):
 
 
 class Carrier(Enum):
-    """What carries keys and values along the chain: copies inside a host, or the backend of the ranks everywhere."""
+    """Carrier of keys and values along the chain: copies inside a host, or the backend of the ranks everywhere."""
 
     auto = "auto"
     copy = "copy"

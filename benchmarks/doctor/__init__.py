@@ -1,1 +1,1 @@
-"""What launch/doctor.py does: checks of a machine, measurements against their bounds, and the page about them."""
+"""The work of launch/doctor.py: checks of a machine, measurements against their bounds, and the page about them."""

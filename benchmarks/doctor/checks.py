@@ -95,7 +95,7 @@ def _is_inside(pair: str, facts: Sequence[Facts]) -> bool:
 
 
 def _joined_by(pair: str, probe: Mapping[str, Any], facts: Sequence[Facts]) -> tuple[str, float, float, str]:
-    """What joins two ranks, its nominal bytes per second (0 if unknown), the least share of it, and a remedy."""
+    """The connection of two ranks, its nominal bytes per second (0 if unknown), the least share of it, and a remedy."""
     a, b = map(int, pair.split("-"))
     if _is_inside(pair, facts):
         if probe["backend"] != "nccl":

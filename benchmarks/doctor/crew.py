@@ -71,7 +71,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a job; `seconds` from its start to the end of its last rank."""
+    """End of a job; `seconds` from its start to the end of its last rank."""
 
     job: Job
     ranks: list[Ended]

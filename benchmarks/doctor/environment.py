@@ -21,7 +21,7 @@ MOST_BUSY_SHARE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the checks need to know of the job.
+    """The job as the checks of the environment need it.
 
     Attributes:
         facts: of every rank.

@@ -1,4 +1,4 @@
-"""What one process sees of its host: versions, processors, GPUs, network interfaces and environment variables."""
+"""Facts that one process finds about its host: versions, processors, GPUs, network interfaces and variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What one process sees.
+    """Facts that one process finds about its host.
 
     Attributes:
         host: name of its host.

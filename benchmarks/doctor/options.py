@@ -16,7 +16,7 @@ FEWEST_TOKENS = 32
 
 @dataclass(kw_only=True)
 class DoctorOptions:
-    """What the doctor runs, for how long, and where its page goes.
+    """Options of the doctor: its jobs, its time, and the folder of its page.
 
     Attributes:
         ranks: ranks that it starts on this host; None is a rank per GPU, or two without GPUs. Under a launcher it

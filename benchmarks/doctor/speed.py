@@ -56,7 +56,7 @@ class Race:
 
     @property
     def speedup(self) -> float:
-        """Of KV-Runahead over one rank."""
+        """Speed-up of KV-Runahead over one rank."""
         return self.ttft_s[BASELINE].median / self.ttft_s[OURS].median
 
 

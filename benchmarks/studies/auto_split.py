@@ -59,7 +59,7 @@ class Measurement:
         self._ids = torch.randint(model.vocab_size, (length,), generator=generator).tolist()
 
     def of(self, situation: str, run: Run) -> Line:
-        """What a line says of a situation."""
+        """The figures of one situation, for a line."""
         with tempfile.TemporaryDirectory() as folder:
             auto = AutoPartition.start(self._model, self._ranks, folder=folder, tell=lambda sentence: None)
             first = auto(self._length, self._ranks.size)

@@ -101,7 +101,7 @@ class AutoChoice:
 
 
 def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str | None:
-    """What a table is for in place of this model, device and number of ranks; None if it fits."""
+    """Describe the model, device and ranks of a table that does not fit; None if it fits."""
     found = table.fingerprint.differences(fingerprint)
     if num_ranks not in table.ranks():
         found.append(f"{', '.join(map(str, table.ranks()))} ranks, not {num_ranks}")

@@ -1,4 +1,4 @@
-"""What a run learned of a model's split on this machine, kept in a file for the next run."""
+"""File in which a run keeps what it learned of a model's split on this machine, for the next run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kept:
 
     @classmethod
     def of(cls, cost: FittedCost, balance: Balance) -> Kept:
-        """What is known by now."""
+        """Make from the present state of a balance."""
         slowness, links = balance.slowness, balance.cluster.links
         assert links is not None, "the ranks have a link"
         return cls(cost=cost, link=links.default, start=slowness.start, prompts=tuple(slowness.prompts))

@@ -24,7 +24,7 @@ NOISE_FACTOR = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one prompt told of the ranks.
+    """Slowness of the ranks in one prompt.
 
     Attributes:
         tokens: its length.

@@ -262,7 +262,7 @@ class _Prefill:
             known = closed + between
 
     def main_spans(self, i: int) -> Iterator[Span]:
-        """What a rank's main thread did: its waits, and what it computed between them."""
+        """Spans of a rank's main thread: its waits, and the compute between them."""
         moments: list[tuple[str, int | None, float, str]] = []  # kind, layer, end, detail
         for layer, begin, end, cause in self.waits(i):
             if end > begin:

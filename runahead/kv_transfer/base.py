@@ -55,7 +55,7 @@ class KVTransfer(ABC):
 
     @classmethod
     def allocator(cls, ranks: Ranks, schedule: Schedule) -> Allocator | None:
-        """What allocates the slabs of a rank with this schedule; None: memory of any kind will do."""
+        """Allocator for the slabs of a rank with this schedule; None if memory of any kind will do."""
         return None
 
     @classmethod

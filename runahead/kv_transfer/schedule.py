@@ -60,7 +60,7 @@ class Schedule(ABC):
         """Messages that pass on a chunk which arrived."""
 
     def onward(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
-        """What is passed on, in order: (received messages that must have arrived, messages that are sent then)."""
+        """Messages to pass on, in order: (received ones that must have arrived, those that are sent then)."""
         steps = [([each], self.forwards(layer, each.chunk)) for each in self.receives(layer)]
         return [(received, sent) for received, sent in steps if sent]
 

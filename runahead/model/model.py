@@ -229,7 +229,7 @@ class Model:
             ) from error
 
     def _recorded(self, position: int) -> Recording:
-        """What the layers pass to their attention for one token at a position."""
+        """Record what the layers pass to their attention for one token at a position."""
         recording = Recording(start=position, pads=[0])
         self.forward(torch.full((1, 1), 3 % self.vocab_size, device=self.device), recording, start=position, pads=[0])
         return recording

@@ -1,4 +1,4 @@
-"""What prompts teach: splits end up within 3% of the best, whatever was wrong before, and noise does little harm.
+"""Learning from prompts: splits end up within 3% of the best, whatever was wrong before, and noise does little harm.
 
 The machine is the simulation of the chain with a cost of its own; what a rank computes there is disturbed by noise.
 """

@@ -46,7 +46,7 @@ KEPT = Kept(
 
 @dataclass
 class Told:
-    """What one rank saw of a run."""
+    """Results of a run on one rank."""
 
     boundaries: list[list[int]]
     told: list[str]

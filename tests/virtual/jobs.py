@@ -160,7 +160,7 @@ def chain(
     prompts: int = 1,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """What a rank does of a chain of `size` ranks."""
+    """Part of a rank in a chain of `size` ranks."""
     partition = ContextPartition(boundaries=tuple(range(0, CHUNK * size + 1, CHUNK)))
 
     def body(ranks: VirtualRanks) -> None:
@@ -186,7 +186,7 @@ def exchange(
     carrier: type[NcclExchange] = NcclExchange,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """What a rank does where all exchange the keys and values of zigzag chunks."""
+    """Part of a rank where all exchange the keys and values of zigzag chunks."""
     runs = [[range(CHUNK * at, CHUNK * (at + 1)) for at in (size - 1 - rank, size + rank)] for rank in range(size)]
 
     def body(ranks: VirtualRanks) -> None:

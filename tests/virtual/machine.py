@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a GPU has. Stream s uses hardware queue s % `queues`; operations leave a queue in the order of issue."""
+    """Resources of a GPU. Stream s uses hardware queue s % `queues`; operations leave a queue in the order of issue."""
 
     multiprocessors: int = 132
     queues: int = 32
@@ -104,7 +104,7 @@ class Machine:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells states of the same programs apart."""
+        """Key that differs between two states of the same programs."""
         left = tuple(len(operations) for operations in self.streams.values())
         return tuple(self.issued), left, frozenset(self.started), frozenset(map(id, self.running))
 
@@ -196,6 +196,6 @@ class Machine:
                 to.copy_(source)
 
     def describe(self) -> str:
-        """What every stream stands at."""
+        """Describe the operation at which every stream stands."""
         heads = [operations[0] for operations in self.streams.values() if operations]
         return "; ".join(f"{head}{' (runs)' if head in self.running else ''}" for head in heads)

@@ -1,4 +1,4 @@
-"""What the host asks of a GPU in a prefill: how many kernels per layer, and that it never waits for a value."""
+"""A prefill has few kernels per layer, and the host never waits for a value."""
 
 from __future__ import annotations
 

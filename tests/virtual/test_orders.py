@@ -18,7 +18,7 @@ from tests.virtual.orders import stuck_after, stuck_in_any_order
 PLENTY = Budget(multiprocessors=10**6, queues=10**6)
 H100 = Budget(multiprocessors=132, queues=32)
 LARGE_MESSAGE_CTAS = 32
-"""What NCCL takes for a message above 256 MB if it is not limited."""
+"""CTAs that NCCL takes for a message above 256 MB if it is not limited."""
 
 BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
     "relay": lambda size: chain(size, Transfer.relay),
@@ -29,7 +29,7 @@ BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
 
 
 def programs(body: Callable[[VirtualRanks], None], size: int, ctas: int | None = None) -> list[list[Operation]]:
-    """What the hosts issue, with nothing in short supply."""
+    """Operations that the hosts issue, with nothing in short supply."""
     job = Job(size, budget=PLENTY, ctas=ctas)
     job.run(body)
     return job.programs

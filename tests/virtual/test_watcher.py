@@ -53,7 +53,7 @@ def transfer() -> Iterator[NcclTransfer]:
 
 
 def error_of(call: Callable[[], object], within_s: float = 5.0) -> BaseException | None:
-    """What a call raises, in a thread that the test does not wait for; fails if it does not end."""
+    """The exception of a call in a thread that the test does not wait for; fails if the call does not end."""
     errors: list[BaseException] = []
 
     def run() -> None:

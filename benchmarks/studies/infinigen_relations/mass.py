@@ -118,7 +118,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is measured of a text.
+    """Settings of the measurement of a text.
 
     Attributes:
         prompt_tokens: number of first tokens that are the prompt.

@@ -67,7 +67,7 @@ class _Timespec(ctypes.Structure):
 
 def fence() -> None:
     """Order the memory accesses before against those after, for processors that may swap them, such as Arm's."""
-    for _ in range(2):  # what is before a release stays before it, what is behind an acquisition stays behind it
+    for _ in range(2):  # accesses before a release stay before it, those after an acquisition stay after it
         _FENCE.acquire()
         _FENCE.release()
 
@@ -266,7 +266,7 @@ class Arena:
 
 @dataclass
 class Counts:
-    """What was sent or received over a link in all earlier prefills: messages, layers, prefills."""
+    """Numbers of messages, layers and prefills over a link so far."""
 
     messages: int = 0
     layers: int = 0

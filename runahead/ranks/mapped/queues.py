@@ -57,7 +57,7 @@ class CopyQueue(ABC):
 
 
 class Copying(ABC):
-    """What one rank needs to copy keys and values: mapped memory, queues, and waits of what it computes.
+    """Means of one rank to copy keys and values: mapped memory, queues, and waits of its compute.
 
     Attributes:
         memory: what this rank and its peers have mapped.
@@ -85,7 +85,7 @@ class Copying(ABC):
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong in a task, if anything did."""
+        """The exception of a task that failed; None if none did."""
         return None
 
     def connect(self, links: Mapping[tuple[int, int], Communicator]) -> None:  # noqa: B027
