@@ -115,8 +115,8 @@ class Examination:
         """Check the environment, then run the jobs, unless something is wrong that would make them fail."""
         facts = self.crew.facts
         local = [len(self.crew.local_ranks(rank)) for rank in range(self.crew.size)]
-        job = environment.Job(facts=facts, local_ranks=local, uses_gpus=self.uses_gpus)
-        self.findings += environment.check_environment(job)
+        examined = environment.Examined(facts=facts, local_ranks=local, uses_gpus=self.uses_gpus)
+        self.findings += environment.check_environment(examined)
         if worst(self.findings) is Verdict.failed:
             words = "not run, since the environment has to be mended first"
             self.findings.append(Finding(group="jobs", name="all others", verdict=Verdict.skipped, words=words))

@@ -20,7 +20,7 @@ MOST_BUSY_SHARE = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Examined:
     """The job as the checks of the environment need it.
 
     Attributes:
@@ -38,10 +38,10 @@ class Job:
         return len({each.place for each in self.facts}) > 1
 
 
-def check_environment(job: Job) -> list[Finding]:
+def check_environment(examined: Examined) -> list[Finding]:
     """All findings about the environment; a single good one per kind where nothing is wrong."""
     checks = (check_variables, check_names, check_load, check_gpus)
-    return [*check_versions(job.facts), *(finding for check in checks for finding in check(job))]
+    return [*check_versions(examined.facts), *(finding for check in checks for finding in check(examined))]
 
 
 def check_versions(facts: Sequence[Facts]) -> list[Finding]:
@@ -58,22 +58,22 @@ def check_versions(facts: Sequence[Facts]) -> list[Finding]:
     return [Finding(group=GROUP, name="versions", verdict=Verdict.failed, measured=shown, words=words)]
 
 
-Trap = Callable[[Job, int, str], tuple[Verdict, str] | None]
+Trap = Callable[[Examined, int, str], tuple[Verdict, str] | None]
 """Judges a variable's value on a rank: the verdict and words, or None where it does no harm."""
 
 
-def check_variables(job: Job) -> list[Finding]:
+def check_variables(examined: Examined) -> list[Finding]:
     """Environment variables that are known to slow ranks down or to stop them; ranks with the same are told once."""
     told: dict[tuple[str, str, Verdict, str], list[int]] = {}
-    for rank, facts in enumerate(job.facts):
+    for rank, facts in enumerate(examined.facts):
         for name, trap in TRAPS.items():
             value = facts.environment.get(name)
-            found = None if value is None else trap(job, rank, value)
+            found = None if value is None else trap(examined, rank, value)
             if value is not None and found is not None:
                 told.setdefault((name, value, *found), []).append(rank)
     findings = []
     for (name, value, verdict, words), on in told.items():
-        where = "all ranks" if len(on) == len(job.facts) else f"rank {', '.join(map(str, on))}"
+        where = "all ranks" if len(on) == len(examined.facts) else f"rank {', '.join(map(str, on))}"
         measured = f"{name}={value} on {where}"
         findings.append(Finding(group=GROUP, name=name, verdict=verdict, measured=measured, words=words))
     if findings:
@@ -82,14 +82,14 @@ def check_variables(job: Job) -> list[Finding]:
     return [Finding(group=GROUP, name="variables", verdict=Verdict.good, words=words)]
 
 
-def _launch_order(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
+def _launch_order(examined: Examined, rank: int, value: str) -> tuple[Verdict, str] | None:
     if value in ("", "0"):
         return None
     words = "NCCL then orders the kernels of different links, so that transfers wait for each other for ever; unset it"
-    return (Verdict.failed if job.uses_gpus else Verdict.short), words
+    return (Verdict.failed if examined.uses_gpus else Verdict.short), words
 
 
-def _connections(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
+def _connections(examined: Examined, rank: int, value: str) -> tuple[Verdict, str] | None:
     if value.isdecimal() and int(value) >= MOST_CONNECTIONS:
         return None
     words = (
@@ -99,8 +99,8 @@ def _connections(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
     return Verdict.short, words
 
 
-def _threads(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
-    cores, local = job.facts[rank].cores, job.local_ranks[rank]
+def _threads(examined: Examined, rank: int, value: str) -> tuple[Verdict, str] | None:
+    cores, local = examined.facts[rank].cores, examined.local_ranks[rank]
     number = int(value) if value.isdecimal() else 1
     if number * local <= max(cores, local):
         return None
@@ -112,12 +112,12 @@ def _threads(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
     return Verdict.short, words
 
 
-def _interface(job: Job, rank: int, value: str, *, prefixes: bool = False) -> tuple[Verdict, str] | None:
+def _interface(examined: Examined, rank: int, value: str, *, prefixes: bool = False) -> tuple[Verdict, str] | None:
     """Gloo takes exact names; NCCL takes prefixes, "=" before exact names and "^" before those to leave out."""
     if value.startswith("^") and prefixes:
         return None
     exact = not prefixes or value.startswith("=")
-    interfaces = job.facts[rank].interfaces
+    interfaces = examined.facts[rank].interfaces
     there = ", ".join(each.name for each in interfaces if each.is_up) or "none"
     for name in value.lstrip("=").split(","):
         fitting = [each for each in interfaces if each.name == name or (not exact and each.name.startswith(name))]
@@ -125,7 +125,7 @@ def _interface(job: Job, rank: int, value: str, *, prefixes: bool = False) -> tu
             return Verdict.failed, f"there is no interface {name} on this host, so ranks cannot connect; it has {there}"
         if not any(each.is_up for each in fitting):
             return Verdict.failed, f"the interface {name} is down, so ranks cannot connect; those that are up: {there}"
-    if job.has_several_hosts and value.lstrip("=") == "lo":
+    if examined.has_several_hosts and value.lstrip("=") == "lo":
         return Verdict.failed, f"loopback does not reach the other hosts; name the interface between them, of {there}"
     return None
 
@@ -133,8 +133,8 @@ def _interface(job: Job, rank: int, value: str, *, prefixes: bool = False) -> tu
 def _set(words: str, *, between_hosts: bool = False) -> Trap:
     """A trap for a variable that does harm whenever it is set to something but 0."""
 
-    def trap(job: Job, rank: int, value: str) -> tuple[Verdict, str] | None:
-        matters = job.uses_gpus and (job.has_several_hosts or not between_hosts)
+    def trap(examined: Examined, rank: int, value: str) -> tuple[Verdict, str] | None:
+        matters = examined.uses_gpus and (examined.has_several_hosts or not between_hosts)
         return (Verdict.short, words) if matters and value not in ("", "0") else None
 
     return trap
@@ -157,12 +157,12 @@ TRAPS: dict[str, Trap] = {
 }
 
 
-def check_names(job: Job) -> list[Finding]:
+def check_names(examined: Examined) -> list[Finding]:
     """Does every host's name resolve to an address that the other hosts reach? Gloo connects to it."""
     findings = []
-    for rank, facts in enumerate(job.facts):
+    for rank, facts in enumerate(examined.facts):
         is_loopback = facts.resolves_to.startswith("127.") or not facts.resolves_to
-        if job.has_several_hosts and is_loopback and "GLOO_SOCKET_IFNAME" not in facts.environment:
+        if examined.has_several_hosts and is_loopback and "GLOO_SOCKET_IFNAME" not in facts.environment:
             shown = f"{facts.host} is {facts.resolves_to or 'unknown'} on rank {rank}"
             words = (
                 "other hosts cannot connect to that address; set GLOO_SOCKET_IFNAME to the interface between the hosts"
@@ -172,10 +172,10 @@ def check_names(job: Job) -> list[Finding]:
     return findings
 
 
-def check_load(job: Job) -> list[Finding]:
+def check_load(examined: Examined) -> list[Finding]:
     """Do other processes use the processors, so that all measurements are too slow?"""
     findings = []
-    for facts in {each.host: each for each in job.facts}.values():
+    for facts in {each.host: each for each in examined.facts}.values():
         cores = facts.hardware["cores"]
         is_busy = facts.busy_cores > MOST_BUSY_SHARE * cores
         finding = Finding(
@@ -192,14 +192,14 @@ def check_load(job: Job) -> list[Finding]:
     return findings
 
 
-def check_gpus(job: Job) -> list[Finding]:
+def check_gpus(examined: Examined) -> list[Finding]:
     """Are the GPUs free, and does every rank of a host have one?"""
-    if not job.uses_gpus:
+    if not examined.uses_gpus:
         return []
     findings = []
-    for place in dict.fromkeys(each.place for each in job.facts):
-        ranks = [rank for rank, each in enumerate(job.facts) if each.place == place]
-        facts = job.facts[ranks[0]]
+    for place in dict.fromkeys(each.place for each in examined.facts):
+        ranks = [rank for rank, each in enumerate(examined.facts) if each.place == place]
+        facts = examined.facts[ranks[0]]
         if 1 < facts.num_gpus < len(ranks):
             measured, words = f"{len(ranks)} ranks, {facts.num_gpus} GPUs on {facts.host}", "start one rank per GPU"
             findings.append(Finding(group=GROUP, name="GPUs", verdict=Verdict.failed, measured=measured, words=words))

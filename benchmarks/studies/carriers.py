@@ -11,13 +11,12 @@ import argparse
 import statistics
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
 from runahead.config import Carrier, Device, RanksOptions, Transfer
 from runahead.kv_transfer import CopyTransfer, KVTransfer
 from runahead.kv_transfer.gloo import GlooTransfer
@@ -52,13 +51,6 @@ def timed_sends() -> list[float]:
     return seconds
 
 
-def split(num_tokens: int, num_ranks: int, *, first: float) -> ContextPartition:
-    """The first rank's share, and the rest evenly."""
-    own = round(num_tokens * first) if num_ranks > 1 else num_tokens
-    rest = [own + (num_tokens - own) * rank // max(1, num_ranks - 1) for rank in range(num_ranks)]
-    return ContextPartition(boundaries=(0, *rest[:1], *rest[1:])[: num_ranks + 1])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -69,12 +61,14 @@ def main() -> int:
     options = parser.parse_args()
     with Ranks.start(RanksOptions(device=Device.cpu, threads=1)) as ranks:
         compared, sends = model(options.layers), timed_sends()
+        others = ranks.size - 1
+        partition = from_ratios([options.first] + [(1 - options.first) / others] * others if others else [1.0])
         ids = torch.randint(49152, (options.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
         found: dict[Carrier, list[list[float]]] = {Carrier.backend: [], Carrier.copy: []}
         for number in range(options.rounds + 1):
             for carrier, rows in found.items():
                 prefill = PrefillOptions(carrier=carrier, transfer=Transfer[options.transfer])
-                engine = Engine(compared, ranks, prefill=prefill, partition=partial(split, first=options.first))
+                engine = Engine(compared, ranks, prefill=prefill, partition=partition)
                 sends[0] = 0.0
                 batch = engine.generate([ids], GenerationOptions(max_new_tokens=1, ignore_eos=True))
                 in_sends = ranks.gather(sends[0], "the times")

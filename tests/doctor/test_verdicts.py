@@ -19,8 +19,8 @@ from benchmarks.doctor.checks import (
 )
 from benchmarks.doctor.crew import Ended, Job, Outcome, overrides
 from benchmarks.doctor.doctor import estimate_s
-from benchmarks.doctor.environment import Job as Examined
 from benchmarks.doctor.environment import (
+    Examined,
     check_environment,
     check_gpus,
     check_load,
