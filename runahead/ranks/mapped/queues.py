@@ -31,6 +31,9 @@ Logged: TypeAlias = Callable[[object, object], None]
 LOOK_S = 0.05
 """Seconds between two looks at whether a queue was closed."""
 
+CLOSE_S = 1.0
+"""Most seconds that closing a queue waits for its thread, which may be blocked by a rank on another host."""
+
 
 class CopyQueue(ABC):
     """Tasks that run one after the other, while this rank computes.
@@ -165,6 +168,8 @@ class HostQueue(CopyQueue):
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
+        if self._thread is not None:  # a thread that runs when the interpreter ends may abort the process
+            self._thread.join(CLOSE_S)
 
     def _submit(
         self,
