@@ -136,12 +136,11 @@ class Drilling:
             gone_s = job.end(START_S)
             outcome.gone_s = time.monotonic() - began
         else:
-            process = job.await_moment()
-            if process is None:
+            if not job.await_moment():
                 outcome.problems.append("the job ended before its moment came")
             elif drill.kind == "delay of a rank":
                 time.sleep(drill.seconds)
-                os.kill(process, signal.SIGCONT)
+                os.kill(job.rank_process(drill.rank), signal.SIGCONT)
             elif drill.kind in NETWORK_KINDS:
                 job.cut_link() if drill.kind == "link cut" else job.starve_link(STARVED_BITS_PER_S)
             elif drill.kind in LAUNCHER_KINDS:

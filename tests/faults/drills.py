@@ -10,7 +10,8 @@ LAYERS = 6
 TIMEOUT_S = 3.0
 
 MOMENTS = ("load", "prefill", "send", "decode")
-PREFILLS = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
+OVER_BACKEND = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
+PREFILLS = (*OVER_BACKEND, "kv_runahead copy")
 FILES = ("report", "timeline", "fault report", "table", "cache")
 
 KINDS = {
@@ -47,7 +48,7 @@ class Drill:
 
     Attributes:
         kind: one of `KINDS`.
-        size: ranks of the job.
+        size: ranks of the job; four are on two hosts.
         prefill: one of `PREFILLS`.
         rank: where it happens, or at whose moment the network or the launcher is attacked.
         moment, layer: when.
@@ -63,6 +64,10 @@ class Drill:
     layer: int = 0
     seconds: float = 0.0
     file: str = ""
+
+    @property
+    def hosts(self) -> int:
+        return 2 if self.kind in NETWORK_KINDS or self.size == 4 else 1
 
     @property
     def is_answered(self) -> bool:
@@ -88,7 +93,9 @@ def drill(seed: int, number: int) -> Drill:
     chosen = random.Random(f"{seed} {number}")
     kind = chosen.choices(list(KINDS), list(KINDS.values()))[0]
     size = 2 if kind in NETWORK_KINDS else chosen.choice([2, 2, 3])
-    prefill = chosen.choice(PREFILLS)
+    prefill = chosen.choice(OVER_BACKEND if kind in NETWORK_KINDS else PREFILLS)
+    if prefill == "kv_runahead copy" and kind in RANK_KINDS:
+        size = chosen.choice([2, 3, 4])  # of four ranks the second sends to another host
     rank, moment = chosen.randrange(size), chosen.choice(MOMENTS)
     layer = chosen.randrange(LAYERS)
     if prefill.startswith("kv_runahead") and moment == "send":

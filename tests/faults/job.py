@@ -17,7 +17,7 @@ from typing import IO, Self
 from benchmarks.network import ShapedNetwork
 from benchmarks.network.namespaces import system
 from benchmarks.network.shaped_network import INTERFACE
-from tests.faults.drills import NETWORK_KINDS, Drill
+from tests.faults.drills import Drill
 
 HERE = Path(__file__).resolve().parent
 MARK = "RUNAHEAD_DRILL"
@@ -57,9 +57,9 @@ class Job:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.callback(self.kill)
-            if self._drill.kind in NETWORK_KINDS:
-                self.network = undo.enter_context(ShapedNetwork(2, gbps=LINK_GBPS))
-            hosts = 1 if self.network is None else 2
+            hosts = self._drill.hosts
+            if hosts > 1:
+                self.network = undo.enter_context(ShapedNetwork(hosts, gbps=LINK_GBPS))
             for host in range(hosts):
                 output = (undo.enter_context(tempfile.TemporaryFile()), undo.enter_context(tempfile.TemporaryFile()))
                 self._outputs.append(output)
@@ -114,18 +114,18 @@ class Job:
             environment["GLOO_SOCKET_IFNAME"] = INTERFACE
         return environment
 
-    def await_moment(self) -> int | None:
-        """The process of the rank whose moment came; None if the job ended without it.
+    def await_moment(self) -> bool:
+        """Wait for the moment, and return whether it came; False if the job ended without it.
 
         Raises:
             TimeoutError: neither happened.
         """
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            if self.moment.exists() and (text := self.moment.read_text()):
-                return int(text)
+            if self.moment.exists():
+                return True
             if not self.processes() and None not in self.statuses:
-                return None
+                return False
             time.sleep(0.005)
         raise TimeoutError(f"the moment did not come within {START_S:g} s")
 
@@ -166,6 +166,11 @@ class Job:
                         found.append(int(path.name))
         self.seen.update(found)
         return found
+
+    def rank_process(self, rank: int) -> int:
+        """Process id of a rank as this process sees it: those of a host of its own have other ids there."""
+        entry, ranks = f"RANK={rank}".encode(), self.processes(of_ranks=True)
+        return min(pid for pid in ranks if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
     def kill(self) -> None:
         """End what is left."""

@@ -33,11 +33,16 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
         Drill(kind="kill -9 of a rank", size=3, rank=1, moment="copy", prefill="kv_runahead copy", layer=2),
         Drill(kind="stop of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=1),
         Drill(kind="delay of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=3, seconds=1.0),
+        Drill(kind="delay of a rank", size=4, rank=1, moment="send", prefill="kv_runahead copy", layer=3, seconds=1.0),
+        pytest.param(
+            Drill(kind="kill -9 of a rank", size=4, rank=2, moment="prefill", prefill="kv_runahead copy", layer=1),
+            marks=pytest.mark.slow,
+        ),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
         Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
         Drill(kind="full disk", file="report"),
     ],
-    ids=lambda chosen: f"{chosen.kind}, {chosen.moment}",
+    ids=lambda chosen: f"{chosen.kind}, {chosen.moment}, {chosen.hosts} hosts",
 )
 def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) -> None:
     outcome = drilling.run(chosen, "drill")
