@@ -22,6 +22,7 @@ STUDIES = (
     "infinigen_relations.__main__",
     "interpolation",
     "kvpress.__main__",
+    "llama_cpp",
     "offloading",
     "paper_relations.__main__",
     "prediction",

@@ -18,6 +18,7 @@ from runahead.cache.fixed import FixedCache
 from runahead.cache.kv_cache import KVCache
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.model.model import Model
+from runahead.report import RankReport
 from tests.families import FAMILIES, VOCAB_SIZE, build
 
 TOKENS, NEW = 11, 6
@@ -84,6 +85,9 @@ def test_the_bytes_are_those_of_the_slabs(pads: list[int]) -> None:
     assert fixed.num_bytes == num_bytes and cache.num_bytes == 0
     shares_memory = fixed.layers[0].kv_TUX.data_ptr() == slab.data_ptr()
     assert shares_memory == (not any(pads)), "only padded rows are moved"
+    report = RankReport(rank=0)
+    fixed.describe_decoding(report)
+    assert report.kv_peak_bytes == num_bytes + (slab.nbytes if any(pads) else 0), "a layer is there twice meanwhile"
 
 
 class Gpu:

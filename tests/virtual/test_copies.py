@@ -61,6 +61,15 @@ def test_copies_take_no_multiprocessors() -> None:
     assert not any(each.kind == "transfer" for program in job.programs for each in program)
 
 
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_a_relaying_rank_makes_few_copies_wherever_it_is(size: int) -> None:
+    """Its own chunk and the prefix, in each of four layers."""
+    job = Job(size, hosts=[0] * size)
+    job.run(chain(size, Transfer.relay, carrier=CopyTransfer))
+    copies = [sum(each.kind == "copy" for each in program) / 4 for program in job.programs]
+    assert copies == [*([1] + [2] * size)[: size - 1], 0]
+
+
 class TestEveryWaitIsNeeded:
     """Each test takes one of the protocol's waits away, and finds a race or a deadlock."""
 
