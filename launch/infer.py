@@ -16,11 +16,13 @@ from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.run import run_program
+from runahead.config import PrefillName
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
     from runahead.context import Partitioner
     from runahead.model.model import Model
+    from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
     from runahead.thinning.rank_policies import RankPolicies
@@ -45,7 +47,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prefill.chunk_tokens=<n, on one rank>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
             |table             partition.table=<json>      partition.force=false
-  ranks=auto|cpu|cuda          ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
+  ranks=auto|cpu|cuda          ranks.tensor=<ranks that share one model, a stage of the chain>
+                               ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>
 {choices("policy", NAMES)}
                                policy.positions=original|reencoded, and options of its own, which
@@ -111,20 +114,15 @@ def infer(
     from launch.outputs.answers import Answers, AnswerStream
     from launch.outputs.summary import summary
     from runahead.engine import Engine
-    from runahead.model.model import Model
-    from runahead.prefill import PREFILLS
-    from runahead.prefill.tensor import shard_model
+    from runahead.model.shares import load_model
     from runahead.reuse.store import SegmentStore, StoreLimits
     from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
-    prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.size))
-    model = ranks.on_all_ranks(
-        "the model",
-        lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
-    )
-    if PREFILLS[run.prefill.name].shares_model:
-        shard_model(model, ranks)
+    if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
+        ranks.arrange(ranks.size)
+    prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
+    model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = None
@@ -167,7 +165,7 @@ def infer(
     return batches
 
 
-def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, num_ranks: int) -> Prompts:
+def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:
     """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it."""
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
@@ -175,7 +173,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
     from runahead.context import LearningPartitioner, even
     from runahead.files import ensure_writable
     from runahead.model import loading
-    from runahead.prefill import PREFILLS
+    from runahead.model.shares import check_shares
     from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
     from runahead.timeline.trace import picture_path
 
@@ -188,9 +186,9 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
         if run.report is not None and Path(run.report).resolve() in written:
             raise ValueError(f"report={run.report} and timeline={run.timeline} would overwrite each other; rename one")
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    PREFILLS[run.prefill.name].check_config(config, num_ranks)
+    check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
-    limits = PromptLimits.of_config(config, policies, run.prefill, num_ranks)
+    limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
         reusing = read_reusing_prompts(run.prompt, schema)
@@ -213,7 +211,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, nu
         check(prompts.ids)
     if run.prefill.takes_partition:
         split = even if isinstance(partition, LearningPartitioner) else partition  # which asks all ranks
-        check_chunk_tokens(run.prefill, len(split(len(prompts.ids[0]), num_ranks).chain))
+        check_chunk_tokens(run.prefill, len(split(len(prompts.ids[0]), mesh.num_stages).chain))
     return prompts
 
 
@@ -254,7 +252,8 @@ def _write_files(
         if run.prefill.takes_partition:
             method += f", {run.prefill.transfer.name}"
         subject = f"{model.name}, {dtype} on {ranks.device.type}: {batch.chunks}, {method}"
-        write_timeline(run.timeline, batch.spans, ttft_s=batch.ttft_s, subject=subject)
+        names = [ranks.name(rank) for rank in range(ranks.size)]
+        write_timeline(run.timeline, batch.spans, names=names, ttft_s=batch.ttft_s, subject=subject)
 
 
 if __name__ == "__main__":

@@ -168,14 +168,21 @@ def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:
     return sum(each * len(layers) for each, layers in zip(seconds, kinds, strict=True)) / sum(map(len, kinds))
 
 
-def ping(ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5, pair: tuple[int, int] = (0, 1)) -> Link | None:
+def ping(
+    ranks: Ranks, *, num_bytes: int = 8 << 20, rounds: int = 5, pair: tuple[int, int] | None = None
+) -> Link | None:
     """Measure latency and bandwidth between two ranks over the backend that carries KV. Every rank calls this.
 
+    Args:
+        pair: the ranks; by default the first ones of the first two stages.
+
     Returns:
-        The link on every rank; None for a single rank.
+        The link on every rank; None for a single stage.
     """
-    if ranks.size == 1:
-        return None
+    if pair is None:
+        if ranks.num_stages == 1:
+            return None
+        pair = ranks.mesh.rank(0, 0), ranks.mesh.rank(1, 0)
     small_s = _exchange_s(ranks, pair, 8, rounds * 10)
     large_s = _exchange_s(ranks, pair, num_bytes, rounds)
     latency_s, bandwidth = ranks.broadcast((small_s, num_bytes / max(large_s - small_s, 1e-9)), pair[0], "a ping")
@@ -223,7 +230,7 @@ class LiveCost:
 
     def __init__(self, model: Model, ranks: Ranks, prefill: PrefillOptions, num_tokens: int, repeats: int = 3) -> None:
         self._repeats = repeats
-        self._partition = even(num_tokens, ranks.size)
+        self._partition = even(num_tokens, ranks.num_stages)
         self._engine = Engine(model, ranks, prefill=prefill, partition=lambda *_: self._partition)
         generator = torch.Generator().manual_seed(num_tokens)
         self._ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).tolist()

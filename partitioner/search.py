@@ -15,6 +15,7 @@ from partitioner.options import Method, Objective, SearchRun
 if TYPE_CHECKING:
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
+    from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
 
 HELP = """\
@@ -33,6 +34,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
   link.gbps=25   link.latency_us=10   link.shared=false
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   ranks.device=...   ranks.threads=<n>
+  ranks.tensor=<n>       ranks that share one model, a stage: lengths and numbers of ranks are then for stages
 """
 
 SEARCH = Program(module="partitioner.search", options=SearchRun, help=HELP)
@@ -64,16 +66,13 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from partitioner.searches.simulated import SimulatedSearch
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
 
-    counts = run.search.ranks or list(range(1, ranks.size + 1))
-    num_layers = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.size))
+    counts = run.search.ranks or list(range(1, ranks.num_stages + 1))
+    num_layers = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.mesh))
     assert run.table is not None
     path = Path(run.table)
-    model = ranks.on_all_ranks(
-        "the model",
-        lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
-    )
+    model = load_model(run.model, ranks)
     link = link_between(run, ranks)
     fingerprint = Fingerprint.of(
         model,
@@ -103,24 +102,28 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     return searched.table
 
 
-def _prepare(run: SearchRun, counts: list[int], num_ranks: int) -> int:
+def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
     from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.model import max_positions
+    from runahead.model.shares import check_shares
 
     assert run.table is not None
     ensure_writable(run.table, option="table")
-    if run.search.objective is Objective.measured and max(counts) > num_ranks:
+    if run.search.objective is Objective.measured and max(counts) > mesh.num_stages:
+        needed = max(counts) * mesh.num_shares
         raise ValueError(
-            f"search.ranks={counts} needs {max(counts)} ranks to be measured but {num_ranks} were started; "
-            f"use torchrun --nproc-per-node={max(counts)} or search.objective=replayed"
+            f"search.ranks={counts} needs {needed} ranks to be measured but {mesh.size} were started; "
+            f"use torchrun --nproc-per-node={needed} or search.objective=replayed"
         )
-    if run.link.gbps is None and num_ranks == 1 and max(counts) > 1:
-        raise ValueError("link.gbps=<1e9 bits per second> is needed: with one rank there is no link to measure")
+    if run.link.gbps is None and mesh.num_stages == 1 and max(counts) > 1:
+        raise ValueError("link.gbps=<1e9 bits per second> is needed: a single stage has no link to measure")
     if run.search.method is Method.grid and max(counts) > 5:
         raise ValueError(f"search.method=grid is limited to 5 ranks, not {max(counts)}; use search.method=seeded")
-    limit = max_positions(loading.load_config(run.model, progress=True).get_text_config(decoder=True))
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    check_shares(config, mesh.num_shares)
+    limit = max_positions(config)
     if run.search.objective is Objective.measured and limit is not None and max(run.search.lengths) >= limit:
         raise ValueError(
             f"search.lengths goes up to {max(run.search.lengths)} tokens, but the model has {limit} positions, one of "

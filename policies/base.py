@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, TypeVar
@@ -44,6 +44,11 @@ class Signals(Protocol):
         ...
 
 
+def alone(x: Tensor) -> Tensor:
+    """Mean of a tensor over the ranks that share the model, where a rank has all of it."""
+    return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerView:
     """State of one layer after its new tokens have attended to everything stored. Read-only.
@@ -59,6 +64,10 @@ class LayerView:
         k_BKnH, v_BKnV: stored keys, rotated as the new queries see them, and values.
         carried_BKn: for a policy that accumulates, what its `carry` returned for these slots; 0 for new ones.
         signals: attention probabilities of the new tokens' queries.
+        mean_over_shares: mean of a tensor over the ranks that share the model; all of them call it alike.
+
+    Where ranks share the model, heads are those of this rank's share. What is chosen by KV head needs no others; what
+    is chosen for all heads alike has to be the same on all ranks, and so takes `mean_over_heads`.
     """
 
     layer: int
@@ -73,6 +82,7 @@ class LayerView:
     v_BKnV: Tensor
     carried_BKn: Tensor | None
     signals: Signals
+    mean_over_shares: Callable[[Tensor], Tensor] = alone
 
     @property
     def num_slots(self) -> int:
@@ -81,6 +91,10 @@ class LayerView:
     @property
     def num_kv_heads(self) -> int:
         return self.k_BKnH.shape[1]
+
+    def mean_over_heads(self, x_BNn: Tensor) -> Tensor:
+        """Mean (B, n) over all query heads of the model, those of other ranks that share it included."""
+        return self.mean_over_shares(x_BNn.mean(dim=1))
 
     def by_kv_head(self, x_BNn: Tensor) -> Tensor:
         """Mean (B, K, n) over the query heads that share a KV head."""

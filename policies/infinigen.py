@@ -148,7 +148,7 @@ class InfiniGen(Retriever):
 
     def require(self, model: ModelFacts) -> None:
         if self.skew not in ("auto", "none"):
-            self._skew = Skew.load(self.skew, model.fingerprint)
+            self._skew = Skew.load(self.skew, model.fingerprint).of_share(model.share, model.num_shares)
             if self._skew.heads != model.heads:
                 raise ValueError(
                     f"policy.skew={self.skew} is for other heads than those of model {model.name}; make it again with "
@@ -180,7 +180,7 @@ class InfiniGen(Retriever):
         if self.fetch is not None:
             return most_needed(need_BKn, self.num_chosen(slots), slots)
         # With alpha=inf padding is counted too, which changes nothing.
-        wanted = -(-num_needed(need_BKn, -self.alpha) // need_BKn.shape[1])
+        wanted = num_needed(need_BKn, -self.alpha, slots)
         wanted = min(wanted, int(self.max_fetch * slots.num_slots))
         return most_needed(need_BKn, self.num_chosen(slots, wanted), slots)
 

@@ -205,7 +205,7 @@ class PyramidInfer(Policy):
 
     def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
         voters = recent if self.voters is None else min(recent, self.voters)
-        return view.signals.votes(voters, self.newest_weight).mean(dim=1)
+        return view.mean_over_heads(view.signals.votes(voters, self.newest_weight))
 
     def _with_share(self, best_first_BC: Tensor, layer: int) -> int:
         """Number of tokens that have this layer's share of the votes; the maximum over rows."""

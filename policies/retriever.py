@@ -32,12 +32,15 @@ class ModelFacts:
     Attributes:
         name: name of the model.
         fingerprint: fingerprint of its weights.
-        heads: number of KV heads and key dim (K, H) of every layer.
+        heads: number of KV heads and key dim (K, H) of every layer, on this rank.
+        share, num_shares: this rank's share of the model's heads, and number of shares.
     """
 
     name: str
     fingerprint: str
     heads: list[tuple[int, int]]
+    share: int = 0
+    num_shares: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +132,15 @@ class Slots:
         pads: number of padding slots on the left of each row.
         positions_BKn: positions of the slots' tokens, below 0 on padding; None if slots are in the order of positions.
         next_B: position of the token that is about to be computed, in each row; None if `positions_BKn` is None.
+        mean_over_shares: mean of a tensor over the ranks that share the model, all of which call it alike; None if this
+            rank has all KV heads.
     """
 
     num_slots: int
     pads: list[int]
     positions_BKn: Tensor | None
     next_B: Tensor | None
+    mean_over_shares: Callable[[Tensor], Tensor] | None = None
 
     def mark(self, need_BKn: Tensor, *, sinks: int, recent: int) -> None:
         """Set the need of the first and the last tokens to infinity, and that of padding to minus infinity."""
@@ -256,8 +262,23 @@ def relative_need(scores_BKGn: Tensor, slots: Slots) -> Tensor:
     return scores_BKGn.sub_(scores_BKGn.amax(dim=-1, keepdim=True)).amax(dim=2)
 
 
-def num_needed(need_BKn: Tensor, least: float) -> int:
-    """Number of slots, summed over KV heads, whose need is at least `least`; the maximum over rows."""
+def num_needed(need_BKn: Tensor, least: float, slots: Slots) -> int:
+    """Number of slots of a KV head whose need is at least `least`: the mean over the model's heads, rounded up.
+
+    Of several rows, that of the row with most.
+
+    Args:
+        slots: the slots that are needed.
+    """
+    num_heads = need_BKn.shape[1]
     if need_BKn.device.type == "cpu":  # torch takes three times as long
-        return max(int(np.count_nonzero(row_Kn.numpy() >= least)) for row_Kn in need_BKn)
-    return int((need_BKn >= least).sum(dim=(1, 2)).max())
+        counts = [int(np.count_nonzero(row_Kn.numpy() >= least)) for row_Kn in need_BKn]
+        if slots.mean_over_shares is None:
+            return -(-max(counts) // num_heads)
+        counts_B = torch.tensor(counts)
+    else:
+        counts_B = (need_BKn >= least).sum(dim=(1, 2))
+    mean_B = counts_B.double() / num_heads
+    if slots.mean_over_shares is not None:
+        mean_B = slots.mean_over_shares(mean_B)
+    return math.ceil(float(mean_B.max()))

@@ -75,6 +75,14 @@ class Skew:
         """Number of KV heads and head dim (K, H) of every layer."""
         return [(queries_KHH.shape[0], queries_KHH.shape[2]) for queries_KHH in self.queries]
 
+    def of_share(self, share: int, num_shares: int) -> Skew:
+        """The queries of a share of the KV heads, which ranks that share a model have in order."""
+        heads = [queries_KHH.shape[0] // num_shares for queries_KHH in self.queries]
+        own = [
+            queries_KHH[share * num : (share + 1) * num] for num, queries_KHH in zip(heads, self.queries, strict=True)
+        ]
+        return Skew(queries=own, at_position_0=self.at_position_0)
+
     def packed(self, fingerprint: str) -> bytes:
         """Content of a file for the model with this fingerprint."""
         tensors = {f"layer.{layer}": queries.contiguous() for layer, queries in enumerate(self.queries)}

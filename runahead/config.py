@@ -86,6 +86,7 @@ E = TypeVar("E", bound=Enum)
 MAX_SEED = 2**62
 MAX_LAYERS = 10_000
 MAX_THREADS = 4096
+MAX_RANKS = 1 << 20
 MAX_TIMEOUT_S = 1_000_000
 
 
@@ -148,16 +149,18 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class RanksOptions:
-    """Backend, device and time limits of the ranks.
+    """Arrangement, backend, device and time limits of the ranks.
 
     Attributes:
         timeout_s: longest silence of a peer, and longest time in which no rank makes progress, in seconds.
+        tensor: ranks that share one model, a stage of the chain.
         threads: intra-op threads of one rank.
         fault_report: path beside which a rank that has to end writes its fault report; by default the run's report.
     """
 
     backend: Backend = Backend.auto
     device: Device = Device.auto
+    tensor: int = 1
     timeout_s: float = 60.0
     threads: int | None = None
     fault_report: str | None = None
@@ -167,6 +170,7 @@ class RanksOptions:
         self.device = choice("ranks.device", Device, self.device)
         rule = f"must be a number of seconds above 0, and at most {MAX_TIMEOUT_S:,}"
         require(0 < self.timeout_s <= MAX_TIMEOUT_S, "ranks.timeout_s", self.timeout_s, rule)
+        require(1 <= self.tensor <= MAX_RANKS, "ranks.tensor", self.tensor, f"must be from 1 to {MAX_RANKS:,}")
         if self.threads is not None:
             require(1 <= self.threads <= MAX_THREADS, "ranks.threads", self.threads, f"must be from 1 to {MAX_THREADS}")
         if self.backend is Backend.nccl and self.device is Device.cpu:

@@ -1,4 +1,4 @@
-"""`Engine`: generates from prompts: split into chunks, prefill on all ranks, decode on the last, share the result."""
+"""`Engine`: generates from prompts: split into chunks, prefill on all stages, decode on the last, share the result."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Engine:
     """Generates from long prompts on one or several ranks. Every rank creates one and makes the same calls.
 
     Args:
-        model: this rank's copy of the model, or its share.
+        model: this rank's copy of the model, or its share where a stage has several ranks (`Ranks.arrange`).
         ranks: the ranks of the job; `Ranks.start(RanksOptions())` without a launcher is one rank.
         prefill: the prefill strategy and its options.
-        partition: function (number of tokens, number of ranks) -> chunks: `even`, `from_ratios([...])`, a lookup table.
-            Strategies with a split of their own ignore it. A `LearningPartitioner` is told the times of every prompt.
+        partition: function (number of tokens, number of stages) -> chunks: `even`, `from_ratios([...])`, a lookup
+            table. Strategies with a split of their own ignore it. A `LearningPartitioner` is told the times of every
+            prompt.
         policies: cache policies; by default all keys and values are computed and kept.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
 
@@ -61,13 +62,12 @@ class Engine:
         self.prefill = prefill or PrefillOptions()
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
-        if model.num_shards != (ranks.size if self._strategy.shares_model else 1):
-            whose = "that is sharded over these ranks" if self._strategy.shares_model else "that each rank has whole"
+        if model.num_shards != ranks.num_shares:
             raise ValueError(
-                f"prefill={self.prefill.name.name} needs a model {whose}, and this one has {model.num_shards} shares; "
-                "see runahead.prefill.tensor.shard_model"
+                f"stages of ranks.tensor={ranks.num_shares} ranks need a model in as many shares, and this one has "
+                f"{model.num_shards}; see runahead.model.shares.shard_model"
             )
-        self._strategy.check(model, ranks.size)
+        self._strategy.check(model, ranks.num_stages)
         if self.policies:
             if not self._strategy.takes_policies:
                 raise ValueError(
@@ -105,21 +105,22 @@ class Engine:
                 fit; or the KV cache does not fit in memory.
             PeerFailure: another rank is gone or silent.
         """
-        options = options or GenerationOptions()
+        options, mesh = options or GenerationOptions(), self.ranks.mesh
+        assert mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         if options.stop and self.model.tokenizer is None:
             raise ValueError(f"generation.stop={options.stop} needs a tokenizer, and this model has none; leave it out")
-        limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.size)
+        limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
         check_prompts(prompts, limits, num_new=options.max_new_tokens)
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
         reuse = self._reuse(prompts)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
         self._agree(prompts, options)  # before anything else that all ranks do together
-        partition = self._strategy.split(max(map(len, new_ids)), self.ranks.size, self.partition)
+        partition = self._strategy.split(max(map(len, new_ids)), mesh.num_stages, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
-            source = self._strategy.first_token_rank(partition, self.ranks.size)
+            source = mesh.rank(self._strategy.first_token_stage(partition, mesh.num_stages), 0)
             stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
             with self.ranks.busy():
                 self._strategy.connect(self.ranks, partition, self.prefill)
@@ -136,7 +137,7 @@ class Engine:
                 capacity=batch.num_tokens + options.max_new_tokens - 1,
                 options=self.prefill,
                 policies=self.policies,
-                reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.rank) else None,
+                reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.stage) else None,
                 chunk_tokens=limits.chunk_tokens(batch.num_tokens),
                 record=record_timeline,
             )
@@ -153,19 +154,29 @@ class Engine:
         return result
 
     def _teach(self, partition: ContextPartition, result: GenerationBatch) -> None:
-        """Tell a partitioner that learns how long each rank computed and waited, per row of the batch."""
+        """Tell a partitioner that learns how long each stage computed and waited, per row of the batch.
+
+        A rank that waits for keys and values holds up the other shares of its stage, for which that is compute. So the
+        times of the share that waited longest are those of the stage.
+        """
         if isinstance(self.partition, LearningPartitioner) and self.prefill.takes_partition:
-            rows = len(result.generations)
-            compute_s = [(rank.prefill_s - rank.wait_s) / rows for rank in result.ranks]
-            self.partition.learn(partition, compute_s, [rank.wait_s / rows for rank in result.ranks])
+            rows, mesh = len(result.generations), self.ranks.mesh
+            stages = [
+                max((result.ranks[rank] for rank in mesh.members(stage)), key=lambda report: report.wait_s)
+                for stage in range(mesh.num_stages)
+            ]
+            compute_s = [(each.prefill_s - each.wait_s) / rows for each in stages]
+            self.partition.learn(partition, compute_s, [each.wait_s / rows for each in stages])
 
     def _agree(self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions) -> None:
         """Check that all ranks make the same call, since ranks with different work would wait forever."""
         if self.ranks.size == 1:
             return
         if self._weights is None:
-            # Shards of the weights differ between ranks; whether they fit was checked when they were made.
-            self._weights = "" if self.model.num_shards > 1 else model_fingerprint(self.model.module)
+            self._weights = model_fingerprint(self.model.module)
+            if self.ranks.num_shares > 1:  # which differ, and each is to equal that of the other stages
+                shares = self.ranks.gather(self._weights, "the weights")
+                self._weights = " ".join(shares[rank] for rank in self.ranks.mesh.members(self.ranks.stage))
         facts = {
             "the prompts": secret(prompts),
             "the policies": secret(self.policies),
@@ -259,6 +270,8 @@ class Engine:
             "the end of the generation",
         )
         reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))
+        for report in reports if self.ranks.num_shares > 1 else ():
+            report.stage, report.share = self.ranks.mesh.stage(report.rank), self.ranks.mesh.share(report.rank)
         generations, ttft_s, tpot_s = outcomes[source]
         return GenerationBatch(
             generations=generations,

@@ -66,9 +66,10 @@ class ReuseReport:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """Report of one rank in one call.
+    """Report of one rank in one call. Bytes are those of the rank's own KV heads.
 
     Attributes:
+        stage, share: place of the rank in the mesh; None where every rank is a stage.
         chunk_tokens: tokens that the rank computed.
         prefill_s: time until the rank's last layer ended.
         wait_s: part of `prefill_s` in which it waited for keys and values.
@@ -83,6 +84,8 @@ class RankReport:
     """
 
     rank: int
+    stage: int | None = None
+    share: int | None = None
     chunk_tokens: int = 0
     prefill_s: float = 0.0
     wait_s: float = 0.0
@@ -134,11 +137,12 @@ class GenerationBatch:
 
     @property
     def chunks(self) -> str:
-        """Number of tokens by rank, as text."""
-        lengths = [rank.chunk_tokens for rank in self.ranks]
-        if len(lengths) > 1 and min(lengths) == self.boundaries[-1]:
-            return f"all {lengths[0]:,} tokens on every rank"
-        return " + ".join(f"{length:,}" for length in lengths) + " tokens"
+        """Number of tokens by stage, as text."""
+        stages = [rank.chunk_tokens for rank in self.ranks if not rank.share]
+        if len(stages) == 1 < len(self.ranks):
+            return f"all {stages[0]:,} tokens on every rank"
+        shared = f", {len(self.ranks) // len(stages)} ranks each" if len(stages) < len(self.ranks) else ""
+        return " + ".join(f"{length:,}" for length in stages) + f" tokens{shared}"
 
 
 def report_json(
@@ -221,6 +225,8 @@ def _prompt_fields(
 def _rank_fields(rank: RankReport) -> dict[str, Any]:
     """Fields of one rank, without those of features that were not used."""
     rank_fields = asdict(rank)
+    if rank.stage is None:
+        del rank_fields["stage"], rank_fields["share"]
     if rank.reuse is None:
         del rank_fields["reuse"]
     if rank.retrieval is None:

@@ -56,3 +56,7 @@ class DoctorRun:
     model: ModelOptions = field(default_factory=lambda: ModelOptions(name=ModelName.random, config=AUTO))
     ranks: RanksOptions = field(default_factory=RanksOptions)
     doctor: DoctorOptions = field(default_factory=DoctorOptions)
+
+    def __post_init__(self) -> None:
+        rule = "has no use: jobs of the doctor give each rank the whole model; leave it out"
+        require(self.ranks.tensor == 1, "ranks.tensor", self.ranks.tensor, rule)

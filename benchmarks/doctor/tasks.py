@@ -30,7 +30,7 @@ from runahead.config import GenerationOptions, ModelOptions, PrefillName, Prefil
 from runahead.engine import Engine
 from runahead.files import write_whole
 from runahead.model.model import Model
-from runahead.prefill import PREFILLS
+from runahead.model.shares import check_shares
 from runahead.ranks.fault_report import fault_path
 from runahead.ranks.ranks import Ranks
 
@@ -132,7 +132,7 @@ def shares(model: Model, num_ranks: int) -> list[int]:
 
 def _can_share(model: Model, num_ranks: int) -> bool:
     try:
-        PREFILLS[PrefillName.tensor].check_config(model.config, num_ranks)
+        check_shares(model.config, num_ranks)
     except ValueError:
         return False
     return True

@@ -7,7 +7,7 @@ from benchmarks.harness.lines import Line
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
-from benchmarks.ttft.measurement import Contenders, Run, check_agreement, load_model, prefill_options, prompt
+from benchmarks.ttft.measurement import Contenders, Run, check_agreement, prefill_options, prompt
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
@@ -20,12 +20,12 @@ from launch.program.text_table import text_table
 from partitioner.cost.link import Link
 from partitioner.measure import ping
 from partitioner.table.fingerprint import Fingerprint, link_text
-from runahead.config import PrefillOptions
+from runahead.config import PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.files import ensure_writable
 from runahead.model import loading
 from runahead.model.model import max_positions
-from runahead.prefill import PREFILLS
+from runahead.model.shares import check_shares, load_model
 from runahead.ranks.ranks import Ranks
 
 
@@ -37,7 +37,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     """
     given = partitioner(run.partition, ranks)
     ranks.on_rank_0("the benchmark's options", lambda: _check(run, given, ranks.size))
-    model = ranks.on_all_ranks("the model", lambda: load_model(run, ranks))
+    model = load_model(run.model, ranks)
     prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
     if _looks_up(run):
         settle(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
@@ -84,8 +84,8 @@ def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     for name in run.bench.variants:
         options = prefill_options(name, run.prefill.layers_in_flight)
-        if options is not None:
-            PREFILLS[options.name].check_config(config, num_ranks)
+        if options is not None and options.name is PrefillName.tensor:
+            check_shares(config, num_ranks)
     limit = max_positions(config)
     longest = max(run.bench.lengths)
     if limit is not None and longest >= limit:

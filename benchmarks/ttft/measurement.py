@@ -14,12 +14,11 @@ from benchmarks.ttft.references import PlainTransformers, compute_only_s
 from benchmarks.ttft.traffic import wire_bytes
 from benchmarks.ttft.variants import BOUND, VARIANTS, Split, Traffic
 from runahead import context
-from runahead.config import GenerationOptions, PrefillOptions
+from runahead.config import GenerationOptions, PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.engine import Engine
 from runahead.model.model import Model
-from runahead.prefill import PREFILLS
-from runahead.prefill.tensor import shard_model
+from runahead.model.shares import load_model
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -77,14 +76,15 @@ class Contenders:
                 self._plain = ranks.on_all_ranks("plain transformers", lambda: _plain(run, ranks))
                 continue
             own = model
-            if PREFILLS[options.name].shares_model:
-                own = ranks.on_all_ranks("a model to share out", lambda: load_model(run, ranks))
-                shard_model(own, ranks)
+            if options.name is PrefillName.tensor:
+                ranks.arrange(ranks.size)
+                own = load_model(run.model, ranks)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             # As it is, since partition=auto learns from what the engine tells it.
             split = given if VARIANTS[name].split is Split.given else partial(self._split, name)
             make = partial(Engine, own, ranks, prefill=options, partition=split, policies=policies)
             self._engines[name] = ranks.on_all_ranks("the variants", make)
+            ranks.arrange(1)
 
     def run(self, name: str, ids: list[int]) -> Run:
         """Run a variant once.
@@ -122,7 +122,10 @@ class Contenders:
             ranks.barrier("all ranks to be idle")  # while rank 0 generates
             token, ttft_s = ranks.on_rank_0("plain transformers", first_token)
             return Run(ttft_s=ttft_s, first_token=token, kv_peak_bytes=[0] * ranks.size)
-        batch = self._engines[name].generate([ids], GenerationOptions(max_new_tokens=1))
+        engine = self._engines[name]
+        ranks.arrange(engine.model.num_shards)
+        batch = engine.generate([ids], GenerationOptions(max_new_tokens=1))
+        ranks.arrange(1)
         activations = VARIANTS[name].traffic is Traffic.activations
         return Run(
             ttft_s=batch.ttft_s,
@@ -139,11 +142,6 @@ class Contenders:
         if VARIANTS[name].split is Split.even:
             return context.even(num_tokens, num_ranks)
         return self._given(num_tokens, num_ranks)
-
-
-def load_model(run: BenchRun, ranks: Ranks) -> Model:
-    """Load this rank's copy of the model."""
-    return Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size)
 
 
 def _plain(run: BenchRun, ranks: Ranks) -> PlainTransformers | None:

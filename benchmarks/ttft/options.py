@@ -113,6 +113,8 @@ class BenchRun:
     bench: BenchOptions = field(default_factory=BenchOptions)
 
     def __post_init__(self) -> None:
+        rule = "has no use: ranks have the whole model here, but for the variant tensor; leave it out"
+        require(self.ranks.tensor == 1, "ranks.tensor", self.ranks.tensor, rule)
         if self.bench.network is Network.netns:
             if not (self.link.gbps or self.link.compute_share):
                 raise ValueError("bench.network=netns needs link.gbps=<1e9 bits per second> or link.compute_share=...")

@@ -13,7 +13,7 @@ from policies.base import Policy
 from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
-from runahead.prefill.tensor import allreduce_bytes
+from runahead.model.shares import allreduce_bytes
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 

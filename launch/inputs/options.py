@@ -132,7 +132,12 @@ class RunOptions:
     def __post_init__(self) -> None:
         self.policy = checked(self.policy)
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
-        keeps_all = self.prefill.name not in (PrefillName.kv_runahead, PrefillName.single)
+        if self.prefill.name is PrefillName.tensor and self.ranks.tensor > 1:
+            raise ValueError(
+                f"prefill=tensor makes all ranks one stage, whatever ranks.tensor={self.ranks.tensor} says; leave "
+                "ranks.tensor out, or use prefill=single"
+            )
+        keeps_all = self.prefill.name in (PrefillName.tsp, PrefillName.zigzag)
         if keeps_all and self.policy["name"] != "full":
             raise ValueError(
                 f"policy={self.policy['name']} needs prefill=kv_runahead or prefill=single; "
@@ -147,7 +152,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     prompt, prefill, partition, model = run.prompt, run.prefill.name, run.partition.name, run.model.name
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
     sampling = ["temperature", "top_p", "top_k", "seed"]
-    is_chain = prefill in (PrefillName.kv_runahead, PrefillName.single)
+    is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),

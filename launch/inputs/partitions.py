@@ -75,7 +75,7 @@ class AutoChoice:
         """Choose a table, or time a few layers. Every rank makes the same call."""
         fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
         why_not = ranks.on_rank_0(
-            "the tables", lambda: [_misfit(table, fingerprint, ranks.size) for table in self._tables]
+            "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in self._tables]
         )
         for table, misfit in zip(self._tables, why_not, strict=True):
             if misfit is None:
@@ -101,7 +101,7 @@ class AutoChoice:
 
 
 def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str | None:
-    """Describe the model, device and ranks of a table that does not fit; None if it fits."""
+    """Describe the model, device and ranks (stages) of a table that does not fit; None if it fits."""
     found = table.fingerprint.differences(fingerprint)
     if num_ranks not in table.ranks():
         found.append(f"{', '.join(map(str, table.ranks()))} ranks, not {num_ranks}")
@@ -112,7 +112,7 @@ def _auto(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     if path is not None:
         return AutoChoice([ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path))])
-    return AutoChoice(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.size > 1 else [])
+    return AutoChoice(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.num_stages > 1 else [])
 
 
 def _users_tables() -> list[LookupTable]:
@@ -155,12 +155,12 @@ def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
 def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
     """Settle a partition on the loaded model: check a table, or choose what partition=auto splits by.
 
-    Every rank makes the same call. A single rank has nothing to split.
+    Every rank makes the same call. A single stage has nothing to split.
 
     Raises:
         ValueError, SharedError: as `check_table`.
     """
-    if isinstance(partition, AutoChoice) and ranks.size > 1:
+    if isinstance(partition, AutoChoice) and ranks.num_stages > 1:
         partition.choose(model, ranks, run)
     check_table(partition, model, ranks, run)
 
@@ -168,13 +168,13 @@ def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunO
 def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
     """Check that a lookup table is for this run's model and device. Every rank makes the same call.
 
-    A single rank has nothing to split and is not checked.
+    A single stage has nothing to split and is not checked.
 
     Raises:
         ValueError: on rank 0, if the table is for another one, unless partition.force is set.
         SharedError: on the other ranks.
     """
-    if not isinstance(partition, TablePartition) or ranks.size == 1:
+    if not isinstance(partition, TablePartition) or ranks.num_stages == 1:
         return
     fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
     ranks.on_rank_0("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))

@@ -35,7 +35,7 @@ class AutoPartition:
     Rank 0 decides, learns and keeps what it learned in a file for the next run; the other ranks are told.
 
     Args:
-        balance: what is known; None on ranks other than 0, and on a single rank, which has nothing to split.
+        balance: what is known; None on ranks other than 0, and on a single stage, which has nothing to split.
         keep: writes what is known to a file.
         learn: False to split all prompts by what is known now.
     """
@@ -68,13 +68,13 @@ class AutoPartition:
             tell: called on rank 0 when layers are timed, or a file cannot be used.
             on_progress: called on every rank before each point that is timed, as `Progress` says.
         """
-        if ranks.size == 1:
+        if ranks.num_stages == 1:
             return cls(ranks, None)
         prefill = prefill or PrefillOptions()
         purpose = _purpose(model, ranks, prefill, policy)
         path = kept_path(cache_folder() if folder is None else Path(folder), purpose)
         file = _File(path, purpose, tell)
-        kept = ranks.on_rank_0("the learned split", lambda: file.read(ranks.size))
+        kept = ranks.on_rank_0("the learned split", lambda: file.read(ranks.num_stages))
         if kept is None:
             cost, slowness = probe(model, ranks, on_progress)
             link = ping(ranks, num_bytes=PING_BYTES)
@@ -94,7 +94,7 @@ class AutoPartition:
         return self._ranks.on_rank_0("the split", lambda: self._known().split(num_tokens))
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
-        """Correct the cost by the seconds that each rank computed and waited for one prompt."""
+        """Correct the cost by the seconds that each stage computed and waited for one prompt."""
         if self.balance is not None and self._learns:
             self.balance.learn(partition, compute_s, wait_s)
             self._keep()
@@ -131,8 +131,8 @@ class _File:
 def _balance(kept: Kept, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
     cluster = Cluster(
         compute=kept.cost,
-        speed=[1.0] * ranks.size,
-        links=Links(ranks.size, kept.link),
+        speed=[1.0] * ranks.num_stages,
+        links=Links(ranks.num_stages, kept.link),
         kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
         transfer=prefill.transfer,
         layers_in_flight=prefill.layers_in_flight,

@@ -36,18 +36,22 @@ def probe(
     """Time a few layers on all ranks at once, as they compute in a prompt. Every rank makes the same call.
 
     Returns:
-        the cost, whose constants are medians over the ranks, and the log slowness of each rank, on every rank.
+        the cost, whose constants are medians over the stages, and the log slowness of each stage, on every rank.
     """
 
     def tick(text: str) -> None:
         on_progress(MOST_POINTS, text)
         ranks.progress()
 
-    longest = ranks.on_rank_0("the length of timed chunks", lambda: _longest_chunk(model, tick))
+    what = "the length of timed chunks"
+    found = ranks.on_all_ranks(what, lambda: _longest_chunk(model, ranks, tick) if ranks.stage == 0 else 0)
+    longest = ranks.broadcast(found, 0, what)
     chunks = sorted({max(1, longest // 16), max(1, longest // 4), longest})
     ranks.barrier("all ranks to time layers")
     measured = ranks.on_all_ranks("timed layers", lambda: _measured(model, chunks, REPEATS, tick))
-    return combined(ranks.gather(counted_cost(measured), "timed layers"), longest)
+    costs = ranks.gather(counted_cost(measured), "timed layers")
+    # The ranks of a stage time the same layers in step, so the first stands for all of them.
+    return combined([costs[rank] for rank in ranks.mesh.chain(0)], longest)
 
 
 def counted_cost(measured: MeasuredCost) -> FittedCost:
@@ -78,13 +82,16 @@ def combined(costs: Sequence[FittedCost], num_tokens: int) -> tuple[FittedCost, 
     return replace(costs[0], **constants), slowness  # type: ignore[arg-type]
 
 
-def _longest_chunk(model: Model, on_progress: Callable[[str], None]) -> int:
-    """Length of a chunk whose layers take `LAYER_S`, as far as the model's positions allow."""
+def _longest_chunk(model: Model, ranks: Ranks, on_progress: Callable[[str], None]) -> int:
+    """Length of a chunk whose layers take `LAYER_S`, as far as the model's positions allow.
+
+    All ranks of a stage call this, and find the same.
+    """
     limit = min(LONGEST_CHUNK, (model.max_positions or LONGEST_CHUNK + 1) - 1)
     chunk = max(2, min(SHORTEST_CHUNK, limit))
     while 4 * chunk <= limit:
         cost = _measured(model, [chunk // 2, chunk], 1, on_progress)
-        if layer_s(cost, chunk, 0) >= LAYER_S:
+        if max(ranks.gather_in_stage(layer_s(cost, chunk, 0), "timed layers")) >= LAYER_S:
             break
         chunk *= 4
     return chunk

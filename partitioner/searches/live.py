@@ -50,7 +50,7 @@ class LiveSearch:
     def _add(self, length: int, count: int) -> None:
         options = self.options.search
         live = LiveCost(self.model, self.ranks, self.options.prefill, length, repeats=options.repeats)
-        idle = (length,) * (self.ranks.size - count)
+        idle = (length,) * (self.ranks.num_stages - count)
 
         def cost(partition: ContextPartition) -> float:
             return live(ContextPartition(boundaries=partition.boundaries + idle))

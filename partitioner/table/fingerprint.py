@@ -58,6 +58,7 @@ class Fingerprint:
         layers_in_flight: as `prefill.layers_in_flight`.
         speeds: of the ranks, relative to the device; () if all are equal to it, None if unknown, as in a run that only
             looks up splits.
+        tensor: ranks of a stage, as `ranks.tensor`; where it is not 1, the ranks of a table are stages.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -73,6 +74,7 @@ class Fingerprint:
     link_measured: bool = True
     layers_in_flight: int = 3
     speeds: tuple[float, ...] | None = ()
+    tensor: int = 1
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -110,6 +112,7 @@ class Fingerprint:
             link=link,
             link_measured=link_measured,
             layers_in_flight=prefill.layers_in_flight,
+            tensor=model.num_shards,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -130,6 +133,7 @@ class Fingerprint:
         result of a ping nor on what is planned.
         """
         values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
+        values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -143,6 +147,8 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name} {mine}, not {theirs}")
+        if self.tensor != other.tensor:
+            found.append(f"ranks.tensor={self.tensor}, not {other.tensor}")
         if self.speeds is not None and other.speeds is not None and self.speeds != other.speeds:
             found.append(f"{_speeds_text(self.speeds)}, not {_speeds_text(other.speeds)}")
         if self.link is not None and other.link is not None and not self._link_fits(other):
@@ -213,7 +219,7 @@ def _shape(model: Model, num_layers: int | None) -> ModelShape:
         num_layers=num_layers or model.num_layers,
         model_dim=int(config.hidden_size),
         num_heads=int(config.num_attention_heads),
-        num_kv_heads=first.num_kv_heads,
+        num_kv_heads=first.num_kv_heads * model.num_shards,
         head_dim=first.key_dim,
         vocab_size=model.vocab_size,
         mlp_dim=next((dim for dim in mlp_dims if isinstance(dim, int)), None),

@@ -17,7 +17,7 @@ from partitioner.table.fingerprint import Fingerprint, ModelShape
 FORMAT = "runahead lookup table"
 VERSION = 1
 
-LATER = {"layers_in_flight", "speeds"}
+LATER = {"layers_in_flight", "speeds", "tensor"}
 """Fields of a fingerprint that the first tables did not have; a missing one gets its default."""
 
 # Types of values as error messages name them.
@@ -38,6 +38,8 @@ class _LinkFields:
 def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
     """Write a table as JSON."""
     about = asdict(fingerprint) | {"link": None if fingerprint.link is None else fingerprint.link.as_json()}
+    if fingerprint.tensor == 1:  # as tables were before stages could have several ranks
+        del about["tensor"]
     head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
     lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'
@@ -108,6 +110,8 @@ def _fingerprint(value: Any) -> Fingerprint:
         raise ValueError(f"fingerprint: date {shown(fingerprint.date)} must look like 2026-01-31T12:00:00Z")
     if fingerprint.layers_in_flight < 2:
         raise ValueError(f"fingerprint: layers_in_flight {fingerprint.layers_in_flight} must be at least 2")
+    if fingerprint.tensor < 1:
+        raise ValueError(f"fingerprint: tensor {fingerprint.tensor} must be at least 1")
     if any(not 0 < speed < inf for speed in fingerprint.speeds or ()):
         raise ValueError(f"fingerprint: speeds {shown(list(fingerprint.speeds or ()))} must be above 0")
     for name in ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):

@@ -28,7 +28,7 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
-  ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60
+  ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60   ranks.tensor=<ranks that share one model>
 
 --layout prints the positions of the modules and encodes nothing.
 """
@@ -83,24 +83,21 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
 
     Raises: ValueError and OSError for a user's mistakes.
     """
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
     from runahead.reuse.reuse import check_reuse, encode_missing
     from runahead.reuse.store import SegmentStore, StoreLimits
 
     if not run.out:
         raise ValueError("out=<folder> is missing; name the folder that is to hold what is encoded")
     segments = ranks.on_rank_0("the schema", lambda: _read(run).segments)
-    model = ranks.on_all_ranks(
-        "the model",
-        lambda: Model.load(run.model, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
-    )
+    model = load_model(run.model, ranks)
     check_reuse(model)
     disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
     # No prompt uses the segments in this run, so they need not stay in memory.
     limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)
     store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, run.out, limits))
     bytes_per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
-    needed = sum(len(segment.stored) for segment in segments) * bytes_per_token
+    needed = sum(len(segment.stored) for segment in segments) * bytes_per_token * model.num_shards
     if needed > limits.disk_bytes:
         raise ValueError(
             f"all modules and scaffolds need {needed:,} bytes, more than disk_bytes={limits.disk_bytes:,}; raise it"

@@ -49,7 +49,14 @@ def forward_over(
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
         tokens = NewTokens(start, pads, Phase.decode)
-        steps = PolicySteps(policies, tokens, prompt_tokens=prompt_tokens, num_layers=model.num_layers, room=NEW_ROOM)
+        steps = PolicySteps(
+            policies,
+            tokens,
+            prompt_tokens=prompt_tokens,
+            num_layers=model.num_layers,
+            room=NEW_ROOM,
+            mean_over_shares=model.mean_over_shards,
+        )
         return model.forward(ids_B1, KeptAttention(cache, steps), start=start, pads=pads)
 
     return over_what_is_kept

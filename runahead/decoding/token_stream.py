@@ -45,7 +45,8 @@ class TokenStream:
         if self._ranks.rank == self._source:
             self._post([STREAM_ENDED] * self._num_rows)
         elif self._ranks.rank == 0:
-            step, what = torch.empty(self._num_rows, dtype=torch.long), f"the next token of rank {self._source}"
+            step = torch.empty(self._num_rows, dtype=torch.long)
+            what = f"the next token of {self._ranks.name(self._source)}"
             while True:
                 self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG))
                 if step[0] == STREAM_ENDED:

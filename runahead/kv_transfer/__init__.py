@@ -41,7 +41,7 @@ def chain_carrier(carrier: Carrier, ranks: Ranks) -> type[KVTransfer]:
         ValueError: copies are asked for, and ranks cannot map each other's memory.
     """
     backend = TRANSFERS[ranks.backend]
-    if carrier is Carrier.backend or ranks.size == 1:
+    if carrier is Carrier.backend or ranks.num_stages == 1:
         return backend
     if carrier is Carrier.auto and ranks.device.type != "cpu":
         return backend  # copies between GPUs were only ever made on virtual ones

@@ -178,7 +178,7 @@ class CopyTransfer(KVTransfer):
             return self._open(peer), segment.layer(message.layer) + message.start * row_bytes
 
         if self._copying.is_asynchronous and peer not in self._opened:  # the host has to know the address now
-            what = f"rank {peer} to begin its prefill"
+            what = f"{self.ranks.name(peer)} to begin its prefill"
             self.ranks.wait_until(lambda block_s: self._copying.wait(*begun, block_s), what, self._peers)
         queue.copy(part, place, [begun, credit, *waits], then, log)
 
@@ -188,7 +188,8 @@ class CopyTransfer(KVTransfer):
             try:
                 self._opened[peer] = self._memory.opened(peer)
             except Unmapped as error:
-                raise ValueError(f"the slabs of rank {peer} are out of reach: {error}; use {BACKEND}") from error
+                whose = self.ranks.name(peer)
+                raise ValueError(f"the slabs of {whose} are out of reach: {error}; use {BACKEND}") from error
         return self._opened[peer]
 
     def _logged(self, message: Message) -> Callable[[object, object], None] | None:
@@ -217,7 +218,7 @@ class CopyTransfer(KVTransfer):
         begin = self.clock.mark()
         if not self._copying.computes_after(ats):
             peers = sorted({message.peer for message in messages}) or self._peers
-            named = " and ".join(f"rank {peer}" for peer in peers)
+            named = self.ranks.mesh.names(peers)
 
             def detail() -> str:
                 self.ranks.records.ask_device()
@@ -248,7 +249,7 @@ class CopyTransfer(KVTransfer):
 
     def _check(self) -> None:
         if (error := self._copying.error) is not None:
-            what = f"the KV of rank {' and rank '.join(map(str, self._peers))}"
+            what = f"the KV of {self.ranks.mesh.names(self._peers)}"
             raise self.ranks.lost_connection(what) from error
 
 

@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 
 from runahead.config import Exchange
 from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.ranks.mesh import Mesh
 
 
 class ExchangeSchedule(Schedule):
     """The messages of one rank that exchanges keys and values with all others.
 
     Args:
-        runs: per rank, its contiguous runs of tokens, in order. A rank without runs takes no part.
+        runs: per stage, its contiguous runs of tokens, in order. A stage without runs takes no part.
         rank: the rank.
         num_layers: layers of the model.
         first_needed: (layer, start of a run) -> first token that this run attends to in that layer.
+        mesh: stages and shares of the ranks; by default every rank is a stage.
 
     Attributes:
         own: this rank's runs.
@@ -36,13 +38,14 @@ class ExchangeSchedule(Schedule):
         *,
         num_layers: int,
         first_needed: Callable[[int, int], int],
+        mesh: Mesh | None = None,
     ) -> None:
-        self.chain = [each for each, of_rank in enumerate(runs) if of_rank]
-        self.position = self.chain.index(rank)
-        self.exchange, self.own, self._runs = exchange, runs[rank], runs
+        mesh = mesh or Mesh(len(runs))
+        super().__init__(rank, [stage for stage, of_stage in enumerate(runs) if of_stage], mesh)
+        self.exchange, self.own, self._runs = exchange, runs[mesh.stage(rank)], runs
         self._num_layers, self._first_needed = num_layers, first_needed
         self._origins = [origin for origin in self.chain for _ in runs[origin]]
-        """Rank of each run. Runs are numbered in the order of ranks, and `Message.chunk` is such a number."""
+        """Stage of each run. Runs are numbered in the order of stages, and `Message.chunk` is such a number."""
 
     def steps(self, layer: int) -> list[list[Message]]:
         """Messages received, in groups that are complete together: a group per step of a ring, otherwise one."""
@@ -66,10 +69,10 @@ class ExchangeSchedule(Schedule):
 
     def sends(self, layer: int) -> list[Message]:
         """Messages with the own keys and values, to the next rank first, which waits for them first."""
-        rank = self._at(self.position)
+        own = self._at(self.position)
         reach = 1 if self.exchange is Exchange.ring else len(self.chain) - 1
         targets = [self._at(self.position + ahead) for ahead in range(1, len(self.chain))][:reach]
-        return [message for target in targets for message in self._messages(layer, target, rank, target)]
+        return [message for target in targets for message in self._messages(layer, target, own, target)]
 
     def forwards(self, layer: int, chunk: int) -> list[Message]:
         target, origin = self._at(self.position + 1), self._origins[chunk]
@@ -77,22 +80,23 @@ class ExchangeSchedule(Schedule):
             return []
         return [message for message in self._messages(layer, target, origin, target) if message.chunk == chunk]
 
-    def links(self) -> list[tuple[int, int]]:
+    def _stage_links(self) -> list[tuple[int, int]]:
         if self.exchange is Exchange.ring:
-            return [(rank, self._at(at + 1)) for at, rank in enumerate(self.chain) if len(self.chain) > 1]
+            return [(stage, self._at(at + 1)) for at, stage in enumerate(self.chain) if len(self.chain) > 1]
         return [(sender, receiver) for sender in self.chain for receiver in self.chain if sender != receiver]
 
     def _at(self, position: int) -> int:
         return self.chain[position % len(self.chain)]
 
     def _messages(self, layer: int, peer: int, origin: int, receiver: int) -> list[Message]:
-        """Messages with the runs of rank `origin` that travel to or towards `receiver`; `peer` is the other end."""
+        """Messages with the runs of stage `origin` that travel to or towards `receiver`; `peer` is the other end."""
         messages = []
         for index, run in enumerate(self._runs[origin], self._origins.index(origin)):
             start = self._start(layer, run, receiver)
             if start < run.stop:
                 tag = layer * len(self._origins) + index
-                messages.append(Message(peer=peer, layer=layer, chunk=index, start=start, end=run.stop, tag=tag))
+                rank = self._rank(peer)
+                messages.append(Message(peer=rank, layer=layer, chunk=index, start=start, end=run.stop, tag=tag))
         return messages
 
     def _start(self, layer: int, run: range, receiver: int) -> int:

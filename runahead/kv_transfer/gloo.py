@@ -118,7 +118,7 @@ class GlooTransfer(KVTransfer):
         if not event.is_set():
             begin = self.clock.mark()
             peers = sorted({message.peer for message in messages}) or self._peers
-            named = " and ".join(f"rank {peer}" for peer in peers)
+            named = self.ranks.mesh.names(peers)
 
             def detail() -> str:
                 if not messages:
@@ -159,7 +159,7 @@ class GlooTransfer(KVTransfer):
                 return
             works = []
             for message in self.schedule.receives(layer):
-                with _naming("from", message):
+                with self._naming("from", message):
                     part = self._host_part(message)
                     work = dist.irecv(part, message.peer, self.ranks.kv_group, message.tag)
                     works.append((message, work, self.note("receive", message)))
@@ -171,7 +171,7 @@ class GlooTransfer(KVTransfer):
         for _ in range(self.cache.num_layers):
             layer, works = self._posted.get()
             for message, work, record in works:
-                with _naming("from", message):
+                with self._naming("from", message):
                     work.wait()
                 record.done()
                 self.log.received_bytes += self._host_part(message).nbytes
@@ -185,7 +185,7 @@ class GlooTransfer(KVTransfer):
     def _wait_for_sends(self) -> None:
         for _ in range(sum(self._unsent)):
             message, work, begin_s, record = self._sending.get()
-            with _naming("to leave for", message):
+            with self._naming("to leave for", message):
                 work.wait()
             record.done()
             self.log.sent_bytes += self._host_part(message).nbytes
@@ -197,13 +197,21 @@ class GlooTransfer(KVTransfer):
 
     def _isend(self, message: Message) -> None:
         begin_s = time.perf_counter()
-        with _naming("to leave for", message):
+        with self._naming("to leave for", message):
             work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
         self._sending.put((message, work, begin_s, self.note("send", message)))
 
     def _all_sends(self, layer: int) -> list[Message]:
         forwards = [self.schedule.forwards(layer, message.chunk) for message in self.schedule.receives(layer)]
         return self.schedule.sends(layer) + [message for messages in forwards for message in messages]
+
+    @contextmanager
+    def _naming(self, way: str, message: Message) -> Iterator[None]:
+        """Replace Gloo's errors, which name addresses and its own source lines, by one that names rank and layer."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise _Lost(f"the KV of layer {message.layer} {way} {self.ranks.name(message.peer)}") from error
 
     def _host_part(self, message: Message) -> Tensor:
         cache = self.cache if self._staging is None else self._staging.host
@@ -212,15 +220,6 @@ class GlooTransfer(KVTransfer):
 
 class _Lost(RuntimeError):
     """A lost connection. The message says what was waited for."""
-
-
-@contextmanager
-def _naming(way: str, message: Message) -> Iterator[None]:
-    """Replace Gloo's errors, which name addresses and its own source lines, by one that names rank and layer."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise _Lost(f"the KV of layer {message.layer} {way} rank {message.peer}") from error
 
 
 class _Staging:

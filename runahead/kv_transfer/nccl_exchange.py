@@ -1,4 +1,4 @@
-"""Exchange of keys and values over NCCL: each batch of messages is one operation of a communicator of all ranks.
+"""Exchange of keys and values over NCCL: each batch of messages is one operation of a communicator of all stages.
 
 The messages of a batch are launched together, in place and of any length, on the communicator's own stream, in the
 order of issue. So the steps of a ring follow each other there while the compute stream attends to earlier steps.
@@ -34,7 +34,7 @@ class NcclExchange(KVTransfer):
         super().__init__(schedule, cache, ranks, clock, depth, record=record)
         assert ranks.accelerator is not None, ranks.device
         self._gpu = ranks.accelerator
-        self._between_all = ranks.nccl_between_all() if len(schedule.chain) > 1 else None
+        self._between_stages = ranks.nccl_between_stages() if len(schedule.chain) > 1 else None
         self._works: dict[int, list[tuple[list[Message], list[Work]]]] = {}
         self._ended: dict[int, Event] = {}  # per layer in flight: the end of its attention
 
@@ -49,7 +49,7 @@ class NcclExchange(KVTransfer):
         for received, sent in self.schedule.batches(layer):
             begin = self.clock.mark() if self.record else None
             parts = [[(self.part(each), each.peer) for each in messages] for messages in (received, sent)]
-            works = [] if self._between_all is None else self._between_all.exchange(*parts)
+            works = [] if self._between_stages is None else self._between_stages.exchange(*parts)
             self._works[layer].append((received, works))
             for way, messages in (("receive", received), ("send", sent)):
                 for each in messages:
@@ -92,7 +92,7 @@ class NcclExchange(KVTransfer):
         self.log.waits.append((layer, begin, self.clock.mark()))
 
     def _watch(self, event: Event, what: str) -> None:
-        records, peers = self.ranks.records, self.schedule.chain
+        records, peers = self.ranks.records, self.schedule.peers
         self.ranks.wait_until(
             lambda block_s: has_happened(event, block_s, records), what, peers, records.oldest_outstanding
         )

@@ -2,6 +2,9 @@
 
 KV-Runahead sends along one directed chain, never back. With `relay`, as in the paper, rank i passes the whole prefix
 on to rank i + 1, here chunk by chunk, its own chunk first. With `direct` each chunk goes straight to every later rank.
+
+Chunks belong to stages. Where a stage has several ranks (`Mesh`), those with the same share form a chain of their own:
+only the peers of messages and the links are ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 from runahead.config import Transfer
 from runahead.context import ContextPartition
+from runahead.ranks.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +39,19 @@ class Schedule(ABC):
     """The messages of one rank.
 
     Attributes:
-        chain: the ranks with work, in the order of their last tokens.
-        position: this rank's place in the chain.
+        mesh: stages and shares of the ranks.
+        chain: the stages with work, in the order of their last tokens.
+        position: place of this rank's stage in the chain.
     """
 
-    chain: list[int]
-    position: int
+    def __init__(self, rank: int, chain: list[int], mesh: Mesh) -> None:
+        self.mesh, self.chain, self._share = mesh, chain, mesh.share(rank)
+        self.position = chain.index(mesh.stage(rank))
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks with this rank's share that have work, itself among them."""
+        return [self._rank(stage) for stage in self.chain]
 
     @property
     def is_last(self) -> bool:
@@ -64,22 +75,31 @@ class Schedule(ABC):
         steps = [([each], self.forwards(layer, each.chunk)) for each in self.receives(layer)]
         return [(received, sent) for received, sent in steps if sent]
 
-    @abstractmethod
     def links(self) -> list[tuple[int, int]]:
         """Directed links (from rank, to rank) that the ranks use, in the same order on every rank."""
+        return self.mesh.links(self._stage_links())
+
+    @abstractmethod
+    def _stage_links(self) -> list[tuple[int, int]]:
+        """Directed links between stages."""
+
+    def _rank(self, stage: int) -> int:
+        """The rank of a stage with this rank's share."""
+        return self.mesh.rank(stage, self._share)
 
 
 class TransferSchedule(Schedule):
     """The messages of one rank of a chain.
 
     Args:
-        partition: chunks of the ranks; a rank with an empty chunk takes no part.
+        partition: chunks of the stages; one with an empty chunk takes no part.
         rank: the rank.
         first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
             decreases with the start, so a relay always holds what the next rank needs.
         by_layer: chunks per layer, if deeper layers compute fewer tokens; by default those of `partition`.
         joined: pass the prefix on as one message once all of it is there, rather than chunk by chunk as it arrives.
             A relaying rank then has four messages per layer, wherever it is in the chain.
+        mesh: stages and shares of the ranks; by default every rank is a stage.
     """
 
     def __init__(
@@ -91,9 +111,9 @@ class TransferSchedule(Schedule):
         by_layer: Sequence[ContextPartition] | None = None,
         *,
         joined: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.chain = partition.chain
-        self.position = self.chain.index(rank)
+        super().__init__(rank, partition.chain, mesh or Mesh(partition.num_ranks))
         self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
 
@@ -120,7 +140,7 @@ class TransferSchedule(Schedule):
         sent = self._prefix(layer, self.position, self.position + 1, peer=self.position + 1)
         return [(self.receives(layer), sent)] if sent else []
 
-    def links(self) -> list[tuple[int, int]]:
+    def _stage_links(self) -> list[tuple[int, int]]:
         return chain_links(self._partition, self.transfer)
 
     def layer_skew(self) -> int:
@@ -150,8 +170,8 @@ class TransferSchedule(Schedule):
         start = max(tokens.start, self._first_needed(layer, self._chunk(layer, receiver).start))
         if start >= tokens.stop:
             return []
-        tag = layer * len(self.chain) + index
-        return [Message(peer=self.chain[peer], layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
+        tag, rank = layer * len(self.chain) + index, self._rank(self.chain[peer])
+        return [Message(peer=rank, layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
 
     def _chunk(self, layer: int, index: int) -> range:
         partition = self._partition if self._by_layer is None else self._by_layer[layer]
@@ -159,7 +179,7 @@ class TransferSchedule(Schedule):
 
 
 def chain_links(partition: ContextPartition, transfer: Transfer) -> list[tuple[int, int]]:
-    """Directed links (from rank, to rank) that a prefill uses, in the same order on every rank."""
+    """Directed links (from stage, to stage) that a prefill uses, in the same order on every rank."""
     chain = partition.chain
     reach = 1 if transfer is Transfer.relay else len(chain)
     return [(sender, receiver) for at, sender in enumerate(chain) for receiver in chain[at + 1 : at + 1 + reach]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from runahead.attention.base import LayerAttention, Recording
@@ -64,6 +65,7 @@ class Model:
         rules: mask rule per layer; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
         num_shards: ranks over which the weights are sharded.
+        shard_number: of this rank's shard.
 
     Raises:
         ValueError: a layer does not call our attention, or the check fails: this family is not supported.
@@ -76,7 +78,8 @@ class Model:
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
         multiply_few_rows_fast(module)
-        self.num_shards = 1
+        self.num_shards, self.shard_number = 1, 0
+        self._group: dist.ProcessGroup | None = None
         self._run: Run = lambda forward: forward()
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
@@ -131,10 +134,19 @@ class Model:
         """
         ids_1S = self._check_ids()
         whole_BV = self._transformers_logits(ids_1S)
+        _ = self.fingerprint  # of the whole model, before this rank's shard replaces it
         shard_module(self.module, group, self.device)
-        self.num_shards, self._run = group.size(), run
+        self.num_shards, self.shard_number, self._group, self._run = group.size(), group.rank(), group, run
         self._look_at_layers()
         self._require_logits(whole_BV, ids_1S, "the whole model")
+
+    def mean_over_shards(self, x: Tensor) -> Tensor:
+        """Mean of a tensor over the ranks that share the model. All of them call this, inside a forward."""
+        if self._group is None:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self._group)
+        return total / self.num_shards
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
@@ -398,14 +410,15 @@ def model_fingerprint(module: nn.Module) -> str:
     """Compute the fingerprint: 32 hexadecimal digits from each parameter's name, shape, dtype and some of its values.
 
     The same weights have the same fingerprint on every device, but another one in another dtype, since what is
-    computed from them differs.
+    computed from them differs. Of a model that ranks share it is that of this rank's shard.
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        flat = parameter.detach().reshape(-1)
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        flat = own.detach().reshape(-1)
         index = torch.linspace(0, max(0, flat.numel() - 1), min(FINGERPRINT_SAMPLES, flat.numel()), dtype=torch.float64)
         values = flat[index.long().to(flat.device)].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(f"{name} {tuple(own.shape)} {own.dtype}".encode())
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:32]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from runahead.attention.base import LayerAttention, LayerInput, Recording
@@ -31,10 +32,14 @@ PROBED_AT = 11
 
 @dataclass(frozen=True, kw_only=True)
 class _Projection:
-    """Queries as rotated(q_norm(linear(norm(x))) * factor). `eps` is that of an RMS norm, which one kernel computes."""
+    """Queries as rotated(q_norm(linear(norm(x))) * factor), of this rank's heads.
+
+    `eps` is that of an RMS norm, which one kernel computes.
+    """
 
     norm: nn.Module | None
-    linear: nn.Linear
+    weight: Tensor
+    bias: Tensor | None
     q_norm: nn.Module | None
     rotary: Rotary
     head_dim: int
@@ -45,12 +50,12 @@ class _Projection:
         if self.norm is None:
             return x
         if self.eps is not None:
-            return F.rms_norm(x, x.shape[-1:], self.norm.weight, self.eps)  # type: ignore[arg-type]
+            return F.rms_norm(x, x.shape[-1:], local(self.norm.weight), self.eps)  # type: ignore[arg-type]
         return self.norm(x)
 
     def queries(self, given: LayerInput) -> Tensor:
         x_BCD = self.normed(given.x_BCD)
-        q_BCNH = F.linear(x_BCD, self.linear.weight, self.linear.bias).unflatten(-1, (-1, self.head_dim))
+        q_BCNH = F.linear(x_BCD, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BCNH = self.q_norm(q_BCNH)
         if self.factor != 1:
@@ -72,11 +77,11 @@ class FoldedProjection:
         num_kv_heads, head_dim, self._columns = basis_KHr.shape
         self._projection = projection
         basis_KrH = basis_KHr.mT * projection.factor
-        weight_KGHD = projection.linear.weight.unflatten(0, (num_kv_heads, -1, head_dim))
+        weight_KGHD = projection.weight.unflatten(0, (num_kv_heads, -1, head_dim))
         self._weight_XD = torch.einsum("krh,kghd->kgrd", basis_KrH, weight_KGHD).flatten(0, 2).contiguous()
         self._bias_X = None
-        if projection.linear.bias is not None:
-            bias_KGH = projection.linear.bias.unflatten(0, (num_kv_heads, -1, head_dim))
+        if projection.bias is not None:
+            bias_KGH = projection.bias.unflatten(0, (num_kv_heads, -1, head_dim))
             self._bias_X = torch.einsum("krh,kgh->kgr", basis_KrH, bias_KGH).flatten()
 
     @property
@@ -158,6 +163,7 @@ class QueryPrediction:
         linears = [part for name, part in parts.items() if name.endswith("q_proj") and isinstance(part, nn.Linear)]
         if len(linears) != 1:
             return None
+        weight, bias = local(linears[0].weight), None if linears[0].bias is None else local(linears[0].bias)
         rotary = Rotary(torch.empty(0)) if rotaries is None else rotaries[layer]
         model_dim, head_dim = given.x_BCD.shape[-1], q_BNCH.shape[-1]
         norms = [None, *(part for part in parts.values() if _is_norm(part, model_dim))]
@@ -166,7 +172,7 @@ class QueryPrediction:
             *(part for name, part in parts.items() if name.endswith("q_norm") and _is_norm(part, head_dim)),
         ]
         for norm, q_norm in product(norms, q_norms):
-            plain = _Projection(norm=norm, linear=linears[0], q_norm=q_norm, rotary=rotary, head_dim=head_dim)
+            plain = _Projection(norm=norm, weight=weight, bias=bias, q_norm=q_norm, rotary=rotary, head_dim=head_dim)
             ours = plain.queries(given)
             if ours.shape == q_BNCH.shape:
                 factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
@@ -175,6 +181,11 @@ class QueryPrediction:
                     fused = replace(projection, eps=getattr(norm, "variance_epsilon", None))
                     return fused if _same(fused.queries(given), q_BNCH) else projection
         return None
+
+
+def local(weight: Tensor) -> Tensor:
+    """The part of a weight that this rank has, where ranks share the model."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _is_norm(module: nn.Module, dim: int) -> bool:

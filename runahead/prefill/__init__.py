@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from runahead.config import PrefillName
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob, PromptBatch
-from runahead.prefill.kv_runahead import KVRunahead, Single
-from runahead.prefill.tensor import TensorParallel
+from runahead.prefill.kv_runahead import KVRunahead, OneStage, Single
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
 
@@ -14,7 +13,7 @@ PREFILLS: dict[PrefillName, Prefill] = {
     PrefillName.kv_runahead: KVRunahead(),
     PrefillName.tsp: TSP(),
     PrefillName.zigzag: Zigzag(),
-    PrefillName.tensor: TensorParallel(),
+    PrefillName.tensor: OneStage(),
 }
 
 __all__ = ["PREFILLS", "Prefill", "PrefillJob", "Prefilled", "PromptBatch"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class PrefillJob:
     """One prompt batch to prefill, as one rank gets it.
 
     Attributes:
-        partition: chunks of the padded prompt, as `Prefill.split` returned them.
+        partition: chunks of the padded prompt, one per stage, as `Prefill.split` returned them.
         capacity: tokens for which the KV cache of a rank that decodes has room.
         policies: cache policies of each rank.
         reused: keys and values of prompt segments; the batch then holds the new tokens alone.
@@ -90,22 +89,16 @@ class Prefilled:
 
 
 class Prefill(ABC):
-    """A prefill strategy: how the ranks fill the KV cache. It is stateless; one object serves every call."""
+    """A prefill strategy: how the stages fill the KV cache. It is stateless; one object serves every call."""
 
     takes_policies = False
     """Whether it supports cache policies and reused segments."""
 
-    shares_model = False
-    """Whether every rank holds a share of the weights instead of all of them."""
-
-    def check_config(self, config: Any, num_ranks: int) -> None:  # noqa: B027
-        """`check` before the weights are loaded. `config` is transformers' config of the text model."""
-
-    def check(self, model: Model, num_ranks: int) -> None:  # noqa: B027 (most have nothing to check)
-        """Check that the strategy supports this model on this number of ranks. Raises: ValueError."""
+    def check(self, model: Model, num_stages: int) -> None:  # noqa: B027 (most have nothing to check)
+        """Check that the strategy supports this model on this number of stages. Raises: ValueError."""
 
     @abstractmethod
-    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
+    def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         """Split a prompt into chunks, by the user's `chosen` partitioner or by the strategy's own rule.
 
         Raises:
@@ -113,8 +106,8 @@ class Prefill(ABC):
         """
 
     @abstractmethod
-    def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
-        """The rank that computes the first token and streams all tokens."""
+    def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
+        """The stage that computes the first token and decodes."""
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:  # noqa: B027
         """Create the process groups that the run needs, before the clock starts. Every rank calls it."""

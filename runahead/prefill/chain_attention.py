@@ -78,6 +78,7 @@ class ThinnedAttention(ChainAttention):
             room=job.policies.room(job.capacity - job.batch.num_tokens),
             evicts=run.is_last,
             cache=self.kept,
+            mean_over_shares=job.model.mean_over_shards,
         )
 
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:

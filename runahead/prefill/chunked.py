@@ -54,6 +54,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 room=room if is_last else chunk_tokens,
                 evicts=bounded or is_last,
                 cache=kept,
+                mean_over_shares=model.mean_over_shards,
             )
             attention = KeptAttention(kept, steps, on_layer=after_layer)
         logits_BV = model.forward(

@@ -1,4 +1,4 @@
-"""Shared base of prefills that exchange keys and values between all ranks in every layer (TSP, zigzag)."""
+"""Shared base of prefills that exchange keys and values between all stages in every layer (TSP, zigzag)."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ class ExchangingAttention(LayerAttention):
 
 
 class ExchangingPrefill(Prefill):
-    """Prefill in which all ranks exchange keys and values layer by layer.
+    """Prefill in which all stages exchange keys and values layer by layer.
 
-    The last rank has the last token, so it stores the KV cache of the whole prompt and decodes.
+    The last stage has the last token, so it stores the KV cache of the whole prompt and decodes.
     """
 
     attention: type[ExchangingAttention]
     """This rank's attention."""
 
-    def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
-        return num_ranks - 1
+    def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
+        return num_stages - 1
 
     @abstractmethod
     def runs(self, partition: ContextPartition) -> list[list[range]]:
-        """Contiguous ranges of every rank's tokens, in order, none of them empty; a rank without any stays idle."""
+        """Contiguous ranges of every stage's tokens, in order, none of them empty; one without any stays idle."""
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         """The way in which ranks exchange keys and values."""
         return options.exchange
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
-        if ranks.backend == "nccl" and ranks.size > 1:
-            ranks.nccl_between_all()
+        if ranks.backend == "nccl" and ranks.num_stages > 1:
+            ranks.nccl_between_stages()
 
     def run(self, job: PrefillJob) -> Prefilled:
         model, ranks, pads = job.model, job.ranks, job.batch.pads
         runs = self.runs(job.partition)
-        if not runs[ranks.rank]:
+        own = runs[ranks.stage]
+        if not own:
             return Prefilled(report=RankReport(rank=ranks.rank))
         schedule = ExchangeSchedule(
             runs,
@@ -60,6 +61,7 @@ class ExchangingPrefill(Prefill):
             self.exchange(job.options),
             num_layers=model.num_layers,
             first_needed=lambda layer, start: model.first_needed(layer, start, pads),
+            mesh=ranks.mesh,
         )
         run = ChainRun(
             job,
@@ -70,4 +72,4 @@ class ExchangingPrefill(Prefill):
             depth=SLABS,
         )
         attention = self.attention(run, schedule)
-        return run.compute(attention, runs[ranks.rank], store=run.cache if schedule.is_last else None)
+        return run.compute(attention, own, store=run.cache if schedule.is_last else None)

@@ -1,8 +1,9 @@
-"""KV-Runahead (Cho et al., ICML 2024): a chain of ranks prefills uneven chunks of the prompt, about one layer apart.
+"""KV-Runahead (Cho et al., ICML 2024): a chain of stages prefills uneven chunks of the prompt, about one layer apart.
 
-Every rank runs the whole model on its chunk. In every layer it first sends its keys and values to the next rank, then
-attends to its own chunk while the prefix arrives, and then to the prefix. Only the last rank holds the KV cache of the
-whole prompt; the others have a ring of a few layers. A chain of one rank is ordinary prefill.
+A stage is one rank with the whole model, or several that share it. It runs the model on its chunk. In every layer it
+first sends its keys and values to the next stage, then attends to its own chunk while the prefix arrives, and then to
+the prefix. Only the last stage holds the KV cache of the whole prompt; the others have a ring of a few layers. A chain
+of one stage is ordinary prefill.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
+from runahead.model.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
 from runahead.prefill.chain_run import ChainRun
@@ -20,38 +22,50 @@ from runahead.reuse.cache import ReusedCache
 
 
 class KVRunahead(Prefill):
-    """Prefill by a chain of ranks, with the chunks of the user's partition."""
+    """Prefill by a chain of stages, with the chunks of the user's partition."""
 
     takes_policies = True
 
-    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
-        return chosen(num_tokens, num_ranks).check(num_tokens, num_ranks)
+    def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
+        return chosen(num_tokens, num_stages).check(num_tokens, num_stages)
 
-    def first_token_rank(self, partition: ContextPartition, num_ranks: int) -> int:
+    def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         return partition.chain[-1]
 
     def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
         carrier = chain_carrier(options.carrier, ranks)
         if ranks.backend == "nccl":
-            ranks.nccl_links(carrier.backend_links(ranks, chain_links(partition, options.transfer)))
+            links = ranks.mesh.links(chain_links(partition, options.transfer))
+            ranks.nccl_links(carrier.backend_links(ranks, links))
 
     def run(self, job: PrefillJob) -> Prefilled:
-        return run_in_chain(job, job.ranks.rank, chain_carrier(job.options.carrier, job.ranks))
+        return run_in_chain(job, chain_carrier(job.options.carrier, job.ranks))
 
 
 class Single(KVRunahead):
-    """Prefill by a chain of one rank: the last one computes the whole prompt, the others stay idle."""
+    """Prefill by a chain of one stage: the last one computes the whole prompt, the others stay idle."""
 
-    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
-        return ContextPartition(boundaries=(0,) * num_ranks + (num_tokens,))
+    def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
+        return ContextPartition(boundaries=(0,) * num_stages + (num_tokens,))
 
 
-def run_in_chain(job: PrefillJob, rank: int, carrier: type[KVTransfer] | None = None) -> Prefilled:
-    """Run the part of `rank` in the chain. Ranks with an empty chunk return at once."""
-    model, pads, policies = job.model, job.batch.pads, job.policies
-    chunk = job.partition.chunk(rank)
+class OneStage(Single):
+    """Prefill by all ranks as one stage: tensor parallelism without a chain."""
+
+    def check(self, model: Model, num_stages: int) -> None:
+        if num_stages > 1:
+            raise ValueError(
+                f"prefill=tensor is one stage of all ranks, and these are {num_stages} stages; arrange them as one, "
+                "with ranks.tensor=<number of ranks>, or use prefill=single"
+            )
+
+
+def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Prefilled:
+    """Run the part of this rank in the chain. Ranks of a stage with an empty chunk return at once."""
+    model, pads, policies, ranks = job.model, job.batch.pads, job.policies, job.ranks
+    chunk = job.partition.chunk(ranks.stage)
     if not chunk:
-        return Prefilled(report=RankReport(rank=job.ranks.rank))
+        return Prefilled(report=RankReport(rank=ranks.rank))
     if job.chunk_tokens is not None:
         return run_chunked(job, job.chunk_tokens)
 
@@ -60,18 +74,19 @@ def run_in_chain(job: PrefillJob, rank: int, carrier: type[KVTransfer] | None = 
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers)
-    carrier = carrier or TRANSFERS[job.ranks.backend]
+    carrier = carrier or TRANSFERS[ranks.backend]
     schedule = TransferSchedule(
         job.partition,
-        rank,
+        ranks.rank,
         job.options.transfer,
         first_needed,
         by_layer if policies else None,
         joined=carrier.joins_prefix,
+        mesh=ranks.mesh,
     )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
-    # Under policies the last rank has a ring, too, since each layer's kept tokens are copied to memory of their own.
+    # Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
     kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
     run = ChainRun(
@@ -80,14 +95,14 @@ def run_in_chain(job: PrefillJob, rank: int, carrier: type[KVTransfer] | None = 
         schedule,
         spans=[
             (first_needed(layer, own.start), job.capacity if decodes_from_slabs else own.stop)
-            for layer, own in enumerate(partition.chunk(rank) for partition in by_layer)
+            for layer, own in enumerate(partition.chunk(ranks.stage) for partition in by_layer)
         ],
         num_slabs=model.num_layers if decodes_from_slabs else depth,
         depth=depth,
         rotaries=policies.rotaries(model),
     )
     if policies:
-        thinned = ThinnedAttention(run, by_layer, rank, kept)
+        thinned = ThinnedAttention(run, by_layer, ranks.stage, kept)
         return run.compute(thinned, [chunk], store=kept, narrowed=thinned.tokens)
     cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)

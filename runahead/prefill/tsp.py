@@ -45,8 +45,8 @@ class TSP(ExchangingPrefill):
 
     attention = TSPAttention
 
-    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
-        return even(num_tokens, num_ranks)
+    def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
+        return even(num_tokens, num_stages)
 
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         chunks = [partition.chunk(rank) for rank in range(partition.num_ranks)]

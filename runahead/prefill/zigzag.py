@@ -70,15 +70,15 @@ class Zigzag(ExchangingPrefill):
 
     attention = ZigzagAttention
 
-    def check(self, model: Model, num_ranks: int) -> None:
-        if num_ranks > 1 and model.uneven_limit is not None:
+    def check(self, model: Model, num_stages: int) -> None:
+        if num_stages > 1 and model.uneven_limit is not None:
             raise ValueError(
                 f"model {model.name} ({model.config.model_type}) counts positions itself, and prefill=zigzag "
                 "gives ranks tokens that are not contiguous; use prefill=kv_runahead or prefill=tsp"
             )
 
-    def split(self, num_tokens: int, num_ranks: int, chosen: Partitioner) -> ContextPartition:
-        return even(num_tokens, 2 * num_ranks)
+    def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
+        return even(num_tokens, 2 * num_stages)
 
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         p = partition.num_ranks // 2

@@ -32,6 +32,9 @@ RELAY_CTAS, DIRECT_CTAS = 4, 2
 A kernel that waits for its peer keeps one multiprocessor busy per CTA; NCCL itself would take 16 or 32.
 """
 
+MOST_CTAS = 32
+"""CTAs that NCCL takes at most on most machines."""
+
 CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8, 32
 """The variable for the number of a GPU's hardware queues, its default and its maximum."""
 
@@ -62,6 +65,10 @@ class Communicator:
         operations = [dist.P2POp(dist.irecv, part, peer, self.group) for part, peer in received]
         operations += [dist.P2POp(dist.isend, part, peer, self.group) for part, peer in sent]
         return dist.batch_isend_irecv(operations) if operations else []
+
+    def all_reduce(self, part: Tensor) -> Work:
+        """Queue the sum of a tensor over all ranks, in place."""
+        return _queued(dist.all_reduce(part, group=self.group, async_op=True))
 
     def abort(self) -> None:
         """End all operations, also those that wait for a peer. It may block."""
@@ -204,11 +211,16 @@ def _queued(work: Work | None) -> Work:
     return work
 
 
-def link_ctas(links: Collection[tuple[int, int]], num_multiprocessors: int, num_queues: int) -> int:
+def link_ctas(
+    links: Collection[tuple[int, int]], num_multiprocessors: int, num_queues: int, *, has_collectives: bool = False
+) -> int:
     """CTAs of the kernels of each of these links (from rank, to rank).
 
     With one link in and one out, a rank needs nothing of a GPU that it could be without for ever. With more, one link's
-    kernel may have to start before another can end.
+    kernel may have to start before another can end, or before a collective of the rank's stage can.
+
+    Args:
+        has_collectives: the rank shares its model with others, whose collectives need multiprocessors, too.
 
     Raises:
         ValueError: kernels that wait for other ranks could keep out the kernel that those wait for, since all links of
@@ -218,17 +230,33 @@ def link_ctas(links: Collection[tuple[int, int]], num_multiprocessors: int, num_
     if max([*senders.values(), *receivers.values()], default=0) <= 1:
         return RELAY_CTAS
     most = max((senders + receivers).values())
-    if most * DIRECT_CTAS > num_multiprocessors // 2:
+    collectives = stage_ctas(num_multiprocessors) if has_collectives else 0
+    if most * DIRECT_CTAS > num_multiprocessors // 2 - collectives:
         raise ValueError(
             f"prefill.transfer=direct gives a rank {most} links, whose kernels take {most * DIRECT_CTAS} of the GPU's "
             f"{num_multiprocessors} multiprocessors while they wait; use prefill.transfer=relay or fewer ranks"
         )
-    if most + OTHER_STREAMS > num_queues:
+    if most + OTHER_STREAMS + has_collectives > num_queues:
         raise ValueError(
             f"prefill.transfer=direct gives a rank {most} links, and {num_queues} hardware queues are too few for "
             f"them; set {CONNECTIONS}={MOST_CONNECTIONS} before CUDA starts, or use prefill.transfer=relay"
         )
     return DIRECT_CTAS
+
+
+def stage_ctas(num_multiprocessors: int) -> int:
+    """Most CTAs of the kernels of a stage's collectives.
+
+    A collective that waits for the other ranks of its stage holds them while links hold theirs. If both did not fit at
+    once, two stages could wait for each other for ever: one rank's collective would keep out a link that the collective
+    of another rank waits for, in both of them.
+    """
+    return max(1, min(MOST_CTAS, num_multiprocessors // 4))
+
+
+def exchange_ctas(num_multiprocessors: int) -> int:
+    """Most CTAs of the kernels with which stages of several ranks exchange keys and values; see `stage_ctas`."""
+    return max(1, min(MOST_CTAS, num_multiprocessors // 2))
 
 
 def prepare_environment() -> list[str]:

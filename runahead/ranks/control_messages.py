@@ -121,7 +121,7 @@ class ControlMessages(Waiting):
             return result
         if error is not None and first == self.rank:
             raise error
-        raise SharedError(f"rank {first}: {messages[first]}") from error
+        raise SharedError(f"{self.name(first)}: {messages[first]}") from error
 
     def require_same(self, facts: Mapping[str, str], remedy: str) -> None:
         """Check that all ranks hold the same facts. Every rank calls this.

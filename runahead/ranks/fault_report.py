@@ -46,9 +46,11 @@ def fault_report(ranks: Ranks, reason: str) -> dict[str, Any]:
     """The fault report as a dictionary for JSON. Times are seconds ago; bytes are those of KV messages."""
     now_s, wait = time.monotonic(), ranks.waiting_for
     transfers = [record.as_json(now_s) for record in ranks.records.all()]
+    place = {"stage": ranks.stage, "share": ranks.share} if ranks.num_shares > 1 else {}
     return {
         "reason": reason,
         "rank": ranks.rank,
+        **place,
         "world_size": ranks.size,
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from runahead.failures import first_line
+from runahead.ranks.mesh import ALONE
 from runahead.ranks.rendezvous import Presence
 from runahead.ranks.worker import Worker
 
@@ -41,6 +42,7 @@ class Heartbeat:
             its connection.
         counts_processor_time: count use of the processor as progress. Right for CPUs; on a GPU a call that waits for
             the device also uses the processor.
+        name: of a rank in messages.
 
     Attributes:
         seen: last beat seen of every rank, updated while this rank waits.
@@ -51,9 +53,17 @@ class Heartbeat:
         times_asked: store requests so far.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, counts_processor_time: bool) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        counts_processor_time: bool,
+        name: Callable[[int], str] = ALONE.name,
+    ) -> None:
         self._beats, self._announcements = (dist.PrefixStore("runahead", store.clone()) for _ in range(2))
-        self._rank = rank
+        self._rank, self._name = rank, name
         self._beside: list[Presence] = []
         self._computing = [threading.get_ident()] if counts_processor_time else []
         self._counts_processor_time = counts_processor_time
@@ -144,7 +154,7 @@ class Heartbeat:
         """Describe a rank of this machine whose process has ended; None if all still run."""
         for each in self._beside:
             if each.has_ended:
-                return f"rank {each.rank} has ended without an error message (process {each.pid} on {each.host})"
+                return f"{self._name(each.rank)} has ended without an error message (process {each.pid} on {each.host})"
         return None
 
     def close(self) -> None:

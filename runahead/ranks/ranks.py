@@ -1,4 +1,4 @@
-"""The ranks of a job. No other module creates or destroys process groups.
+"""The ranks of a job. No module but this one and its base classes creates or destroys process groups.
 
 Control messages always go over Gloo, also where NCCL carries KV.
 """
@@ -9,8 +9,8 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from runahead.config import Backend, Device, RanksOptions
 from runahead.failures import PeerFailure, SharedError, first_line
-from runahead.ranks.accelerator import Communicator, accelerator_for, link_ctas, prepare_environment
+from runahead.ranks.accelerator import accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
-from runahead.ranks.control_messages import ControlMessages
 from runahead.ranks.devices import (
     check_own_gpus,
     choose_backend,
@@ -31,10 +30,12 @@ from runahead.ranks.devices import (
     gpu_name,
     keep_freed_memory,
 )
+from runahead.ranks.groups import NEVER, Groups
 from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.mapped.device_memory import DeviceMemory
 from runahead.ranks.mapped.memory import HostMemory, Segment, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
+from runahead.ranks.mesh import Mesh
 from runahead.ranks.rendezvous import meet
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.watcher import Watcher
@@ -44,9 +45,6 @@ __all__ = ["PeerFailure", "Ranks", "SharedError"]
 
 T = TypeVar("T")
 
-NEVER = timedelta(days=20)
-"""Timeout of the process groups: never, since runahead/ranks/watcher.py decides when a peer will not come."""
-
 ABORT_S = 5.0
 """Seconds that a rank spends at most on ending its NCCL operations after an error."""
 
@@ -54,11 +52,12 @@ MEETING_S = 120.0
 """Least number of seconds to wait for all ranks at the rendezvous; processes of one job may start far apart."""
 
 
-class Ranks(ControlMessages):
+class Ranks(Groups):
     """This process as one rank of a job. A single rank needs no launcher and no process group.
 
     Attributes:
         rank, size: number of this rank, and of ranks.
+        mesh: arrangement of the ranks in stages and shares; see `arrange`.
         local_size: number of ranks on this host.
         device: where this rank computes.
         accelerator: streams and communicators of its GPU; None on a CPU.
@@ -86,9 +85,6 @@ class Ranks(ControlMessages):
         self.device, self.backend, self.accelerator = device, backend, accelerator_for(device)
         self.local_size = size if local_size is None else local_size
         self.records = TransferRecords()
-        self._links: dict[tuple[tuple[int, int], int], Communicator] = {}
-        """Communicators by link and number of CTAs."""
-        self._between_all: Communicator | None = None
         self.copying: Copying | None = None
         self.mapped_links: set[tuple[int, int]] = set()
         self.unmapped: str | None = None
@@ -102,14 +98,15 @@ class Ranks(ControlMessages):
                 store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
             facts = library_facts() | {"the backend": backend}
             # Made before the ranks meet, so that its first beat is in the store when another rank reads it.
-            self._heartbeat = Heartbeat(store, rank, size, counts_processor_time=device.type == "cpu")
+            on_cpu = device.type == "cpu"
+            self._heartbeat = Heartbeat(store, rank, size, counts_processor_time=on_cpu, name=self.name)
             self.present = meet(store, rank, size, facts, patience_s=patience_s)
         except SharedError:
             raise
         except RuntimeError as error:  # DistNetworkError, DistStoreError: no rendezvous
             raise ValueError(f"cannot meet the other ranks: {first_line(error)}") from error
         self._worker = Worker("control")
-        self._watcher = Watcher(self._heartbeat, rank, timeout_s)
+        self._watcher = Watcher(self._heartbeat, rank, timeout_s, self.name)
         self._heartbeat.start(self.present)
         self._watcher.start()
         self.control("the connections between all ranks", partial(self._connect, store))
@@ -129,8 +126,9 @@ class Ranks(ControlMessages):
             store: for the rendezvous; by default made from the environment variables.
 
         Raises:
-            ValueError: ranks share a GPU, CUDA is asked for but not available, NCCL is asked for without CUDA, an
-                environment variable would make them wait for each other for ever, or the ranks cannot meet.
+            ValueError: the ranks make no whole stages or share a GPU, CUDA is asked for but not available, NCCL is
+                asked for without CUDA, an environment variable would make them wait for each other for ever, or the
+                ranks cannot meet.
         """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -149,55 +147,8 @@ class Ranks(ControlMessages):
         )
         gpus = ranks.gather(gpu_name(device), "the GPUs")
         ranks.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
+        ranks.arrange(ranks.on_rank_0("the mesh", lambda: Mesh.of(size, options.tensor)).num_shares)
         return ranks
-
-    # Groups for KV.
-
-    @property
-    def kv_group(self) -> dist.ProcessGroup:
-        """Gloo group that carries KV between CPUs, or between GPUs by way of host memory."""
-        return self._kv_group
-
-    def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Communicator]:
-        """NCCL communicators of directed links (from rank, to rank). All ranks call it with the same links.
-
-        Operations of one communicator run one after the other, so links that must not wait for each other need
-        communicators of their own. New ones are warmed up with one message.
-
-        Raises:
-            ValueError: the links would take too much of a GPU.
-        """
-        assert self.accelerator is not None, self.device
-        links, made = list(links), {}
-        num_ctas = link_ctas(links, self.accelerator.num_multiprocessors, self.accelerator.num_queues)
-        for link in links:
-            if (link, num_ctas) not in self._links:
-                with self._stuck_in(f"the NCCL link from rank {link[0]} to rank {link[1]}"):
-                    communicator = self.accelerator.communicator(link, NEVER, num_ctas)
-                    self._links[link, num_ctas] = communicator
-                    if self.rank in link:
-                        token = torch.zeros(1, device=self.device)
-                        sends, peer = self.rank == link[0], sum(link) - self.rank
-                        (communicator.isend if sends else communicator.irecv)(token, peer).wait()
-                        self.accelerator.synchronize()
-            made[link] = self._links[link, num_ctas]
-        return made
-
-    def nccl_between_all(self) -> Communicator:
-        """NCCL communicator of all ranks with all pairs connected, made on first use. Every rank calls this."""
-        assert self.accelerator is not None, self.device
-        if self._between_all is None:
-            with self._stuck_in("the NCCL connections between all ranks"):
-                communicator = self.accelerator.communicator(None, NEVER)
-                token = torch.zeros(self.size, device=self.device)
-                peers = [peer for peer in range(self.size) if peer != self.rank]
-                own = token[self.rank : self.rank + 1]
-                received, sent = [(token[peer : peer + 1], peer) for peer in peers], [(own, peer) for peer in peers]
-                for work in communicator.exchange(received, sent):
-                    work.wait()
-                self.accelerator.synchronize()
-                self._between_all = communicator
-        return self._between_all
 
     def map_memory(self) -> bool:
         """Map memory between the ranks of each host, unless that was done before. Every rank calls this.
@@ -256,21 +207,8 @@ class Ranks(ControlMessages):
     def _is_beside(self, peer: int) -> bool:
         return peer != self.rank and self.present[peer].is_beside(self.present[self.rank])
 
-    @contextmanager
-    def _stuck_in(self, what: str) -> Iterator[None]:
-        """Context manager for calls that block the main thread until all ranks have made them."""
-        if self._watcher is None:
-            yield
-            return
-        with self._watcher.waiting(what, range(self.size)):
-            yield
-
-    def collective_group(self) -> dist.ProcessGroup:
-        """Group of all ranks for collectives, which also carries KV. Every rank calls this."""
-        return self.nccl_between_all().group if self.backend == "nccl" else self._kv_group
-
     def collectively(self, what: str, call: Callable[[], T]) -> T:
-        """Run a call that uses collectives of `collective_group`, in a thread of their own, and return its result.
+        """Run a call that uses collectives of `stage_group`, in a thread of their own, and return its result.
 
         On a GPU such a call may compute or wait, and nothing tells which, so this rank counts as working meanwhile.
 
@@ -307,6 +245,15 @@ class Ranks(ControlMessages):
             raise self.lost_connection(what) from job.error
         raise job.error
 
+    def gather_in_stage(self, value: T, what: str) -> list[T]:
+        """Return the values of all ranks of this stage, by share, on each of them. They all call this."""
+        if self.num_shares == 1:
+            return [value]
+        values: list[T] = [value] * self.num_shares
+        group = self.stage_group()
+        self.collectively(what, lambda: dist.all_gather_object(values, value, group=group))
+        return values
+
     def close(self) -> None:
         """Leave the job after a barrier. Every rank calls this at the end of a job without errors."""
         if self.size == 1 or not dist.is_initialized():
@@ -334,9 +281,7 @@ class Ranks(ControlMessages):
         """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
         if self.copying is not None:
             self.copying.close()
-        communicators = [each for (link, _), each in self._links.items() if self.rank in link]
-        communicators += [self._between_all] if self._between_all is not None else []
-        jobs = [Worker("abort").submit(each.abort) for each in communicators]  # one may block another
+        jobs = [Worker("abort").submit(each.abort) for each in self._communicators]  # one may block another
         deadline = time.monotonic() + ABORT_S
         for job in jobs:
             job.done.wait(max(0.0, deadline - time.monotonic()))

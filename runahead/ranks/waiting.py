@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from runahead.failures import PeerFailure, first_line
 from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.mesh import Mesh
 from runahead.ranks.rendezvous import POLL_S, Presence
 from runahead.ranks.watcher import Wait, Watcher
 
@@ -28,16 +29,22 @@ class Waiting:
 
     Attributes:
         rank, size: number of this rank, and of ranks.
+        mesh: arrangement of the ranks; each is a stage of its own unless `Ranks.arrange` says otherwise.
         timeout_s: seconds of silence after which a peer is given up.
         present: the processes of all ranks; empty for a single rank.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.mesh = Mesh(size)
         self.present: list[Presence] = []
         self._heartbeat: Heartbeat | None = None
         self._watcher: Watcher | None = None
         self._post_error: Exception | None = None
+
+    def name(self, rank: int) -> str:
+        """A rank in messages; see `Mesh.name`."""
+        return self.mesh.name(rank)
 
     def progress(self) -> None:
         """Report progress of this rank, such as a layer or a token. A rank that reports none counts as silent.
@@ -145,7 +152,7 @@ class Waiting:
 
     def fail(self, message: str) -> None:
         """Announce that this rank fails, so that no other waits for it. The job cannot go on after that."""
-        self._announce(f"rank {self.rank} failed: {message}")
+        self._announce(f"{self.name(self.rank)} failed: {message}")
 
     def _announce(self, message: str) -> None:
         if self._heartbeat is not None:
@@ -158,7 +165,7 @@ class Waiting:
             with nullcontext() if self._watcher is None else self._watcher.engaged():
                 yield
         except PeerFailure as error:
-            self._announce(f"rank {self.rank} says: {first_line(error)}")
+            self._announce(f"{self.name(self.rank)} says: {first_line(error)}")
             raise
         except BaseException as error:
             # A launcher may have sent this process a signal because another rank has ended.

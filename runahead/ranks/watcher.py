@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from runahead.failures import PeerFailure
 from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.mesh import ALONE
 
 PERIOD_S = 0.1
 """Seconds between two looks at the heartbeats."""
@@ -38,10 +39,16 @@ class Wait:
     """
 
     def __init__(
-        self, what: str, rank: int, peers: Iterable[int], detail: Callable[[], str] | None, timeout_s: float
+        self,
+        what: str,
+        rank: int,
+        peers: Iterable[int],
+        detail: Callable[[], str] | None,
+        timeout_s: float,
+        name: Callable[[int], str] = ALONE.name,
     ) -> None:
         self.what, self.peers = what, sorted(set(peers) - {rank})
-        self._rank, self._detail, self._timeout_s = rank, detail, timeout_s
+        self._rank, self._detail, self._timeout_s, self._name = rank, detail, timeout_s, name
         self.began_s = time.monotonic()
         self.verdict: str | None = None
         self.silent: list[int] = []
@@ -88,9 +95,8 @@ class Wait:
         silence_s = max(self._silence_s[peer] for peer in self.silent)
         asking_since = heartbeat.asking_since
         cut_off = asking_since is not None and time.monotonic() - asking_since > self._timeout_s / 2
-        who = (
-            f"rank {' and rank '.join(map(str, self.silent))} {'has' if len(self.silent) == 1 else 'have'} been silent"
-        )
+        have = "has" if len(self.silent) == 1 else "have"
+        who = f"{' and '.join(map(self._name, self.silent))} {have} been silent"
         hint = " and the rendezvous store does not answer either, so the network may be cut" if cut_off else ""
         return f"{who} for {silence_s:.0f} s{hint}; {self._waited()} (ranks.timeout_s={self._timeout_s:g})"
 
@@ -106,11 +112,16 @@ class Watcher:
         when_stuck: called in the watcher's thread if the main thread has to end and did not within `GRACE_S`, as it is
             in a call that takes long or never returns. None: nothing is called.
         last_failed: the last wait that raised an error.
+
+    Args:
+        name: of a rank in messages.
     """
 
-    def __init__(self, heartbeat: Heartbeat, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, rank: int, timeout_s: float, name: Callable[[int], str] = ALONE.name
+    ) -> None:
         self.when_stuck: Callable[[PeerFailure], object] | None = None
-        self._heartbeat, self._rank, self._timeout_s = heartbeat, rank, timeout_s
+        self._heartbeat, self._rank, self._timeout_s, self._name = heartbeat, rank, timeout_s, name
         self._lock = threading.Lock()
         self._waits: list[Wait] = []  # under way, the oldest first
         self.last_failed: Wait | None = None
@@ -144,7 +155,7 @@ class Watcher:
 
         Two threads may wait at once: the main thread for a call that it gave to another one, and that one for a peer.
         """
-        wait = Wait(what, self._rank, peers, detail, self._timeout_s)
+        wait = Wait(what, self._rank, peers, detail, self._timeout_s, self._name)
         with self.engaged(), self._heartbeat.waiting():
             with self._lock:
                 self._waits.append(wait)

@@ -113,6 +113,7 @@ class Retrieval:
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
         self._prediction = model.query_prediction if policy.looks_ahead_on(model.device) else None
         self._rotaries = model.known_rotaries
+        self._mean_over_shares = model.mean_over_shards if model.num_shards > 1 else None
         self._fetched: dict[int, Fetched | None] = {}
         self._copies = copies_for(model.device)
         few = FEW_TOKENS if self._copies is None else 0
@@ -417,7 +418,13 @@ class Retrieval:
         """The slots that the policy chooses from, for a token at position `next_B` of each row."""
         kept = self.pool[layer]
         positions_BKn = kept.positions_BKn() if self._index_of(layer).out_of_order else None
-        return Slots(num_slots=kept.num_slots, pads=kept.pads, positions_BKn=positions_BKn, next_B=next_B)
+        return Slots(
+            num_slots=kept.num_slots,
+            pads=kept.pads,
+            positions_BKn=positions_BKn,
+            next_B=next_B,
+            mean_over_shares=self._mean_over_shares,
+        )
 
     def _victims(self, kept: KeptLayer, count: int, next_B: Tensor) -> Tensor:
         """The `count` slots (B, K, count) of each row and KV head to replace or drop."""

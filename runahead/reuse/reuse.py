@@ -1,7 +1,7 @@
 """Collects the segments that a batch of prompts reuses: from the store, or encoded if they are missing.
 
-A segment is encoded by one forward over its tokens at their positions, which see no other segment. Several ranks that
-share a folder encode a share of the missing segments each. During prefill, segments are read in place, once for all
+A segment is encoded by one forward over its tokens at their positions, which see no other segment. Several stages that
+share a folder encode some of the missing segments each. During prefill, segments are read in place, once for all
 prompts of a batch that use them; for decoding they are concatenated.
 """
 
@@ -73,18 +73,23 @@ class Reuse:
         began_s = time.perf_counter()
         kvs: dict[str, SegmentKV] = {}
         mapped: set[str] = set()
+        all_found = {segment.content_key: self.store.find(segment) for segment in self.segments}
+        # Evicted since they were looked up, by another process or another segment of this call.
+        lost = {key for key, found in all_found.items() if found is None and key not in self._held}
+        lost = set().union(*self.ranks.gather_in_stage(lost, "the segments that are to be encoded"))
         for segment in self.segments:
-            key, found = segment.content_key, self.store.find(segment)
-            if found is not None:
+            key = segment.content_key
+            found = all_found[key]
+            if key in lost:  # also on a rank that has it, since a stage encodes together
+                kvs[key] = encode_segment(self.model, segment, self.ranks)
+            elif found is not None:
                 kvs[key] = found.kv
                 if found.is_mapped:
                     mapped.add(key)
                 bytes_of = self.report.found_bytes
                 bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
-            elif key in self._held:
+            else:
                 kvs[key] = self._held.pop(key)
-            else:  # evicted since it was looked up, by another process or another segment of this call
-                kvs[key] = encode_segment(self.model, segment, self.ranks)
         report, found_s = self.report, time.perf_counter()
         report.lookup_s = found_s - began_s
         on_device = {
@@ -187,7 +192,9 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
 def encode_missing(
     segments: Sequence[Segment], store: SegmentStore, model: Model, ranks: Ranks
 ) -> tuple[list[Segment], dict[str, SegmentKV]]:
-    """Encode the segments that are in no tier of the store. All ranks call it; with a shared folder each does a share.
+    """Encode the segments that are in no tier of the store. All ranks call it.
+
+    With a shared folder each stage encodes some of them. The ranks of a stage encode together, each its heads.
 
     Returns:
         the segments that this rank encoded; keys and values of those for which no tier has room, by content key.
@@ -201,7 +208,13 @@ def encode_missing(
     longest_first = sorted(
         (segment for segment in segments if segment.content_key in anywhere), key=lambda each: -len(each.ids)
     )
-    encoded, held = [], {}
+    encoded: list[Segment] = []
+    held: dict[str, SegmentKV] = {}
+
+    def is_missing(segment: Segment) -> bool:
+        """Whether a rank of this stage lacks a segment."""
+        lacks = segment not in store and segment.content_key not in held
+        return any(ranks.gather_in_stage(lacks, "whether a segment is to be encoded"))
 
     def encode(segment: Segment) -> None:
         kv = encode_segment(model, segment, ranks)
@@ -210,13 +223,13 @@ def encode_missing(
         if segment not in store:
             held[segment.content_key] = kv
 
-    if ranks.size > 1 and all(ranks.gather(store.shares_disk, "whether the store is shared")):
-        for segment in longest_first[ranks.rank :: ranks.size]:
-            if segment not in store:
+    if ranks.num_stages > 1 and all(ranks.gather(store.shares_disk, "whether the store is shared")):
+        for segment in longest_first[ranks.stage :: ranks.num_stages]:
+            if is_missing(segment):
                 encode(segment)
         ranks.barrier("all segments to be encoded")
     for segment in longest_first:
-        if segment not in store and segment.content_key not in held:
+        if is_missing(segment):
             encode(segment)
     return encoded, held
 

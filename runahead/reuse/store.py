@@ -242,9 +242,11 @@ class _MemoryTier:
 
 
 def model_key(model: Model) -> str:
-    """Hash of all that determines a model's keys and values: weights, config and dtype."""
+    """Hash of all that determines a model's keys and values: weights, config and dtype, and which of the heads."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
     facts = [FORMAT, model.fingerprint, str(model.dtype), json.dumps(config, sort_keys=True, default=str)]
+    if model.num_shards > 1:  # which differ in their heads alone
+        facts.append(f"share {model.shard_number} of {model.num_shards}")
     shapes = [(each.num_kv_heads, each.key_dim, each.value_dim, str(each.dtype)) for each in model.kv_shapes]
     return hashlib.sha256(repr((facts, shapes)).encode()).hexdigest()
 

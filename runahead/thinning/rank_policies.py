@@ -120,7 +120,15 @@ class RankPolicies:
                 f"policy {type(retriever).__name__} keeps all tokens at their positions; use policy.positions=original"
             )
         heads = [(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes]
-        retriever.require(ModelFacts(name=model.name, fingerprint=model.fingerprint, heads=heads))
+        retriever.require(
+            ModelFacts(
+                name=model.name,
+                fingerprint=model.fingerprint,
+                heads=heads,
+                share=model.shard_number,
+                num_shares=model.num_shards,
+            )
+        )
         if retriever.looks_ahead_on(model.device):
             _ = model.query_prediction
 

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy
+from policies.base import LayerView, Phase, Policy, alone
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.base import SeenKV
@@ -29,6 +29,7 @@ class PolicySteps:
         evicts: False if no token may be dropped from the cache: on ranks that do not decode, and in all chunks of a
             prompt but the last one if the policies need to see the whole prompt.
         cache: updates its indices after each layer, on a rank that decodes.
+        mean_over_shares: as in `LayerView`.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class PolicySteps:
         room: int = 0,
         evicts: bool = True,
         cache: KeptCache | None = None,
+        mean_over_shares: Callable[[Tensor], Tensor] = alone,
     ) -> None:
         self.policies, self.tokens, self.prompt_tokens = policies, tokens, prompt_tokens
         self.num_layers, self.room, self.evicts, self.cache = num_layers, room, evicts, cache
+        self._mean_over_shares = mean_over_shares
 
     def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> None:
         """Run the policies on a layer, after the new tokens' attention to it.
@@ -73,6 +76,7 @@ class PolicySteps:
                 v_BKnV=v_BKnV,
                 carried_BKn=kept.carried_BKn(),
                 signals=QuerySignals(q_BNCH, k_BKnH, terms, queries_BC=positions_BC, keys_BKn=kept.positions_BKn()),
+                mean_over_shares=self._mean_over_shares,
             )
             slots_BKm = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:

@@ -30,12 +30,14 @@ def write_timeline(
     path: str | os.PathLike[str],
     spans_by_rank: Sequence[Sequence[Span]],
     *,
+    names: Sequence[str] = (),
     ttft_s: float | None = None,
     subject: str = "",
 ) -> None:
     """Write the trace to `path`, and the picture beside it.
 
     Args:
+        names: of the ranks; "rank 0" and so on by default.
         ttft_s: time of the first token, seconds since the prompt's start.
         subject: what ran, in a few words, for the picture.
 
@@ -44,17 +46,24 @@ def write_timeline(
         OSError: a file cannot be written.
     """
     picture = picture_path(path)
-    write_whole(path, trace_json(spans_by_rank, ttft_s=ttft_s))
-    write_whole(picture, timeline_png(spans_by_rank, ttft_s=ttft_s, subject=subject))
+    write_whole(path, trace_json(spans_by_rank, names=names, ttft_s=ttft_s))
+    write_whole(picture, timeline_png(spans_by_rank, names=names, ttft_s=ttft_s, subject=subject))
 
 
-def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None, subject: str = "") -> bytes:
+def timeline_png(
+    spans_by_rank: Sequence[Sequence[Span]],
+    *,
+    names: Sequence[str] = (),
+    ttft_s: float | None = None,
+    subject: str = "",
+) -> bytes:
     """Draw the prefill: a band per rank with compute coloured by layer, waits hatched and sends as thin bars below.
 
     Lines join the ends of the same layer on neighbouring ranks: their slant is the layer skew.
 
     Args:
         spans_by_rank: spans of every rank.
+        names: of the ranks; "rank 0" and so on by default.
         ttft_s: time of the first token. Spans that begin later are left out, since decoding takes much longer.
         subject: what ran, in a few words, below the title.
 
@@ -80,7 +89,8 @@ def timeline_png(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | Non
     dress(axes, x="seconds since the prompt's start", grid="x")
     axes.set_xlim(0, end_s * 1.005)
     axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
-    axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in range(len(shown))])
+    labels = [name.replace(" (", "\n(") for name in names] or [f"rank {rank}" for rank in range(len(shown))]
+    axes.set_yticks(range(len(shown)), labels)
     axes.tick_params(axis="x", length=3.5, color=MUTED)
     axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=INK)
     axes.spines["left"].set_visible(False)

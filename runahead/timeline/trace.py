@@ -47,13 +47,19 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
     return picture
 
 
-def trace_json(spans_by_rank: Sequence[Sequence[Span]], *, ttft_s: float | None = None) -> str:
-    """The spans in the Trace Event Format, for Perfetto: a process per rank, a thread per kind of span."""
+def trace_json(
+    spans_by_rank: Sequence[Sequence[Span]], *, names: Sequence[str] = (), ttft_s: float | None = None
+) -> str:
+    """The spans in the Trace Event Format, for Perfetto: a process per rank, a thread per kind of span.
+
+    Args:
+        names: of the ranks; "rank 0" and so on by default.
+    """
     events: list[dict[str, Any]] = []
     # Viewers drop events before time 0, where the alignment of clocks may put the first microseconds.
     origin_s = min([0.0, *(span.start_s for spans in spans_by_rank for span in spans)])
     for rank, spans in enumerate(spans_by_rank):
-        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_metadata("process_name", rank, 0, name=names[rank] if names else f"rank {rank}"))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         for tid, (lane, spans_of_lane) in enumerate(_lanes(spans)):
             events.append(_metadata("thread_name", rank, tid, name=lane))

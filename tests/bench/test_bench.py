@@ -247,7 +247,7 @@ def test_a_model_that_a_variant_cannot_run_is_told_before_anything_is_measured(t
     done = run(command(*options(tmp_path, results, "bench.variants=[single,tensor]")))
     assert done.returncode != 0
     [told] = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
-    assert told.startswith("[rank 0/2] prefill=tensor cannot split 6 heads and 3 KV heads over 2 ranks")
+    assert told.startswith("[rank 0/2] 6 heads and 3 KV heads cannot be shared out to 2 ranks")
     assert done.stdout == "" and not results.exists()
 
 

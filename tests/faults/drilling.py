@@ -99,6 +99,8 @@ class Drilling:
             "partition=even",  # faults happen in the prompt's forward pass, not in one that times layers
             *(f"generation.max_new_tokens={NEW_TOKENS}", "generation.ignore_eos=true", f"ranks.timeout_s={TIMEOUT_S}"),
         ]
+        if drill.tensor > 1:
+            options.append(f"ranks.tensor={drill.tensor}")
         if variant == "copy":
             options.append("prefill.carrier=copy")
         elif variant:
@@ -218,8 +220,8 @@ def said_wrong(drill: Drill, lines: list[str]) -> list[str]:
         problems.append("a rank said more than one line")
     others = [line.partition("] ")[2] for line in lines if not line.startswith(f"[rank {drill.rank}/")]
     if drill.kind in ("kill -9 of a rank", "stop of a rank"):
-        if not any(f"rank {drill.rank} " in line for line in others):
-            problems.append(f"no line names rank {drill.rank}")
+        if not any(f"{drill.name} " in line for line in others):
+            problems.append(f"no line names {drill.name}")
         if not any(re.search("wait|SIGTERM", line) for line in others):
             problems.append("no line says what was waited for")
     elif drill.kind in NETWORK_KINDS:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from runahead.ranks.mesh import Mesh
 
 LAYERS = 6
 TIMEOUT_S = 3.0
@@ -49,6 +51,7 @@ class Drill:
     Attributes:
         kind: one of `KINDS`.
         size: ranks of the job; four are on two hosts.
+        tensor: ranks of a stage, which share the model.
         prefill: one of `PREFILLS`.
         rank: where it happens, or at whose moment the network or the launcher is attacked.
         moment, layer: when.
@@ -58,6 +61,7 @@ class Drill:
 
     kind: str
     size: int = 2
+    tensor: int = 1
     prefill: str = "kv_runahead"
     rank: int = 0
     moment: str = "prefill"
@@ -84,12 +88,30 @@ class Drill:
         do = RANK_KINDS.get(self.kind, "no_memory" if self.kind == "no memory in a rank" else "tell")
         return {"rank": self.rank, "moment": self.moment, "layer": self.layer, "do": do}
 
+    @property
+    def name(self) -> str:
+        """How messages name the rank."""
+        return Mesh.of(self.size, self.tensor).name(self.rank)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+FIRST_MESH = 200
+"""Number from which on drills are of meshes: jobs whose stages have two ranks each."""
+
+
 def drill(seed: int, number: int) -> Drill:
     """The drill of that number. Moments are such that the rank reaches them."""
+    chosen = _drill(seed, number)
+    if number < FIRST_MESH or chosen.size > 3 or chosen.kind in (*NETWORK_KINDS, *DISK_KINDS):
+        return chosen
+    share = random.Random(f"{seed} {number} share").randrange(2)
+    return replace(chosen, size=2 * chosen.size, tensor=2, rank=2 * chosen.rank + share)
+
+
+def _drill(seed: int, number: int) -> Drill:
+    """The drill whose stages are single ranks."""
     chosen = random.Random(f"{seed} {number}")
     kind = chosen.choices(list(KINDS), list(KINDS.values()))[0]
     size = 2 if kind in NETWORK_KINDS else chosen.choice([2, 2, 3])

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.faults import models
 from tests.faults.drilling import ROOT, Drilling, is_ours, said_wrong
-from tests.faults.drills import KINDS, NETWORK_KINDS, Drill, drill
+from tests.faults.drills import FIRST_MESH, KINDS, NETWORK_KINDS, Drill, drill
 from tests.faults.table import BEGIN, END, with_table
 
 
@@ -38,6 +38,15 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="kill -9 of a rank", size=4, rank=2, moment="prefill", prefill="kv_runahead copy", layer=1),
             marks=pytest.mark.slow,
         ),
+        Drill(kind="kill -9 of a rank", size=4, tensor=2, rank=3, moment="prefill", layer=3),
+        pytest.param(
+            Drill(kind="stop of a rank", size=4, tensor=2, rank=1, moment="send", prefill="kv_runahead copy", layer=2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Drill(kind="delay of a rank", size=6, tensor=2, rank=2, moment="decode", seconds=1.0),
+            marks=pytest.mark.slow,
+        ),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
         Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
         Drill(kind="full disk", file="report"),
@@ -54,6 +63,15 @@ def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) ->
 def test_drills_follow_from_seed_and_number() -> None:
     assert [drill(3, number) for number in range(50)] == [drill(3, number) for number in range(50)]
     assert [drill(3, number) for number in range(50)] != [drill(4, number) for number in range(50)]
+
+
+def test_meshes_are_drilled_after_the_others() -> None:
+    assert all(drill(1, number).tensor == 1 for number in range(FIRST_MESH))
+    meshes = [drill(1, number) for number in range(FIRST_MESH, FIRST_MESH + 60)]
+    shared = [each for each in meshes if each.tensor == 2]
+    assert len(shared) > 30 and {each.size for each in shared} == {4, 6}
+    assert {each.rank % 2 for each in shared} == {0, 1}
+    assert {"kill -9 of a rank", "stop of a rank", "delay of a rank"} < {each.kind for each in shared}
 
 
 def test_every_kind_is_drilled() -> None:

@@ -344,6 +344,7 @@ OTHERS = {
     "link": Link.from_gbps(100),
     "layers_in_flight": 4,
     "speeds": (1.0, 0.5),
+    "tensor": 2,
     "model": replace(SHAPE, num_layers=32),
 }
 
@@ -392,6 +393,14 @@ def test_a_table_without_the_later_fields_has_their_defaults() -> None:
         assert fingerprint == FINGERPRINT
     shipped = LookupTable.load(Path(__file__).parents[2] / "tables" / "smollm2-cpu-2.json")
     assert (shipped.fingerprint.layers_in_flight, shipped.fingerprint.speeds) == (3, ())
+
+
+def test_stages_of_several_ranks_are_in_the_file_and_single_ranks_leave_it_as_it_was() -> None:
+    assert "tensor" not in table_json(FINGERPRINT, []) and "tensor" not in FINGERPRINT.key()
+    made = replace(FINGERPRINT, tensor=4)
+    assert parse_table(table_json(made, []).encode()) == (made, [])
+    assert made.key() != FINGERPRINT.key()
+    assert made.differences(FINGERPRINT) == ["ranks.tensor=4, not 1"]
 
 
 @pytest.mark.parametrize("speeds", [None, (), (1.0, 0.5)])

@@ -142,3 +142,11 @@ def test_the_good_file_of_these_tests_is_good(tmp_path: Path) -> None:
     path = tmp_path / "skew.safetensors"
     path.write_bytes(packed(GOOD))
     assert Skew.load(path, "abc").heads == [(2, 8), (1, 4)]
+
+
+def test_ranks_that_share_a_model_take_their_heads() -> None:
+    skew = Skew(queries=[torch.rand(6, 4, 4), torch.rand(6, 4, 4)], at_position_0=True)
+    shares = [skew.of_share(share, 3) for share in range(3)]
+    assert all(share.heads == [(2, 4), (2, 4)] for share in shares)
+    for layer, whole in enumerate(skew.queries):
+        assert torch.equal(torch.cat([share.queries[layer] for share in shares]), whole)

@@ -121,7 +121,7 @@ def serve(
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
     Args:
-        lengths: new tokens of each rank.
+        lengths: new tokens of each stage.
         few_parts: up to so many are read where they lie in decoding.
     """
     ranks = ranks or one_rank()
@@ -136,12 +136,12 @@ def serve(
             model=model,
             ranks=ranks,
             batch=batch,
-            partition=ContextPartition(boundaries=boundaries).check(batch.num_tokens, ranks.size),
+            partition=ContextPartition(boundaries=boundaries).check(batch.num_tokens, ranks.num_stages),
             capacity=batch.num_tokens + len(following),
             options=PrefillOptions(),
             reused=reused,
         )
-        done = run_in_chain(job, ranks.rank)
+        done = run_in_chain(job)
         if done.cache is None or done.logits_BV is None:
             return None
         logits = [done.logits_BV]

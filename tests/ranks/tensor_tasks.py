@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from launch.infer import INFER, infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
+from runahead.model.shares import load_model, shard_model
 from runahead.prefill.chain_attention import ChainAttention
-from runahead.prefill.tensor import shard_model
 from runahead.report import GenerationBatch
 from tests.families import build, throughout
 from tests.ranks.tasks import Steps
@@ -28,10 +29,21 @@ SIZES: dict[str, Any] = {
 TENSOR = PrefillOptions(name=PrefillName.tensor)
 
 
+@contextmanager
+def arranged(ranks: Ranks, num_shares: int | None = None) -> Iterator[None]:
+    """While it is open, stages have so many ranks; all of them by default."""
+    ranks.arrange(num_shares or ranks.size)
+    try:
+        yield
+    finally:
+        ranks.arrange(1)
+
+
 @cache
-def shared_model(ranks: Ranks, family: str, dtype: torch.dtype) -> Model:
-    """This rank's share of a family's model."""
-    module = build(family, dtype=dtype, **SIZES)
+def shared_model(ranks: Ranks, family: str, dtype: torch.dtype, num_shares: int, **sizes: Any) -> Model:
+    """This rank's share of a family's model. The ranks are arranged so."""
+    assert num_shares == ranks.num_shares
+    module = build(family, dtype=dtype, **(SIZES | sizes))
     module.forward = _throughout(module.forward, dtype)
     model = Model(module, name=family)
     shard_model(model, ranks)
@@ -57,21 +69,23 @@ def generate(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[GenerationBatch, Steps]:
     """What `Engine.generate` returns on this rank, and what it told `on_tokens` there."""
-    engine = Engine(shared_model(ranks, family, dtype), ranks, prefill=TENSOR)
     steps: Steps = []
-    return engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True), steps
+    with arranged(ranks):
+        engine = Engine(shared_model(ranks, family, dtype, ranks.size), ranks, prefill=TENSOR)
+        return engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True), steps
 
 
 def last_logits(ranks: Ranks, family: str, ids: list[int], dtype: torch.dtype = torch.float64) -> list[float]:
     """This rank's logits behind the last token."""
     logits: list[torch.Tensor] = []
-    model = shared_model(ranks, family, dtype)
-    with _note_logits(logits):
+    with arranged(ranks), note_logits(logits):
+        model = shared_model(ranks, family, dtype, ranks.size)
+        logits.clear()
         Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=1))
     return logits[0][0].tolist()
 
 
-class _note_logits:  # noqa: N801 (used like a function)
+class note_logits:  # noqa: N801 (used like a function)
     """While it is open, logits of forwards are kept in a list."""
 
     def __init__(self, logits: list[torch.Tensor]) -> None:
@@ -93,7 +107,9 @@ class _note_logits:  # noqa: N801 (used like a function)
 def bytes_of_weights(ranks: Ranks, family: str) -> int:
     """Memory behind this rank's share."""
     storages = {}
-    for parameter in shared_model(ranks, family, torch.float64).module.parameters():
+    with arranged(ranks):
+        model = shared_model(ranks, family, torch.float64, ranks.size)
+    for parameter in model.module.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return sum(storages.values())
@@ -103,12 +119,11 @@ def tokens_of_loaded(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tup
     """Greedy tokens of the model that `options` name, by all ranks in shares, and by a rank alone."""
     greedy = GenerationOptions(max_new_tokens=6, ignore_eos=True)
     tokens = []
-    for name in (PrefillName.tensor, PrefillName.single):
-        model = Model.load(options, ranks.device)
-        if name is PrefillName.tensor:
-            shard_model(model, ranks)
-        batch = Engine(model, ranks, prefill=PrefillOptions(name=name)).generate([ids], greedy)
-        tokens.append(batch.generations[0].new_token_ids)
+    for name, num_shares in ((PrefillName.tensor, ranks.size), (PrefillName.single, 1)):
+        with arranged(ranks, num_shares):
+            model = load_model(options, ranks)
+            batch = Engine(model, ranks, prefill=PrefillOptions(name=name)).generate([ids], greedy)
+            tokens.append(batch.generations[0].new_token_ids)
     return tokens[0], tokens[1]
 
 
@@ -122,28 +137,41 @@ def message_of(ranks: Ranks, task: Callable[..., Any], *args: Any) -> str:
 
 
 def shard_whole(ranks: Ranks, family: str, sizes: dict[str, Any]) -> None:
-    shard_model(Model(build(family, **sizes), name=family), ranks)
+    with arranged(ranks):
+        shard_model(Model(build(family, **sizes), name=family), ranks)
 
 
-def whole_model_in_tensor_engine(ranks: Ranks) -> None:
+def whole_model_in_a_stage(ranks: Ranks) -> None:
+    with arranged(ranks):
+        Engine(Model(build("llama")), ranks)
+
+
+def shared_model_on_single_ranks(ranks: Ranks) -> None:
+    with arranged(ranks):
+        model = shared_model(ranks, "llama", torch.float64, ranks.size)
+    Engine(model, ranks)
+
+
+def tensor_in_stages(ranks: Ranks) -> None:
     Engine(Model(build("llama")), ranks, prefill=TENSOR)
 
 
-def shared_model_in_other_engine(ranks: Ranks) -> None:
-    Engine(shared_model(ranks, "llama", torch.float64), ranks)
-
-
 def run_program(ranks: Ranks, overrides: list[str]) -> None:
-    infer(INFER.compose(overrides), ranks, even)
+    try:
+        infer(INFER.compose(overrides), ranks, even)
+    finally:
+        ranks.arrange(1)
 
 
 def make_ready(ranks: Ranks) -> None:
-    shared_model(ranks, "llama", torch.float32)
+    with arranged(ranks):
+        shared_model(ranks, "llama", torch.float32, ranks.size)
 
 
-def generate_and_act(ranks: Ranks, acting: int, layer: int, action: str) -> str:
+def generate_and_act(ranks: Ranks, num_shares: int, acting: int, layer: int, action: str) -> str:
     """The acting rank does something in a layer of its prefill; the others tell how they end."""
-    model = shared_model(ranks, "llama", torch.float32)
+    ranks.arrange(num_shares)
+    model = shared_model(ranks, "llama", torch.float32, num_shares)
     attend = ChainAttention.attend
 
     def attend_or_act(self: ChainAttention, at: int, *args: Any) -> torch.Tensor:
@@ -155,5 +183,5 @@ def generate_and_act(ranks: Ranks, acting: int, layer: int, action: str) -> str:
 
     if ranks.rank == acting:
         ChainAttention.attend = attend_or_act  # type: ignore[method-assign]
-    Engine(model, ranks, prefill=TENSOR).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
+    Engine(model, ranks).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
     return "ok"

@@ -17,7 +17,7 @@ from benchmarks.ttft.references import PlainTransformers
 from runahead import GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.config import ModelName, PrefillName
 from runahead.engine import Engine
-from runahead.prefill.tensor import allreduce_bytes
+from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
 from tests.rank_pool import RankPool
@@ -51,6 +51,7 @@ FAMILIES = [
 ]
 """Those of tests/families.py for which every supported transformers has a plan, one of each kind."""
 
+NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 GREEDY = GenerationOptions(max_new_tokens=6, ignore_eos=True)
 
 
@@ -159,10 +160,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "sizes", "size", "expected"),
         [
-            ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2; use another prefill"),
+            ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2, so ranks cannot share"),
             ("falcon", {}, 2, "no tensor-parallel plan for falcon"),
-            ("llama", {}, 4, "4 heads and 2 KV heads over 4 ranks; use --nproc-per-node=2 or another prefill"),
-            ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}, 2, "9 heads and 3 KV"),
+            ("llama", {}, 4, "4 heads and 2 KV heads cannot be shared out to 4 ranks; 1 or 2 would do"),
+            ("llama", NINE_HEADS, 2, "3 KV heads cannot be shared out to 2 ranks; 1 or 3 would do"),
         ],
     )
     def test_model_that_cannot_be_shared_out(
@@ -174,10 +175,12 @@ class TestRefusals:
             assert "\n" not in message
 
     def test_engine_with_a_model_of_the_wrong_kind(self, rank_pools: RankPools) -> None:
-        for message in rank_pools.run(2, tasks.message_of, tasks.whole_model_in_tensor_engine):
-            assert "prefill=tensor needs a model that is sharded" in message
-        for message in rank_pools.run(2, tasks.message_of, tasks.shared_model_in_other_engine):
-            assert "prefill=kv_runahead needs a model that each rank has whole" in message
+        for message in rank_pools.run(2, tasks.message_of, tasks.whole_model_in_a_stage):
+            assert "ranks.tensor=2 ranks need a model in as many shares, and this one has 1" in message
+        for message in rank_pools.run(2, tasks.message_of, tasks.shared_model_on_single_ranks):
+            assert "ranks.tensor=1 ranks need a model in as many shares, and this one has 2" in message
+        for message in rank_pools.run(2, tasks.message_of, tasks.tensor_in_stages):
+            assert "prefill=tensor is one stage of all ranks, and these are 2 stages" in message
 
     def test_program_refuses_before_weights_are_made(self, rank_pools: RankPools, tmp_path: Path) -> None:
         build("llama", **tasks.SIZES).config.save_pretrained(tmp_path)
@@ -186,7 +189,7 @@ class TestRefusals:
         (tmp_path / "config.json").write_text(json.dumps(config))
         overrides = ["prefill=tensor", "model=random", f"model.config={tmp_path}", "prompt.random_tokens=5"]
         told = rank_pools.run(2, tasks.message_of, tasks.run_program, overrides)
-        assert told[0].startswith("ValueError: prefill=tensor cannot split 8 heads and 1 KV heads over 2 ranks")
+        assert told[0].startswith("ValueError: 8 heads and 1 KV heads cannot be shared out to 2 ranks")
         assert told[1].startswith("SharedError: ")
 
 
@@ -207,19 +210,24 @@ class TestPeerFailure:
 
     def test_killed_rank(self, pool: RankPool) -> None:
         with pytest.raises(RuntimeError, match="rank 1:\nthe process has ended") as caught:
-            pool.run(tasks.generate_and_act, 1, 2, "kill")
-        assert re.search("PeerFailure: rank 1 has ended .*the other ranks' shares of the layers", str(caught.value))
+            pool.run(tasks.generate_and_act, 2, 1, 2, "kill")
+        assert re.search(
+            r"PeerFailure: rank 1 \(stage 0, share 1\) has ended .*the other ranks' shares of the layers",
+            str(caught.value),
+        )
 
     def test_stopped_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", self.TIMEOUT_S + self.MARGIN_S)
         with pytest.raises(RuntimeError, match="rank 1:\nno answer") as caught:
-            pool.run(tasks.generate_and_act, 1, 2, "stop")
-        assert re.search("PeerFailure: rank 1 has been silent .*the other ranks' shares", str(caught.value))
+            pool.run(tasks.generate_and_act, 2, 1, 2, "stop")
+        assert re.search(
+            r"PeerFailure: rank 1 \(stage 0, share 1\) has been silent .*the other ranks' shares", str(caught.value)
+        )
 
     def test_rank_that_fails(self, pool: RankPool) -> None:
         with pytest.raises(RuntimeError, match="ValueError: out of luck") as caught:
-            pool.run(tasks.generate_and_act, 1, 2, "raise")
-        assert "PeerFailure: rank 1 failed: out of luck" in str(caught.value)
+            pool.run(tasks.generate_and_act, 2, 1, 2, "raise")
+        assert "PeerFailure: rank 1 (stage 0, share 1) failed: out of luck" in str(caught.value)
 
 
 def test_plain_transformers_finds_the_same_first_token(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def test_report_of_one_prompt_has_every_field_on_top():
     assert fields_of_one["partition"] == {"name": "ratios", "boundaries": [0, 6, 10]}
     assert set(fields_of_one["versions"]) == {"python", "torch", "transformers", "runahead"}
     assert [rank["chunk_tokens"] for rank in fields_of_one["ranks"]] == [6, 4]
-    optional = {"retrieval", "kv_host_bytes", "reuse"}  # of policies that retrieve, and of prompts that reuse K,V
+    # Of policies that retrieve, of prompts that reuse K,V, and of ranks that share a model.
+    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share"}
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 

@@ -23,11 +23,11 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from runahead.ranks.accelerator import Accelerator, Communicator
+from runahead.ranks.groups import Groups
 from runahead.ranks.mapped.memory import Cell, Segment
 from runahead.ranks.mapped.queues import DeviceCopying
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecords
-from runahead.ranks.waiting import Waiting
 from tests.virtual.clocks import Clocks
 from tests.virtual.machine import Budget, Half, Machine, Operation
 from tests.virtual.mapped import VirtualMemory
@@ -102,8 +102,8 @@ class Work:
 class VirtualCommunicator(Communicator):
     """One rank's end of a communicator. `number` is the same on all ranks, which make them in the same order."""
 
-    def __init__(self, gpu: VirtualAccelerator, number: int, ctas: int) -> None:
-        self._gpu, self._number, self._ctas = gpu, number, ctas
+    def __init__(self, gpu: VirtualAccelerator, number: int, ctas: int, members: Sequence[int]) -> None:
+        self._gpu, self._number, self._ctas, self._members = gpu, number, ctas, members
         self._stream = gpu.pooled_stream("high")
         self._numbers: Counter[tuple[int, int]] = Counter()
 
@@ -123,6 +123,11 @@ class VirtualCommunicator(Communicator):
         self._gpu.num_messages += len(halves)
         self._gpu.access(self._stream, [part for part, _ in sent], [part for part, _ in received])
         return [Work(self._gpu, self._stream.record_event())]
+
+    def all_reduce(self, part: torch.Tensor) -> Work:
+        """A collective as it occupies the GPU: it ends once all members have begun theirs. Nothing is added up."""
+        peers = [peer for peer in self._members if peer != self._gpu.rank]
+        return self.exchange([(torch.empty_like(part), peer) for peer in peers], [(part, peer) for peer in peers])[0]
 
     def _half(self, part: torch.Tensor, peer: int, *, is_send: bool) -> Half:
         ends = (self._gpu.rank, peer) if is_send else (peer, self._gpu.rank)
@@ -189,7 +194,8 @@ class VirtualAccelerator(Accelerator):
     def communicator(
         self, ranks: Sequence[int] | None, timeout: timedelta, num_ctas: int | None = None
     ) -> Communicator:
-        made = VirtualCommunicator(self, next(self._num_communicators), self.job.ctas or num_ctas or 16)
+        members = list(range(self.job.size)) if ranks is None else ranks
+        made = VirtualCommunicator(self, next(self._num_communicators), self.job.ctas or num_ctas or 16, members)
         self.communicators.append(made)
         return made
 
@@ -255,11 +261,11 @@ class VirtualRanks(Ranks):
     """One rank of a virtual job; communicators are made and warmed up by the code of `Ranks` itself."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        Waiting.__init__(self, rank, job.size, timeout_s=60.0)
+        Groups.__init__(self, rank, job.size, timeout_s=60.0)
         self.accelerator = VirtualAccelerator(job, rank)
         self.device, self.backend, self.local_size = torch.device("cpu"), "nccl", job.size
         self.copying, self.unmapped, self._is_mapped, self.mapped_links = None, None, True, set()
-        self.records, self._links, self._between_all, self._collective = TransferRecords(), {}, None, None
+        self.records, self._collective = TransferRecords(), None
 
 
 Choose = Callable[[list[Operation]], Operation]

@@ -112,10 +112,19 @@ def prefill(
 def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool = False) -> None:
     """The loop of a prefill over its layers: what it queues, without a model.
 
+    Where ranks share a model, their sums follow attention and MLP, as compute: it waits for each.
+
     Args:
         in_steps: attend to messages as they arrive, rather than to the whole prefix.
     """
     gpu, cache, ends = ranks.accelerator, transfer.cache, []
+    in_stage = ranks.nccl_in_stage() if ranks.num_shares > 1 else None
+
+    def add_up() -> None:
+        if in_stage is not None:
+            in_stage.all_reduce(torch.zeros(1)).wait()
+            gpu.kernel()
+
     for layer in range(cache.num_layers):
         slab = cache.layer(layer)
         parts = [slab.tokens(tokens.start, tokens.stop) for tokens in own]
@@ -135,6 +144,8 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
             gpu.kernel(reads=[slab.tokens(slab.first, own[-1].stop)])
         ends.append(gpu.mark())
         transfer.close(layer)
+        add_up()
+        add_up()
     transfer.finish()
     assert all(record.is_done for record in ranks.records.all()), "transfers are left"
     gpu.kernel(writes=[cache.layer(layer).slab_TBKX for layer in range(cache.num_layers)])  # whoever gets the memory
@@ -150,6 +161,13 @@ class Marks:
         raise NotImplementedError
 
 
+def connect_stages(ranks: VirtualRanks, shares: int) -> None:
+    """As loading a model in shares does: before anything is queued, since it waits for the whole GPU."""
+    ranks.arrange(shares)
+    if shares > 1:
+        ranks.nccl_in_stage()
+
+
 def chain(
     size: int,
     transfer: Transfer,
@@ -158,18 +176,25 @@ def chain(
     layers_in_flight: int = 2,
     carrier: type[KVTransfer] = NcclTransfer,
     prompts: int = 1,
+    shares: int = 1,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """Part of a rank in a chain of `size` ranks."""
+    """Part of a rank in a chain of `size` stages of `shares` ranks each."""
     partition = ContextPartition(boundaries=tuple(range(0, CHUNK * size + 1, CHUNK)))
 
     def body(ranks: VirtualRanks) -> None:
+        connect_stages(ranks, shares)
         for _ in range(prompts):
             schedule = TransferSchedule(
-                partition, ranks.rank, transfer, lambda layer, start: 0, joined=carrier.joins_prefix
+                partition,
+                ranks.rank,
+                transfer,
+                lambda layer, start: 0,
+                joined=carrier.joins_prefix,
+                mesh=ranks.mesh,
             )
             ranks.nccl_links(carrier.backend_links(ranks, schedule.links()))
-            depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.rank)
+            depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.stage)
             cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth, carrier, schedule)
             made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
             walk(ranks, made, [own])
@@ -184,17 +209,21 @@ def exchange(
     *,
     num_layers: int = 4,
     carrier: type[NcclExchange] = NcclExchange,
+    shares: int = 1,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """Part of a rank where all exchange the keys and values of zigzag chunks."""
+    """Part of a rank where all `size` stages exchange the keys and values of zigzag chunks."""
     runs = [[range(CHUNK * at, CHUNK * (at + 1)) for at in (size - 1 - rank, size + rank)] for rank in range(size)]
 
     def body(ranks: VirtualRanks) -> None:
-        ranks.nccl_between_all()
-        schedule = ExchangeSchedule(runs, ranks.rank, way, num_layers=num_layers, first_needed=lambda layer, start: 0)
+        connect_stages(ranks, shares)
+        ranks.nccl_between_stages()
+        schedule = ExchangeSchedule(
+            runs, ranks.rank, way, num_layers=num_layers, first_needed=lambda layer, start: 0, mesh=ranks.mesh
+        )
         cache = slabs(ranks, num_layers, 2 * CHUNK * size, num_layers if schedule.is_last else 2)
         made = carrier(schedule, cache, ranks, Marks(ranks), 2, record=True)
-        walk(ranks, made, runs[ranks.rank], in_steps=way is Exchange.ring)
+        walk(ranks, made, runs[ranks.stage], in_steps=way is Exchange.ring)
         after(ranks, made)
 
     return body

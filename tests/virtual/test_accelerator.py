@@ -143,7 +143,7 @@ def test_an_error_aborts_all_communicators_within_a_deadline(monkeypatch: pytest
     groups: list[Any] = [Group(False), Group(True), Group(True)]
     ranks = Job(2).ranks[0]
     made = [Communicator(group) for group in groups]
-    ranks._links, ranks._between_all = {((0, 1), 4): made[0], ((1, 0), 4): made[1]}, made[2]
+    ranks._links, ranks._sets = {((0, 1), 4): made[0], ((1, 0), 4): made[1]}, {(((0, 1),), None): made[2]}
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="out of luck"), ranks:
         raise RuntimeError("out of luck")

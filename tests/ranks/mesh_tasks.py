@@ -1,0 +1,102 @@
+"""What ranks do in test_mesh.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.infer import INFER, infer
+from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
+from runahead.report import GenerationBatch, ReuseReport
+from runahead.reuse.store import SegmentStore
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import throughout
+from tests.prompt_cache.serving import random_prompt, random_segments, serve
+from tests.ranks.tasks import Steps
+from tests.ranks.tensor_tasks import arranged, shared_model
+
+Case = tuple[PrefillOptions, tuple[int, ...] | None]
+"""A prefill, and the boundaries of the stages' chunks; None where the prefill splits by itself."""
+
+
+def first_logits(
+    ranks: Ranks, num_shares: int, family: str, ids: list[int], cases: Sequence[Case], **sizes: Any
+) -> list[tuple[list[float] | None, int, int, int]]:
+    """Of every case, this rank's logits (V) behind the prompt, if it decodes; bytes sent, received and held at most."""
+    outcomes = []
+    with arranged(ranks, num_shares):
+        model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
+        batch = PromptBatch.of([ids], ranks.device)
+        for options, boundaries in cases:
+            strategy = PREFILLS[options.name]
+            chosen = even if boundaries is None else lambda *_, to=boundaries: ContextPartition(boundaries=to)
+            partition = strategy.split(len(ids), ranks.num_stages, chosen)
+            strategy.connect(ranks, partition, options)
+            job = PrefillJob(
+                model=model, ranks=ranks, batch=batch, partition=partition, capacity=len(ids), options=options
+            )
+            done = strategy.run(job)
+            logits = None if done.logits_BV is None else done.logits_BV[0].tolist()
+            report = done.report
+            outcomes.append((logits, report.kv_sent_bytes, report.kv_received_bytes, report.kv_peak_bytes))
+    return outcomes
+
+
+def generate(
+    ranks: Ranks,
+    num_shares: int,
+    family: str,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    *,
+    boundaries: tuple[int, ...] | None = None,
+    prefill: PrefillOptions | None = None,
+    policies: RankPolicies | None = None,
+    **sizes: Any,
+) -> tuple[GenerationBatch, Steps]:
+    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there. Chunks are even by default."""
+    steps: Steps = []
+    with arranged(ranks, num_shares), throughout(torch.float64):
+        model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
+        partition = even if boundaries is None else lambda *_: ContextPartition(boundaries=boundaries)
+        engine = Engine(model, ranks, prefill=prefill, partition=partition, policies=policies)
+        batch = engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True)
+    return batch, steps
+
+
+def serve_segments(
+    ranks: Ranks, num_shares: int, family: str, num_prompts: int, lengths: list[int], folder: str | None, seed: int
+) -> tuple[list[Tensor] | None, ReuseReport | None, int]:
+    """Logits of prompts that reuse segments, the report, and the segments' bytes; see `serve`."""
+    draw = random.Random(seed)
+    segments = random_segments(draw)
+    prompts = [random_prompt(draw, segments) for _ in range(num_prompts)]
+    with arranged(ranks, num_shares):
+        model = shared_model(ranks, family, torch.float64, num_shares)
+        store = SegmentStore(model, folder)
+        longest = max(len(prompt.new_ids) for prompt in prompts)
+        shares = [longest * length // sum(lengths) for length in lengths[:-1]]
+        chunks = [*shares, longest - sum(shares)]
+        served = serve(model, prompts, store=store, ranks=ranks, lengths=chunks, following=(5, 7))
+        stored = sum(store.bytes_by_tier().values())
+    return (None, None, stored) if served is None else (served.logits, served.report, stored)
+
+
+def run_program(ranks: Ranks, num_shares: int, overrides: list[str], folder: str) -> dict[str, Any]:
+    """The report of launch/infer.py on ranks that are arranged so."""
+    with arranged(ranks, num_shares):
+        infer(INFER.compose([*overrides, f"report={folder}/run.json", f"timeline={folder}/trace.json"]), ranks, even)
+    report: dict[str, Any] = json.loads(Path(folder, "run.json").read_text())
+    return report
+
+
+def make_ready(ranks: Ranks, num_shares: int) -> None:
+    with arranged(ranks, num_shares):
+        shared_model(ranks, "llama", torch.float32, num_shares)
