@@ -200,6 +200,7 @@ class Conversation:
             num_layers=self.model.num_layers,
             evicts=cut_back,
             cache=self.cache,
+            mean_over_shares=self.model.mean_over_shards,
         )
         logits = self.model.forward(
             ids_BC,

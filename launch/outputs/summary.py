@@ -30,7 +30,9 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     if skipped:
         rows["skipped"] = f"{len(skipped):,}; the first: {skipped[min(skipped)]}"
     rows["new tokens"] = f"{new_tokens:,}{end}"
-    rows["ranks"] = f"{len(first.ranks)}"
+    num_ranks, num_shares = len(first.ranks), 1 + max(rank.share or 0 for rank in first.ranks)
+    stages = "" if num_shares == 1 else f", {num_ranks // num_shares} x {num_shares} that share a model"
+    rows["ranks"] = f"{num_ranks}{stages}"
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
     rows["chunks"] = widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")
     rows["TTFT"] = _times([(batch.ttft_s, batch.warm) for batch in batches])

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from launch.infer import INFER, infer
+from partitioner.auto.partition import AutoPartition
+from partitioner.search import SEARCH, search
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks, even
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import throughout
+from tests.families import prompt, throughout
 from tests.prompt_cache.serving import random_prompt, random_segments, serve
 from tests.ranks.tasks import Steps
 from tests.ranks.tensor_tasks import arranged, shared_model
@@ -100,3 +102,24 @@ def run_program(ranks: Ranks, num_shares: int, overrides: list[str], folder: str
 def make_ready(ranks: Ranks, num_shares: int) -> None:
     with arranged(ranks, num_shares):
         shared_model(ranks, "llama", torch.float32, num_shares)
+
+
+def split_by_auto(
+    ranks: Ranks, num_shares: int, folder: Path, lengths: list[int]
+) -> tuple[list[list[int]], list[float] | None]:
+    """Boundaries of prompts under partition=auto, and on rank 0 what was learned of each stage's speed."""
+    with arranged(ranks, num_shares):
+        model = shared_model(ranks, "llama", torch.float32, num_shares)
+        partition = AutoPartition.start(model, ranks, folder=folder, tell=lambda sentence: None)
+        engine = Engine(model, ranks, partition=partition)
+        options = GenerationOptions(max_new_tokens=2)
+        boundaries = [engine.generate([prompt(length)], options).boundaries for length in lengths]
+    learned = None if partition.balance is None else partition.balance.cluster.speed
+    return boundaries, None if learned is None else list(learned)
+
+
+def search_table(ranks: Ranks, num_shares: int, overrides: list[str]) -> tuple[int, list[tuple[int, ...]]]:
+    """What ranks.tensor the table of a search holds, and its boundaries."""
+    with arranged(ranks, num_shares):
+        table = search(SEARCH.compose(overrides), ranks)
+    return table.fingerprint.tensor, [entry.boundaries for entry in table.entries]

@@ -75,7 +75,13 @@ def check(
         assert all(logits == found[0] for logits in found), case
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OFTEN = ("llama", "llama_dynamic_ntk", "qwen3", "phi3", "gemma2", "gemma3_text", "llama4_text", "mixtral")
+"""Families of each kind; the others are tested with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "family", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
 def test_two_stages_of_two_equal_transformers_in_every_family(rank_pools: RankPools, family: str) -> None:
     @seed(zlib.crc32(family.encode()))
     @settings(max_examples=2, phases=[Phase.generate])
@@ -252,6 +258,27 @@ def test_each_share_stores_its_heads_of_segments(rank_pools: RankPools, tmp_path
     assert encoded[1] == ([0, 0] if on_disk else encoded[0])  # what is on disk is there the second time
 
 
+def test_a_split_is_learned_for_stages(rank_pools: RankPools, tmp_path: Path) -> None:
+    results = rank_pools.run(4, mesh_tasks.split_by_auto, 2, tmp_path, [60, 90, 2])
+    (boundaries, learned), *others = results
+    assert all(each == (boundaries, None) for each in others)
+    assert [(len(each), each[-1]) for each in boundaries] == [(3, 60), (3, 90), (3, 2)]
+    assert learned is not None and len(learned) == 2
+    rank_pools.run(4, mesh_tasks.split_by_auto, 1, tmp_path, [60])
+    assert len(list(tmp_path.rglob("*.json"))) == 2  # what stages have learned is not for single ranks
+
+
+def test_a_table_is_searched_for_stages(rank_pools: RankPools, tmp_path: Path) -> None:
+    build("llama", **tensor_tasks.SIZES).config.save_pretrained(tmp_path)
+    overrides = ["model=random", f"model.config={tmp_path}", f"table={tmp_path}/table.json", "search.lengths=[64]"]
+    overrides += ["search.objective=measured", "search.repeats=1", "search.probe_layers=1", "search.max_loss=null"]
+    overrides += ["search.probe_chunks=[8,32]", "search.probe_prefixes=[32,64]", "ranks.device=cpu"]
+    results = rank_pools.run(4, mesh_tasks.search_table, 2, overrides)
+    assert all(result == results[0] for result in results)
+    tensor, boundaries = results[0]
+    assert tensor == 2 and [len(each) - 1 for each in boundaries] == [1, 2]
+
+
 class TestPeerFailure:
     """A rank that is gone ends all others, which name its stage and share."""
 
@@ -267,14 +294,14 @@ class TestPeerFailure:
                 process.kill()
         pool.close()
 
-    @pytest.mark.parametrize(("rank", "layer"), [(1, 1), (2, 0)])
+    @pytest.mark.parametrize(("rank", "layer"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
     def test_killed_rank(self, pool: RankPool, rank: int, layer: int) -> None:
         with pytest.raises(RuntimeError, match=f"rank {rank}:\nthe process has ended") as caught:
             pool.run(tensor_tasks.generate_and_act, 2, rank, layer, "kill")
         name = re.escape(f"rank {rank} (stage {rank // 2}, share {rank % 2})")
         assert len(re.findall(f"PeerFailure: .*{name} has ended", str(caught.value))) == 3
 
-    @pytest.mark.parametrize(("rank", "layer"), [(0, 2), (3, 1)])
+    @pytest.mark.parametrize(("rank", "layer"), [(3, 1), pytest.param(0, 2, marks=pytest.mark.slow)])
     def test_stopped_rank(self, pool: RankPool, rank: int, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", self.TIMEOUT_S + self.MARGIN_S)
         with pytest.raises(RuntimeError, match=f"rank {rank}:\nno answer") as caught:

@@ -126,6 +126,16 @@ def test_summary_tells_the_figures_of_one_prompt():
     assert len(text.splitlines()) <= 10
 
 
+def test_summary_of_ranks_that_share_a_model():
+    shared = batch(generation())
+    shared.ranks = [rank_report(rank, 6 if rank < 2 else 4) for rank in range(4)]
+    for rank in shared.ranks:
+        rank.stage, rank.share = divmod(rank.rank, 2)
+    text = summary([shared])
+    assert "4, 2 x 2 that share a model" in text and "6 + 4 tokens, 2 ranks each" in text
+    assert [entry["share"] for entry in report(shared)["ranks"]] == [0, 1, 0, 1]
+
+
 def test_summary_of_several_calls_tells_cold_from_warm():
     text = summary([batch(generation()), batch(generation(), warm=True), batch(generation(), warm=True)])
     assert "0.500 s (cold), 0.500 s (warm, median of 2)" in text
