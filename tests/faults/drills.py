@@ -12,8 +12,7 @@ LAYERS = 6
 TIMEOUT_S = 3.0
 
 MOMENTS = ("load", "prefill", "send", "decode")
-OVER_BACKEND = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
-PREFILLS = (*OVER_BACKEND, "kv_runahead copy")
+PREFILLS = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
 FILES = ("report", "timeline", "fault report", "table", "cache")
 
 KINDS = {
@@ -50,7 +49,7 @@ class Drill:
 
     Attributes:
         kind: one of `KINDS`.
-        size: ranks of the job; four are on two hosts.
+        size: ranks of the job; four stages are on two hosts.
         tensor: ranks of a stage, which share the model.
         prefill: one of `PREFILLS`.
         rank: where it happens, or at whose moment the network or the launcher is attacked.
@@ -71,7 +70,7 @@ class Drill:
 
     @property
     def hosts(self) -> int:
-        return 2 if self.kind in NETWORK_KINDS or self.size == 4 else 1
+        return 2 if self.kind in NETWORK_KINDS or self.size == 4 * self.tensor else 1
 
     @property
     def is_answered(self) -> bool:
@@ -97,17 +96,22 @@ class Drill:
         return asdict(self)
 
 
-FIRST_MESH = 200
-"""Number from which on drills are of meshes: jobs whose stages have two ranks each."""
+FIRST_LATER = 200
+"""Number from which on drills are of meshes, whose stages have two ranks each, and of copies between ranks."""
 
 
 def drill(seed: int, number: int) -> Drill:
     """The drill of that number. Moments are such that the rank reaches them."""
     chosen = _drill(seed, number)
-    if number < FIRST_MESH or chosen.size > 3 or chosen.kind in (*NETWORK_KINDS, *DISK_KINDS):
+    if number < FIRST_LATER or chosen.kind in (*NETWORK_KINDS, *DISK_KINDS):
         return chosen
-    share = random.Random(f"{seed} {number} share").randrange(2)
-    return replace(chosen, size=2 * chosen.size, tensor=2, rank=2 * chosen.rank + share)
+    more = random.Random(f"{seed} {number} share")
+    doubled = replace(chosen, size=2 * chosen.size, rank=2 * chosen.rank + more.randrange(2))
+    if chosen.prefill == "kv_runahead" and more.random() < 0.5:
+        doubled = replace(doubled, prefill="kv_runahead copy")
+        if chosen.size == 2 and more.random() < 0.5:  # of four ranks in a chain the second sends to another host
+            return replace(doubled, layer=min(chosen.layer, LAYERS - 2))
+    return replace(doubled, tensor=2)
 
 
 def _drill(seed: int, number: int) -> Drill:
@@ -115,9 +119,7 @@ def _drill(seed: int, number: int) -> Drill:
     chosen = random.Random(f"{seed} {number}")
     kind = chosen.choices(list(KINDS), list(KINDS.values()))[0]
     size = 2 if kind in NETWORK_KINDS else chosen.choice([2, 2, 3])
-    prefill = chosen.choice(OVER_BACKEND if kind in NETWORK_KINDS else PREFILLS)
-    if prefill == "kv_runahead copy" and kind in RANK_KINDS:
-        size = chosen.choice([2, 3, 4])  # of four ranks the second sends to another host
+    prefill = chosen.choice(PREFILLS)
     rank, moment = chosen.randrange(size), chosen.choice(MOMENTS)
     layer = chosen.randrange(LAYERS)
     if prefill.startswith("kv_runahead") and moment == "send":

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.faults import models
 from tests.faults.drilling import ROOT, Drilling, is_ours, said_wrong
-from tests.faults.drills import FIRST_MESH, KINDS, NETWORK_KINDS, Drill, drill
+from tests.faults.drills import FIRST_LATER, KINDS, NETWORK_KINDS, Drill, drill
 from tests.faults.table import BEGIN, END, with_table
 
 
@@ -66,8 +66,8 @@ def test_drills_follow_from_seed_and_number() -> None:
 
 
 def test_meshes_are_drilled_after_the_others() -> None:
-    assert all(drill(1, number).tensor == 1 for number in range(FIRST_MESH))
-    meshes = [drill(1, number) for number in range(FIRST_MESH, FIRST_MESH + 60)]
+    assert all(drill(1, number).tensor == 1 for number in range(FIRST_LATER))
+    meshes = [drill(1, number) for number in range(FIRST_LATER, FIRST_LATER + 60)]
     shared = [each for each in meshes if each.tensor == 2]
     assert len(shared) > 30 and {each.size for each in shared} == {4, 6}
     assert {each.rank % 2 for each in shared} == {0, 1}
