@@ -53,6 +53,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
 {choices("policy", NAMES)}
                                policy.positions=original|reencoded, and options of its own, which
                                policy=<name> --help lists: policy=snapkv policy.budget=0.2
+  decode=auto|last|sharded     while decoding: the KV cache on the last rank, on each rank that of its chunk, or
+                               whichever is faster
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
                                generation.temperature=1   generation.top_p=1   generation.top_k=0
                                generation.repetition_penalty=1   generation.seed=0
@@ -130,7 +132,15 @@ def infer(
         policy = prompt_cache_options(run.policy)
         limits = StoreLimits(**policy.limits)
         store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, policy.store, limits))
-    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, store=store)
+    engine = Engine(
+        model,
+        ranks,
+        prefill=run.prefill,
+        partition=partition,
+        policies=policies,
+        decode=run.decode,
+        store=store,
+    )
 
     answers, places = Answers(skipped=prompts.skipped), prompts.places
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids

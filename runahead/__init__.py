@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runahead.config import GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
+    from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
     from runahead.context import ContextPartition, even, from_ratios
     from runahead.conversation import Conversation
     from runahead.engine import Engine
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ContextPartition": "context",
     "Conversation": "conversation",
+    "DecodeOptions": "config",
     "Engine": "engine",
     "GenerationOptions": "config",
     "Model": "model.model",

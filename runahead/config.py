@@ -73,6 +73,14 @@ class Exchange(Enum):
     direct = "direct"
 
 
+class DecodeName(Enum):
+    """Keys and values while decoding: all on the last rank, on each rank those of its chunk, or whichever is faster."""
+
+    auto = "auto"
+    last = "last"
+    sharded = "sharded"
+
+
 class Positions(Enum):
     """Position of a kept token: its position in the text, or its slot in the cache, which are numbered without gaps."""
 
@@ -213,6 +221,38 @@ class PrefillOptions:
     def takes_partition(self) -> bool:
         """Whether the prompt is split by the user's partition."""
         return self.name is PrefillName.kv_runahead
+
+
+@dataclass(kw_only=True)
+class DecodeOptions:
+    """Where keys and values are while decoding, and so which ranks decode."""
+
+    name: DecodeName = DecodeName.auto
+
+    def __post_init__(self) -> None:
+        self.name = choice("decode", DecodeName, self.name)
+
+    def check(self, prefill: PrefillOptions, policy: str | None) -> None:
+        """Check that a prefill leaves keys and values where this option wants them.
+
+        Args:
+            policy: what chooses tokens on the last rank, for the message; None if all are kept.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.name is not DecodeName.sharded:
+            return
+        if prefill.name in (PrefillName.tsp, PrefillName.zigzag):
+            raise ValueError(
+                f"decode=sharded needs prefill=kv_runahead: prefill={prefill.name.name} collects all keys and values "
+                "on the last rank; use decode=last"
+            )
+        if policy is not None:
+            raise ValueError(
+                f"decode=sharded keeps every token on the rank that computed it, and {policy} chooses tokens on the "
+                "last rank; use decode=last"
+            )
 
 
 @dataclass(kw_only=True)

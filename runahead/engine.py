@@ -1,4 +1,4 @@
-"""`Engine`: generates from prompts: split into chunks, prefill on all stages, decode on the last, share the result."""
+"""`Engine`: generates from prompts: split into chunks, prefill on all stages, decode, share the result."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from policies.base import ReusingPrompt
-from runahead.cache.base import KVStore
-from runahead.cache.fixed import FixedCache
-from runahead.cache.kv_cache import KVCache
-from runahead.config import GenerationOptions, PrefillOptions
+from runahead.cache.sharded import ShardedCache
+from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, even
-from runahead.decoding.decode import Decoded, Row, decode
-from runahead.decoding.forward import forward_over
+from runahead.decoding.decode import Decoded, Row, choose_alone, decode
+from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.placement import Placement
+from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import TokenStream
+from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model, model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
@@ -41,6 +42,7 @@ class Engine:
             table. Strategies with a split of their own ignore it. A `LearningPartitioner` is told the times of every
             prompt.
         policies: cache policies; by default all keys and values are computed and kept.
+        decode: where keys and values are while decoding.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
 
     Raises:
@@ -55,6 +57,7 @@ class Engine:
         prefill: PrefillOptions | None = None,
         partition: Partitioner = even,
         policies: RankPolicies | None = None,
+        decode: DecodeOptions | None = None,
         store: SegmentStore | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
@@ -75,6 +78,10 @@ class Engine:
                     "prefill=kv_runahead or prefill=single"
                 )
             self.policies.check(model)
+        self.decode = decode or DecodeOptions()
+        chooser = next((type(policy).__name__ for policy in [*self.policies.last, *self.policies.others]), None)
+        self.decode.check(self.prefill, f"policy {chooser}" if self.policies else None)
+        self._placement = Placement(model, ranks, self.decode, can_shard=self._strategy.can_shard and not self.policies)
         self.store = store
         self._num_calls = 0
         self._weights: str | None = None
@@ -118,10 +125,16 @@ class Engine:
         partition = self._strategy.split(max(map(len, new_ids)), mesh.num_stages, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
+        num_new, gather = options.max_new_tokens - 1, None
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
             source = mesh.rank(self._strategy.first_token_stage(partition, mesh.num_stages), 0)
-            stream = TokenStream(self.ranks, source=source, num_rows=len(prompts), on_tokens=on_tokens)
+            shards = None if reuse is not None else self._placement.shards(partition, batch=len(ids), num_new=num_new)
+            if shards is not None:
+                gather = self._placement.gathering(list(shards), len(ids))
+            # Rank 0 needs no messages of tokens that it decodes itself.
+            shown_by = 0 if shards is not None and 0 in shards else source
+            stream = TokenStream(self.ranks, source=shown_by, num_rows=len(prompts), on_tokens=on_tokens)
             with self.ranks.busy():
                 self._strategy.connect(self.ranks, partition, self.prefill)
                 if reuse is not None:
@@ -134,19 +147,21 @@ class Engine:
                 ranks=self.ranks,
                 batch=batch,
                 partition=partition,
-                capacity=batch.num_tokens + options.max_new_tokens - 1,
+                capacity=batch.num_tokens + num_new,
                 options=self.prefill,
                 policies=self.policies,
+                shards=shards,
                 reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.stage) else None,
                 chunk_tokens=limits.chunk_tokens(batch.num_tokens),
                 record=record_timeline,
             )
             prefilled = self._strategy.run(job)
             del job  # frees reused segments, of which decoding may have its own copies
-            decoded = self._decode(ids, options, prefilled, batch, stream, first_index)
+            decoded = self._decode(ids, options, prefilled, batch, stream, first_index, gather)
             stream.relay()
             prefilled.cache = None
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
+            result.decode = "last" if shards is None else "sharded"
             if reuse is not None:
                 reuse.add_to(result)
             self._teach(partition, result)
@@ -184,7 +199,7 @@ class Engine:
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
         }
-        facts |= option_facts({"generation": options, "prefill": self.prefill})
+        facts |= option_facts({"generation": options, "prefill": self.prefill, "decode": self.decode})
         self._require_same(facts)
 
     def _require_same(self, facts: dict[str, str]) -> None:
@@ -204,6 +219,7 @@ class Engine:
                 "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
                 "and no cache policy that drops tokens"
             )
+        self.decode.check(self.prefill, "a prompt that reuses segments")
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks)
 
@@ -215,28 +231,44 @@ class Engine:
         batch: PromptBatch,
         stream: TokenStream,
         first_index: int,
+        gather: Gathering | None,
     ) -> Decoded | None:
-        """Generate all tokens, on the ranks that have a KV cache and logits; None on the others."""
-        if prefilled.logits_BV is None or prefilled.cache is None:
+        """Generate all tokens, on the ranks that have a KV cache; None on the others.
+
+        Args:
+            gather: between the ranks that decode together, if there are several.
+        """
+        if prefilled.cache is None:
             return None
-        prefilled.cache = cache = self._for_decoding(prefilled.cache, batch)
+        if self.policies.while_decoding:
+            cache = prefilled.cache.for_decoding()
+        else:
+            cache = fastest_form(prefilled.cache, self.model, pads=batch.pads, num_tokens=batch.num_tokens)
+        if gather is not None:
+            cache = ShardedCache(cache, gather)
+        prefilled.cache = cache
         rows = [
             Row(self.model, prompt, options, seed=options.seed + first_index + index)
             for index, prompt in enumerate(prompts)
         ]
         forward = forward_over(
-            self.model, cache, self.policies.while_decoding, pads=batch.pads, prompt_tokens=batch.num_tokens
+            self.model,
+            cache,
+            self.policies.while_decoding,
+            pads=batch.pads,
+            prompt_tokens=batch.num_tokens,
+            is_told=gather is not None and not gather.is_last,
         )
-        decoded = decode(rows, prefilled.logits_BV, forward, num_tokens=batch.num_tokens, on_step=stream.send)
+        decoded = decode(
+            rows,
+            prefilled.logits_BV,
+            forward,
+            num_tokens=batch.num_tokens,
+            on_step=stream.send,
+            choose=choose_alone if gather is None else choose_together(gather),
+        )
         cache.describe_decoding(prefilled.report)
         return decoded
-
-    def _for_decoding(self, cache: KVStore, batch: PromptBatch) -> KVStore:
-        """The prompt's cache in the form that single new tokens attend to fastest."""
-        if not self.policies.while_decoding and self.model.repeats_steps and FixedCache.takes(cache):
-            assert isinstance(cache, KVCache)
-            return FixedCache(cache, pads=batch.pads, num_tokens=batch.num_tokens)
-        return cache.for_decoding()
 
     def _result(
         self,
@@ -249,8 +281,7 @@ class Engine:
     ) -> GenerationBatch:
         """Gather the reports of all ranks and the generations of rank `source` into one result, on every rank."""
         outcome = None
-        if decoded is not None:
-            assert prefilled.logits_BV is not None
+        if decoded is not None and prefilled.logits_BV is not None:
             tpot_s = None
             if decoded.num_steps > 1:
                 tpot_s = (decoded.last_token_s - decoded.first_token_s) / (decoded.num_steps - 1)

@@ -121,6 +121,7 @@ class GenerationBatch:
 
     Attributes:
         boundaries: of the context partition.
+        decode: where keys and values were while decoding: last or sharded.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
         warm: False for an engine's first call.
@@ -133,6 +134,7 @@ class GenerationBatch:
     tpot_s: float | None
     warm: bool
     ranks: list[RankReport]
+    decode: str = "last"
     spans: list[list[Span]] = field(default_factory=list)
 
     @property
@@ -217,6 +219,7 @@ def _prompt_fields(
         "tpot_s": batch.tpot_s,
         "warm": batch.warm,
         "partition": partition | {"boundaries": batch.boundaries},
+        "decode": batch.decode,
         "ranks": [_rank_fields(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }

@@ -26,7 +26,15 @@ from launch.program.launcher import follow_launcher
 from launch.program.signals import ending_signals
 from partitioner.cost.link import Link
 from partitioner.measure import ping
-from runahead.config import GenerationOptions, ModelOptions, PrefillName, PrefillOptions, RanksOptions
+from runahead.config import (
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    ModelOptions,
+    PrefillName,
+    PrefillOptions,
+    RanksOptions,
+)
 from runahead.engine import Engine
 from runahead.files import write_whole
 from runahead.model.model import Model
@@ -96,7 +104,7 @@ def probe(task: Task, ranks: Ranks) -> dict[str, Any]:
     options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     runs = {}
     for name in names:
-        engine = Engine(model, ranks, prefill=PrefillOptions(name=name))
+        engine = Engine(model, ranks, prefill=PrefillOptions(name=name), decode=DecodeOptions(name=DecodeName.last))
         engine.generate([ids], GenerationOptions(max_new_tokens=2, ignore_eos=True))  # warm up
         batch = engine.generate([ids], options)
         generation = batch.generations[0]

@@ -9,6 +9,8 @@ from typing import Any
 
 from launch.inputs.policies import checked
 from runahead.config import (
+    DecodeName,
+    DecodeOptions,
     GenerationOptions,
     ModelName,
     ModelOptions,
@@ -124,6 +126,7 @@ class RunOptions:
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     policy: dict[str, Any] = field(default_factory=dict)
+    decode: DecodeOptions = field(default_factory=DecodeOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     report: str | None = None
     timeline: str | None = None
@@ -143,6 +146,8 @@ class RunOptions:
                 f"policy={self.policy['name']} needs prefill=kv_runahead or prefill=single; "
                 f"prefill={self.prefill.name.name} keeps all keys and values"
             )
+        name = self.policy["name"]
+        self.decode.check(self.prefill, None if name == "full" else f"policy={name}")
         if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
             raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
 
@@ -173,6 +178,8 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     ]
     if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
+    if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
+        sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
     if not run.prefill.takes_partition and _changed(run.partition, ["name"]):
         sentences.append(f"partition={partition.name} has no effect with prefill={prefill.name}")
     return sentences

@@ -39,6 +39,8 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
     rows["TPOT"] = f"{median_high(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"
     moved = sum(rank.kv_sent_bytes for batch in batches for rank in batch.ranks)
+    if any(batch.decode == "sharded" for batch in batches):
+        rows["decoding"] = "sharded: each rank attends to its own keys and values"
     rows["KV moved"] = _bytes(moved)
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
     rows["KV peak per rank"] = ", ".join(_bytes(peak) for peak in peaks)

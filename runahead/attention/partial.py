@@ -85,6 +85,15 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b, out=lse)
 
 
+def merge_parts(out_PBNCV: Tensor, lse_PBNC: Tensor) -> Tensor:
+    """Output (B, N, C, V) of P parts, whose log-sum-exp is `torch.logsumexp(lse_PBNC, dim=0)`.
+
+    They are merged in their order, so that whoever merges the same parts has the same bits. A query that sees no key
+    in a part has log-sum-exp -inf there, and sees one in another part.
+    """
+    return (out_PBNCV * torch.softmax(lse_PBNC, dim=0).unsqueeze(-1)).sum(dim=0)
+
+
 def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
     """Output (B, N, C, V) with exp(sink) added to each query's softmax denominator, if the family has sinks."""
     if terms.sinks_N is None:
@@ -139,6 +148,36 @@ def attend_at(
         outs.append(out.to(q_BNCH.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def attend_one(
+    q_BN1H: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    terms: AttentionTerms,
+    *,
+    query: int,
+    first: int,
+    keys: Callable[[], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query to some of the keys that it sees.
+
+    Args:
+        query: position of the query.
+        first: position of the first key that it sees by `terms.rule`; none of the keys given is before it.
+        keys: returns the positions (S) of the keys.
+
+    Returns:
+        as `attend`.
+    """
+    if k_BKSH.shape[2] == 0:  # the CPU flash kernel divides by it
+        return _no_keys(q_BN1H, v_BKSV)
+    plain = terms.rule is None or terms.rule.is_causal(query, query + 1, first)
+    kernel = None if terms.needs_scores or not plain else fused_kernel(q_BN1H, k_BKSH, v_BKSV)
+    if kernel is not None:
+        return kernel(q_BN1H, k_BKSH, v_BKSV, False, terms.scaling)
+    queries = torch.full((1,), query, device=q_BN1H.device)
+    return attend_at(q_BN1H, k_BKSH, v_BKSV, terms, queries, keys())
 
 
 def _scored_block(
@@ -212,7 +251,15 @@ def cpu_flash(
 
 
 def attend_sequences(
-    q_SNH: Tensor, k_TUH: Tensor, v_TUV: Tensor, *, starts: Tensor, used_S: Tensor, longest: int, scaling: float
+    q_SNH: Tensor,
+    k_TUH: Tensor,
+    v_TUV: Tensor,
+    *,
+    starts: Tensor,
+    used_S: Tensor,
+    longest: int,
+    scaling: float,
+    may_be_empty: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per sequence to all its keys, of which the device knows how many there are.
 
@@ -220,29 +267,29 @@ def attend_sequences(
         q_SNH: a query per sequence and head.
         k_TUH, v_TUV: keys and values of all sequences, one sequence after another.
         starts: first token of each sequence, and the end of the last (S + 1, int32).
-        used_S: tokens of each sequence that are seen, from its first on (int32); at least one.
+        used_S: tokens of each sequence that are seen, from its first on (int32); at least one unless `may_be_empty`.
         longest: upper bound of `used_S`.
+        may_be_empty: a sequence may have no token that is seen.
 
     Returns:
         output (S, N, V) in the query's dtype, log-sum-exp (S, N).
     """
     if q_SNH.device.type == "cpu":
-        parts = [
-            cpu_flash(
-                q_SNH[i, None, :, None],
-                k_TUH[first : first + used].transpose(0, 1)[None],
-                v_TUV[first : first + used].transpose(0, 1)[None],
-                False,
-                scaling,
-            )
-            for i, (first, used) in enumerate(zip(starts[:-1].tolist(), used_S.tolist(), strict=True))
-        ]
+        parts = []
+        for i, (first, used) in enumerate(zip(starts[:-1].tolist(), used_S.tolist(), strict=True)):
+            q_1N1H = q_SNH[i, None, :, None]
+            k, v = (x[first : first + used].transpose(0, 1)[None] for x in (k_TUH, v_TUV))
+            parts.append(cpu_flash(q_1N1H, k, v, False, scaling) if used else _no_keys(q_1N1H, v))
         return torch.cat([out for out, _ in parts])[:, :, 0], torch.cat([lse for _, lse in parts])[:, :, 0]
     queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
     out, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
         q_SNH, k_TUH, v_TUV, queries, starts, 1, longest, 0.0, False, False, scale=scaling, seqused_k=used_S
     )
-    return out, lse_NS.transpose(0, 1)
+    lse_SN = lse_NS.transpose(0, 1)
+    if may_be_empty:
+        sees_S1 = (used_S > 0)[:, None]
+        out, lse_SN = out.masked_fill(~sees_S1[..., None], 0.0), lse_SN.masked_fill(~sees_S1, -math.inf)
+    return out, lse_SN
 
 
 def takes_sequences(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:

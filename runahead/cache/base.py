@@ -98,6 +98,11 @@ class KVStore:
         return None
 
     @property
+    def repeats_steps(self) -> bool:
+        """Whether a decoding step is the same operations on the same tensors every time; see `advance`."""
+        return False
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated on the device, including those of indices into the cache."""
         return sum(layer.num_bytes for layer in self.layers)
@@ -111,6 +116,9 @@ class KVStore:
 
     def close(self, layer: int, *, room: int) -> None:
         """Called after the attention of several new tokens to a layer; `room` tokens are expected to follow."""
+
+    def advance(self) -> None:
+        """Called after each decoding step, if steps repeat: all layers have appended its token."""
 
     def for_decoding(self) -> KVStore:
         """The same tokens in the form that single new tokens attend to fastest."""

@@ -20,7 +20,8 @@ from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms, attend_sequences, takes_sequences
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.new_tokens import NewTokens, num_tokens_of
+from runahead.cache.shard import ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 
@@ -34,12 +35,14 @@ class Lengths:
         next_S: index where the next token is stored (int64).
         seen_S: tokens that the next token sees, with itself (int32).
         room: most tokens of a sequence.
+        may_be_empty: a sequence may have no token that the next one sees.
     """
 
     starts: Tensor
     next_S: Tensor
     seen_S: Tensor
     room: int
+    may_be_empty: bool = False
 
 
 @dataclass(kw_only=True)
@@ -60,6 +63,7 @@ class SeenSequences(SeenKV):
             used_S=lengths.seen_S,
             longest=lengths.room,
             scaling=terms.scaling,
+            may_be_empty=lengths.may_be_empty,
         )
         return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
@@ -84,11 +88,27 @@ class FixedLayer(LayerStore):
         return self.kv_TUX.nbytes
 
 
+@dataclass(kw_only=True)
+class _Steps:
+    """Slots of all new tokens of a shard, of which other stages store some, on the device.
+
+    Attributes:
+        next_JS: where each new token is stored, as `Lengths.next_S`; the last slot of a sequence if another stage
+            stores it.
+        seen_JS: tokens that it sees here, as `Lengths.seen_S`.
+        step_1: number of the next new token.
+    """
+
+    next_JS: Tensor
+    seen_JS: Tensor
+    step_1: Tensor
+
+
 class FixedCache(KVStore):
     """A prompt's KV cache for decoding, one token per row and step. Call `advance` after each step.
 
     Args:
-        cache: the prompt's; its slabs are taken over.
+        cache: the prompt's, or a stage's shard of it; its slabs are taken over.
         pads: left padding per row.
         num_tokens: of the padded prompt.
 
@@ -96,40 +116,60 @@ class FixedCache(KVStore):
         ValueError: there is no memory in which to move padded rows.
     """
 
-    def __init__(self, cache: KVCache, *, pads: Sequence[int], num_tokens: int) -> None:
-        device, batch = cache.device, len(pads)
-        room = min(layer.slab.end for layer in cache.layers)
-        stored = [num_tokens - pad for pad in pads] if any(pads) else [num_tokens]
+    def __init__(self, cache: KVCache | ShardCache, *, pads: Sequence[int], num_tokens: int) -> None:
+        slabs, shard = (cache.own, cache.shard) if isinstance(cache, ShardCache) else (cache, None)
+        device, self._batch = slabs.device, len(pads)
+        chunk = range(num_tokens) if shard is None else shard.chunk
+        room = min(len(layer.slab.slab_TBKX) for layer in slabs.layers)
+        stored = [num_tokens_of(pad, chunk) for pad in pads] if any(pads) else [len(chunk)]
         starts, stored_S = torch.arange(len(stored) + 1) * room, torch.tensor(stored)
+        next_S, seen_S = starts[:-1] + stored_S, stored_S + 1
+        self._steps: _Steps | None = None
+        if shard is not None and shard.is_own:
+            is_own_J1, before_J1 = torch.tensor(shard.is_own)[:, None], torch.tensor(shard.own_before[:-1])[:, None]
+            next_JS = torch.where(is_own_J1, next_S + before_J1, starts[1:] - 1)
+            seen_JS = stored_S + before_J1 + is_own_J1.long()
+            next_S, seen_S = next_JS[0], seen_JS[0]
+            self._steps = _Steps(
+                next_JS=next_JS.to(device),
+                seen_JS=seen_JS.to(device, torch.int32),
+                step_1=torch.zeros(1, dtype=torch.long, device=device),
+            )
         self.lengths = Lengths(
             starts=starts.to(device, torch.int32),
-            next_S=(starts[:-1] + stored_S).to(device),
-            seen_S=(stored_S + 1).to(device, torch.int32),
+            next_S=next_S.clone().to(device),
+            seen_S=seen_S.to(device, torch.int32),
             room=room,
+            may_be_empty=shard is not None,
         )
-        self._batch = batch
+        self._position_S = (num_tokens - torch.tensor(pads if any(pads) else [0])).to(device)
         layers: list[FixedLayer] = []
         for layer in cache.take_layers():
             slab = layer.slab
-            kv_TUX = slab.slab_TBKX.flatten(1, 2) if len(stored) == 1 else _by_row(slab, pads, num_tokens, room)
+            kv_TUX = slab.slab_TBKX.flatten(1, 2) if len(stored) == 1 else _by_row(slab, stored, chunk, room)
             layers.append(FixedLayer(kv_TUX=kv_TUX, key_dim=slab.key_dim, lengths=self.lengths))
         self.layers = layers
 
     @staticmethod
     def takes(cache: KVStore) -> bool:
-        """Whether a cache can be taken over: slabs of all tokens, on a device with a kernel for sequences."""
+        """Whether a cache can be taken over: slabs of all tokens or a shard, on a device with a fitting kernel."""
+        slabs = cache.own if isinstance(cache, ShardCache) else cache
         return (
-            type(cache) is KVCache
-            and not cache.rotates
-            and cache.num_slabs == cache.num_layers
-            and all(first == 0 for first, _ in cache.spans)
+            type(slabs) is KVCache
+            and not slabs.rotates
+            and slabs.num_slabs == slabs.num_layers
+            and (slabs is not cache or all(first == 0 for first, _ in slabs.spans))
             and all(
-                takes_sequences(cache.device, shape.dtype, shape.key_dim, shape.value_dim) for shape in cache.shapes
+                takes_sequences(slabs.device, shape.dtype, shape.key_dim, shape.value_dim) for shape in slabs.shapes
             )
         )
 
+    @property
+    def repeats_steps(self) -> bool:
+        return True
+
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
-        return (self.lengths.seen_S.long() - 1).expand(self._batch)[:, None]
+        return self._position_S.expand(self._batch)[:, None]
 
     def describe_decoding(self, report: RankReport) -> None:
         super().describe_decoding(report)
@@ -139,20 +179,30 @@ class FixedCache(KVStore):
             )
 
     def advance(self) -> None:
-        """Count the token that all layers have appended."""
-        self.lengths.next_S += 1
-        self.lengths.seen_S += 1
+        self._position_S += 1
+        if self._steps is None:
+            self.lengths.next_S += 1
+            self.lengths.seen_S += 1
+            return
+        steps = self._steps
+        steps.step_1.add_(1).clamp_(max=len(steps.next_JS) - 1)  # after the last one there is none
+        self.lengths.next_S.copy_(steps.next_JS.index_select(0, steps.step_1)[0])
+        self.lengths.seen_S.copy_(steps.seen_JS.index_select(0, steps.step_1)[0])
 
 
-def _by_row(slab: KVSlab, pads: Sequence[int], num_tokens: int, room: int) -> Tensor:
-    """The rows of a slab one after another (B * room, K, X), each from its first token on."""
+def _by_row(slab: KVSlab, stored: Sequence[int], chunk: range, room: int) -> Tensor:
+    """The rows of a slab one after another (B * room, K, X), each from its first token on.
+
+    Args:
+        stored: number of tokens of each row, the last ones of the chunk.
+    """
     try:
-        rows_BTKX = slab.slab_TBKX.new_empty(len(pads), room, *slab.slab_TBKX.shape[2:])
+        rows_BTKX = slab.slab_TBKX.new_empty(len(stored), room, *slab.slab_TBKX.shape[2:])
     except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
         raise ValueError(
             f"{slab.slab_TBKX.nbytes:,} bytes to move rows of different lengths for decoding do not fit on "
             f"{slab.slab_TBKX.device}; use a smaller prompt.batch, or prompts of equal length"
         ) from error
-    for row, pad in enumerate(pads):
-        rows_BTKX[row, : num_tokens - pad] = slab.slab_TBKX[pad:num_tokens, row]
+    for row, num in enumerate(stored):
+        rows_BTKX[row, :num] = slab.slab_TBKX[len(chunk) - num : len(chunk), row]
     return rows_BTKX.flatten(0, 1)

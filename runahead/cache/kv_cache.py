@@ -1,7 +1,8 @@
 """The full KV cache: one slab per layer, or a ring of a few slabs that the layers take in turn.
 
 The last rank of a chain, which decodes, has a slab for every layer. A rank that only forwards keys and values needs
-slabs for a few layers at a time.
+slabs for a few layers at a time. With sharded decoding every rank has a ring for the prefix, and slabs of their own for
+its chunk.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H key dim, V value dim.
@@ -19,7 +20,7 @@ from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, KVSlab
+from runahead.cache.slabs import KVShape, KVSlab, SplitSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary
 
@@ -91,6 +92,7 @@ class KVCache(KVStore):
         pin_memory: page-lock host memory, for copies to and from a GPU.
         rotaries: of every layer, if keys are stored unrotated.
         allocate: allocates the slabs; by default each is memory of its own.
+        own: stores what follows the spans, in memory that this cache's layers do not share.
 
     Attributes:
         layers: all layers; in a ring each is valid until a later layer takes its slab.
@@ -112,8 +114,10 @@ class KVCache(KVStore):
         pin_memory: bool = False,
         rotaries: Sequence[Rotary] | None = None,
         allocate: Allocator | None = None,
+        own: KVCache | None = None,
     ) -> None:
         self.shapes, self.batch, self.spans, self.device = list(shapes), batch, list(spans), device
+        self._own = own
         self.num_slabs, self._rotaries = min(num_slabs, len(shapes)), rotaries
         layer_bytes = [
             (end - first) * shape.bytes_per_token(batch) for shape, (first, end) in zip(shapes, spans, strict=True)
@@ -135,11 +139,15 @@ class KVCache(KVStore):
             flat = self._slabs[layer % self.num_slabs][: layer_bytes[layer]].view(shape.dtype)
             slab_TBKX = flat.view(end - first, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
             slab = KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first)
+            if own is not None:
+                after = own.layer(layer)
+                slab = SplitSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first, own=after)
+                assert end == after.first, (end, after.first)
             self.layers.append(SlabLayer(slab=slab, rotary=None if rotaries is None else rotaries[layer]))
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() for slab in self._slabs)
+        return sum(slab.numel() for slab in self._slabs) + (0 if self._own is None else self._own.num_bytes)
 
     @property
     def rotates(self) -> bool:

@@ -59,3 +59,32 @@ class KVSlab:
         """Keys (B, K, S, H) and values (B, K, S, V) of tokens [start, end), as views."""
         part_BKSX = self.tokens(start, end).permute(1, 2, 0, 3)
         return part_BKSX[..., : self.key_dim], part_BKSX[..., self.key_dim :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSlab(KVSlab):
+    """A slab in two pieces of memory: a prefix, which later layers take over, and the tokens after it, which stay.
+
+    Attributes:
+        slab_TBKX: the prefix.
+        own: the tokens after it.
+    """
+
+    own: KVSlab
+
+    @property
+    def end(self) -> int:
+        return self.own.end
+
+    def tokens(self, start: int, end: int) -> Tensor:
+        if start >= self.own.first:
+            return self.own.tokens(start, end)
+        assert self.first <= start <= end <= self.own.first, (self.first, start, end, self.own.first)
+        return self.slab_TBKX[start - self.first : end - self.first]
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        if not start < self.own.first < end:
+            return super().read(start, end)
+        prefix, own = super().read(start, self.own.first), self.own.read(self.own.first, end)
+        # Only a chunk of one token is read together with its prefix.
+        return torch.cat([prefix[0], own[0]], dim=2), torch.cat([prefix[1], own[1]], dim=2)

@@ -1,11 +1,11 @@
-"""The decoding loop, on the rank with the whole KV cache: one token per row and step until all rows have ended."""
+"""The decoding loop, on the ranks with the KV cache: one token per row and step until all rows have ended."""
 
 # Legend: B batch, V vocabulary.
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,13 @@ class Row:
 
     Attributes:
         prompt, new_ids: token ids.
+        device: where token ids go.
         finish_reason: "eos", "stop", "length", or None while it goes on.
     """
 
     def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
         self.prompt, self.new_ids = prompt, list[int]()
+        self.device = model.device
         self.finish_reason: str | None = None
         self._options = options
         self._eos = set() if options.ignore_eos else model.eos_token_ids
@@ -51,6 +53,10 @@ class Row:
         return self._text.text
 
 
+Choose = Callable[[Sequence[Sampler | None], Sequence[list[int]], Tensor | None], list[int | None]]
+"""Samplers of the rows, their token ids so far, and logits (B, V) -> the next token of every row, as `next_tokens`."""
+
+
 @dataclass(kw_only=True)
 class Decoded:
     """Rows that have ended, with the seconds of `time.perf_counter` at the first and the last token."""
@@ -61,27 +67,37 @@ class Decoded:
     num_steps: int
 
 
+def choose_alone(
+    samplers: Sequence[Sampler | None], token_ids: Sequence[list[int]], logits_BV: Tensor | None
+) -> list[int | None]:
+    """`Choose` of a rank that decodes by itself."""
+    assert logits_BV is not None, "another rank chooses"
+    return next_tokens(samplers, token_ids, logits_BV)
+
+
 def decode(
     rows: list[Row],
-    logits_BV: Tensor,
+    logits_BV: Tensor | None,
     forward: Forward,
     *,
     num_tokens: int,
     on_step: Callable[[list[int | None]], None],
+    choose: Choose = choose_alone,
 ) -> Decoded:
     """Generate new tokens until every row has ended.
 
     Args:
         rows: one per prompt, without new tokens.
-        logits_BV: logits of the prompts' last tokens.
+        logits_BV: logits of the prompts' last tokens; None on a rank that is told the tokens.
         forward: of one new token per row.
         num_tokens: length of the padded prompt.
         on_step: called with each step's tokens, None for rows that had ended before.
+        choose: chooses the next tokens.
     """
     step, first_token_s = 0, 0.0
     while True:
         samplers = [row.sampler if row.finish_reason is None else None for row in rows]
-        chosen = next_tokens(samplers, [row.prompt + row.new_ids for row in rows], logits_BV)
+        chosen = choose(samplers, [row.prompt + row.new_ids for row in rows], logits_BV)
         tokens = [None if token is None else row.add(token) for row, token in zip(rows, chosen, strict=True)]
         now = time.perf_counter()
         first_token_s = first_token_s or now
@@ -89,5 +105,5 @@ def decode(
         step += 1
         if all(row.finish_reason is not None for row in rows):
             return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
-        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=logits_BV.device)
+        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=rows[0].device)
         logits_BV = forward(ids_B1, num_tokens + step - 1)

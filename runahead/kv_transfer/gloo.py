@@ -229,7 +229,7 @@ class _Staging:
         self.host = KVCache(
             cache.shapes,
             batch=cache.batch,
-            spans=cache.spans,
+            spans=[(layer.slab.first, layer.slab.end) for layer in cache.layers],
             num_slabs=depth,
             device=torch.device("cpu"),
             pin_memory=True,

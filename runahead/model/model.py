@@ -62,6 +62,7 @@ class Model:
     Attributes:
         config: configuration of the text decoder.
         kv_shapes: KV shape per layer.
+        num_query_heads: most query heads of a layer.
         rules: mask rule per layer; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
         num_shards: ranks over which the weights are sharded.
@@ -357,6 +358,7 @@ class Model:
         ]
         self.rules: list[MaskRule | None] = [terms.rule for *_, terms in calls]
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
+        self.num_query_heads = max(q.shape[1] for _, q, *_ in calls)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
 

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from runahead.cache.base import KVStore
+from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
@@ -54,6 +56,7 @@ class PrefillJob:
         partition: chunks of the padded prompt, one per stage, as `Prefill.split` returned them.
         capacity: tokens for which the KV cache of a rank that decodes has room.
         policies: cache policies of each rank.
+        shards: what each rank stores for decoding; None if the last one stores everything.
         reused: keys and values of prompt segments; the batch then holds the new tokens alone.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
         record: record the timeline of this rank.
@@ -66,6 +69,7 @@ class PrefillJob:
     capacity: int
     options: PrefillOptions
     policies: RankPolicies = field(default_factory=RankPolicies)
+    shards: Mapping[int, Shard] | None = None
     reused: ReusedKV | None = None
     chunk_tokens: int | None = None
     record: bool = False
@@ -93,6 +97,9 @@ class Prefill(ABC):
 
     takes_policies = False
     """Whether it supports cache policies and reused segments."""
+
+    can_shard = False
+    """Whether it can leave keys and values on each stage where they are, for sharded decoding."""
 
     def check(self, model: Model, num_stages: int) -> None:  # noqa: B027 (most have nothing to check)
         """Check that the strategy supports this model on this number of stages. Raises: ValueError."""

@@ -35,6 +35,7 @@ class ChainRun:
         num_slabs: number of slabs; with fewer than layers they form a ring.
         depth: most layers in flight.
         rotaries: of each layer, if keys are stored unrotated.
+        own: stores what follows the spans, in memory that stays.
 
     Raises:
         ValueError: the memory of the slabs cannot be allocated.
@@ -50,6 +51,7 @@ class ChainRun:
         num_slabs: int,
         depth: int,
         rotaries: Sequence[Rotary] | None = None,
+        own: KVCache | None = None,
     ) -> None:
         self.job, self.is_last = job, schedule.is_last
         self.cache = KVCache(
@@ -60,6 +62,7 @@ class ChainRun:
             device=job.ranks.device,
             rotaries=rotaries,
             allocate=carrier.allocator(job.ranks, schedule),
+            own=own,
         )
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)

@@ -2,12 +2,16 @@
 
 A stage is one rank with the whole model, or several that share it. It runs the model on its chunk. In every layer it
 first sends its keys and values to the next stage, then attends to its own chunk while the prefix arrives, and then to
-the prefix. Only the last stage holds the KV cache of the whole prompt; the others have a ring of a few layers. A chain
-of one stage is ordinary prefill.
+the prefix. Only the last stage holds the KV cache of the whole prompt; the others have a ring of a few layers. For
+sharded decoding every stage keeps its own chunk instead, and all have a ring for the prefix. A chain of one stage is
+ordinary prefill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from runahead.cache.shard import Shard, ShardCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
@@ -25,6 +29,7 @@ class KVRunahead(Prefill):
     """Prefill by a chain of stages, with the chunks of the user's partition."""
 
     takes_policies = True
+    can_shard = True
 
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         return chosen(num_tokens, num_stages).check(num_tokens, num_stages)
@@ -86,6 +91,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
+    if job.shards is not None:
+        return _run_sharded(job, job.shards[ranks.stage], carrier, schedule, depth, first_needed)
     # Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
     kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
@@ -107,3 +114,27 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
     return run.compute(attention, [chunk], store=cache if schedule.is_last else None)
+
+
+def _run_sharded(
+    job: PrefillJob,
+    shard: Shard,
+    carrier: type[KVTransfer],
+    schedule: TransferSchedule,
+    depth: int,
+    first_needed: Callable[[int, int], int],
+) -> Prefilled:
+    """Run a rank's part, with a ring for the prefix and memory for the rank's shard, in which its chunk is computed."""
+    model, pads, chunk = job.model, job.batch.pads, shard.chunk
+    own = ShardCache.slabs(model.kv_shapes, shard, batch=len(pads), device=job.ranks.device)
+    run = ChainRun(
+        job,
+        carrier,
+        schedule,
+        spans=[(first_needed(layer, chunk.start), chunk.start) for layer in range(model.num_layers)],
+        num_slabs=depth,
+        depth=depth,
+        own=own,
+    )
+    attention = ChainAttention(run, run.cache, start=chunk.start, pads=pads)
+    return run.compute(attention, [chunk], store=ShardCache(own, shard, pads=pads))

@@ -31,6 +31,7 @@ STUDIES = (
     "pyramid_relations",
     "retrieval_decode",
     "retrieval_quality",
+    "sharded_decode",
     "split_quality",
 )
 

@@ -103,6 +103,8 @@ class Drilling:
             options.append(f"ranks.tensor={drill.tensor}")
         if variant == "copy":
             options.append("prefill.carrier=copy")
+        elif variant == "sharded":
+            options.append("decode=sharded")
         elif variant:
             options.append(f"prefill.{'transfer' if name == 'kv_runahead' else 'exchange'}={variant}")
         files = {"report": "run.json", "timeline": "trace.json"}
@@ -204,7 +206,10 @@ NAMED = {
 }
 """What some line is to say."""
 
-WAITED = r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the next token of rank \d|the end of the generation)"
+WAITED = (
+    r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the attention of rank \d|the next token of rank \d"
+    r"|the end of the generation)"
+)
 """What both ranks say when the link between them is gone."""
 
 

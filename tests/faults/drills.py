@@ -13,6 +13,8 @@ TIMEOUT_S = 3.0
 
 MOMENTS = ("load", "prefill", "send", "decode")
 PREFILLS = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
+SHARDED = "kv_runahead sharded"
+"""With sharded decoding, which is drilled by the tests alone."""
 FILES = ("report", "timeline", "fault report", "table", "cache")
 
 KINDS = {
@@ -51,7 +53,7 @@ class Drill:
         kind: one of `KINDS`.
         size: ranks of the job; four stages are on two hosts.
         tensor: ranks of a stage, which share the model.
-        prefill: one of `PREFILLS`.
+        prefill: one of `PREFILLS`, or `SHARDED`.
         rank: where it happens, or at whose moment the network or the launcher is attacked.
         moment, layer: when.
         seconds: of a delay.

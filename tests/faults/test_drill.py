@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.faults import models
 from tests.faults.drilling import ROOT, Drilling, is_ours, said_wrong
-from tests.faults.drills import FIRST_LATER, KINDS, NETWORK_KINDS, Drill, drill
+from tests.faults.drills import FIRST_LATER, KINDS, NETWORK_KINDS, SHARDED, Drill, drill
 from tests.faults.table import BEGIN, END, with_table
 
 
@@ -47,6 +47,11 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="delay of a rank", size=6, tensor=2, rank=2, moment="decode", seconds=1.0),
             marks=pytest.mark.slow,
         ),
+        Drill(kind="kill -9 of a rank", rank=0, moment="decode", prefill=SHARDED),
+        pytest.param(
+            Drill(kind="stop of a rank", size=3, rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow
+        ),
+        pytest.param(Drill(kind="link cut", rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
         Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
         Drill(kind="full disk", file="report"),

@@ -173,6 +173,7 @@ CHOICES = {
     "model": ("smollm2", "hf", "random"),
     "prefill": ("kv_runahead", "single", "tsp", "zigzag", "tensor"),
     "partition": ("auto", "even", "ratios", "table"),
+    "decode": ("auto", "last", "sharded"),
     "ranks": ("auto", "cpu", "cuda"),
     "generation": ("greedy", "sample"),
     "policy": NAMES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -11,14 +12,16 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runahead import Engine, GenerationOptions, Model, Ranks
+from runahead import DecodeOptions, Engine, GenerationOptions, Model, Ranks
+from runahead.config import DecodeName
+from runahead.decoding.forward import FixedForward
 from runahead.kv_transfer import copy, gloo
 from runahead.prefill.chain_attention import ChainAttention
 
 NUM_LAYERS = 12
 
 
-def _engine(ranks: Ranks, seed: int = 0) -> Engine:
+def _engine(ranks: Ranks, seed: int = 0, decode: DecodeName = DecodeName.auto) -> Engine:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=61,
@@ -28,7 +31,7 @@ def _engine(ranks: Ranks, seed: int = 0) -> Engine:
         num_attention_heads=2,
         max_position_embeddings=4096,
     )
-    return Engine(Model(LlamaForCausalLM(config).eval()), ranks)
+    return Engine(Model(LlamaForCausalLM(config).eval()), ranks, decode=DecodeOptions(name=decode))
 
 
 def _in_layer(layer: int, action: Any) -> None:
@@ -43,9 +46,15 @@ def _in_layer(layer: int, action: Any) -> None:
     ChainAttention.attend = attend_with_action  # type: ignore[method-assign]
 
 
-def generate(ranks: Ranks, num_tokens: int = 30, max_new_tokens: int = 4, seed: int = 0) -> tuple[str, float]:
+def generate(
+    ranks: Ranks,
+    num_tokens: int = 30,
+    max_new_tokens: int = 4,
+    seed: int = 0,
+    decode: DecodeName = DecodeName.auto,
+) -> tuple[str, float]:
     """("ok" or the error, seconds until then)."""
-    engine = _engine(ranks, seed)
+    engine = _engine(ranks, seed, decode)
     began = time.monotonic()
     try:
         engine.generate([list(range(num_tokens))], GenerationOptions(max_new_tokens=max_new_tokens, ignore_eos=True))
@@ -139,3 +148,37 @@ def stop_receiving(ranks: Ranks, num_tokens: int) -> tuple[str, float]:
 
 
 SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)
+
+
+def _sharded(ranks: Ranks, failing: int, action: Any, step: int = 3) -> tuple[str, float]:
+    """Decode on all ranks; the failing one runs `action` before a step."""
+    steps = itertools.count()
+    forward = FixedForward._step
+
+    def forward_with_action(self: FixedForward) -> torch.Tensor:
+        if next(steps) == step:
+            action()
+        return forward(self)
+
+    if ranks.rank == failing:
+        FixedForward._step = forward_with_action  # type: ignore[method-assign]
+    return generate(ranks, max_new_tokens=8, decode=DecodeName.sharded)
+
+
+def signal_in_sharded_decoding(ranks: Ranks, failing: int, number: int) -> tuple[str, float]:
+    """The failing rank is killed or stopped in the middle of decoding."""
+    return _sharded(ranks, failing, lambda: os.kill(os.getpid(), number))
+
+
+def hang_in_sharded_decoding(ranks: Ranks, failing: int, seconds: float) -> tuple[str, float]:
+    """The failing rank stands still in the middle of decoding, alive and silent."""
+    return _sharded(ranks, failing, lambda: time.sleep(seconds))
+
+
+def raise_in_sharded_decoding(ranks: Ranks, failing: int) -> tuple[str, float]:
+    """The failing rank raises in the middle of decoding."""
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    return _sharded(ranks, failing, fail)

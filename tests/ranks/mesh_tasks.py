@@ -14,7 +14,8 @@ from torch import Tensor
 from launch.infer import INFER, infer
 from partitioner.auto.partition import AutoPartition
 from partitioner.search import SEARCH, search
-from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.config import DecodeName
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.store import SegmentStore
@@ -61,6 +62,7 @@ def generate(
     boundaries: tuple[int, ...] | None = None,
     prefill: PrefillOptions | None = None,
     policies: RankPolicies | None = None,
+    decode: DecodeName = DecodeName.auto,
     **sizes: Any,
 ) -> tuple[GenerationBatch, Steps]:
     """What `Engine.generate` returns on this rank, and what it told `on_tokens` there. Chunks are even by default."""
@@ -68,7 +70,8 @@ def generate(
     with arranged(ranks, num_shares), throughout(torch.float64):
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
         partition = even if boundaries is None else lambda *_: ContextPartition(boundaries=boundaries)
-        engine = Engine(model, ranks, prefill=prefill, partition=partition, policies=policies)
+        decodes = DecodeOptions(name=decode)
+        engine = Engine(model, ranks, prefill=prefill, partition=partition, policies=policies, decode=decodes)
         batch = engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True)
     return batch, steps
 

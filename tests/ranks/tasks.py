@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
 from runahead.cache.kv_cache import KVCache
+from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport
@@ -97,6 +98,7 @@ def generate(
     prefill: PrefillOptions | None = None,
     first_index: int = 0,
     eos: list[int] | None = None,
+    decode: DecodeName = DecodeName.auto,
 ) -> tuple[GenerationBatch, Steps]:
     """What `Engine.generate` returns on this rank, and what it told `on_tokens` there.
 
@@ -104,7 +106,7 @@ def generate(
     """
     model = tiny_model(family)
     partition = even if boundaries is None else lambda *_: ContextPartition(boundaries=boundaries)
-    engine = Engine(model, ranks, prefill=prefill, partition=partition)
+    engine = Engine(model, ranks, prefill=prefill, partition=partition, decode=DecodeOptions(name=decode))
     steps: Steps = []
     with (
         throughout(model.dtype),

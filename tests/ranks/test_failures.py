@@ -113,3 +113,33 @@ def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool) -> None:
     assert outcome == "ok"
     # Three layers' receives are posted ahead there, and three more layers wait in the slots here.
     assert 3 <= opened <= 6 < failing_tasks.NUM_LAYERS
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_silent_rank_is_named_while_ranks_decode_together(pool: RankPool, failing: int) -> None:
+    outcomes = pool.run(failing_tasks.hang_in_sharded_decoding, failing, TIMEOUT_S + 3.0)
+    message, seconds = outcomes[1 - failing]
+    assert message.startswith(f"PeerFailure: rank {failing} has been silent")
+    assert f"the attention of rank {failing}" in message
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + MARGIN_S
+
+
+def test_announced_failure_reaches_ranks_that_decode_together(pool: RankPool) -> None:
+    (own, _), (message, seconds) = pool.run(failing_tasks.raise_in_sharded_decoding, 0)
+    assert own == "RuntimeError: out of luck"
+    assert "rank 0 failed: out of luck" in message
+    assert seconds < TIMEOUT_S + MARGIN_S
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_killed_rank_is_noticed_while_ranks_decode_together(pool: RankPool, failing: int) -> None:
+    with pytest.raises(RuntimeError, match="the process has ended") as caught:
+        pool.run(failing_tasks.signal_in_sharded_decoding, failing, failing_tasks.SIGKILL)
+    assert f"rank {1 - failing}:" not in str(caught.value)
+
+
+def test_stopped_rank_is_noticed_while_ranks_decode_together(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", TIMEOUT_S + MARGIN_S)
+    with pytest.raises(RuntimeError, match="rank 0:\nno answer") as caught:
+        pool.run(failing_tasks.signal_in_sharded_decoding, 0, failing_tasks.SIGSTOP)
+    assert "rank 1:" not in str(caught.value)

@@ -221,13 +221,20 @@ def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path
     answers = []
     for start in range(2):
         path = tmp_path / f"{start}.json"
-        done = torchrun(*options(model, f"prompt.file={tmp_path / 'texts.jsonl'}", f"report={path}"), cwd=tmp_path)
+        decode = ("last", "sharded")[start]  # which answer alike
+        files = f"prompt.file={tmp_path / 'texts.jsonl'}", f"report={path}"
+        done = torchrun(*options(model, *files, f"decode={decode}"), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        assert ("\ndecoding " in done.stderr) == (decode == "sharded")
         [kept] = (tmp_path / "cache" / "splits").iterdir()
         told = [line for line in done.stderr.splitlines() if "partition=auto" in line]
         assert told == ([] if start else [f"partition=auto: timed a few layers for the first split; kept in {kept}"])
         prompts = json.loads(path.read_text(encoding="utf-8"))["prompts"]
         assert {prompt["partition"]["name"] for prompt in prompts} == {"auto"}
+        for prompt in prompts:  # a short one may be left to one rank
+            several = all(rank["chunk_tokens"] for rank in prompt["ranks"])
+            assert prompt["decode"] == (decode if several else "last")
+        assert {decode} <= {prompt["decode"] for prompt in prompts}
         assert all(sum(rank["chunk_tokens"] for rank in each["ranks"]) == each["prompt_tokens"] for each in prompts)
         assert json.loads(kept.read_text())["prompts"], "what the prompts told"
         answers.append(done.stdout)

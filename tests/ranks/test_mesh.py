@@ -26,7 +26,7 @@ from policies.quest import Quest
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import Carrier, Exchange, Positions, PrefillName, Transfer
+from runahead.config import Carrier, DecodeName, Exchange, Positions, PrefillName, Transfer
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -147,6 +147,23 @@ class TestGeneration:
                 assert tokens(batch) == tokens(alone)
             assert [len(steps) for _, steps in results] == [len(results[0][1]), 0, 0, 0]
             assert results[0][1]
+
+    @pytest.mark.parametrize("bounds", [(0, 31, 50), (0, 9, 50)])
+    def test_tokens_and_bytes_of_stages_that_decode_together(
+        self, rank_pools: RankPools, bounds: tuple[int, ...]
+    ) -> None:
+        """Each share gathers with those of the same heads; of some rows the first stage has no token."""
+        prompts = [prompt(50), prompt(9, seed=1), prompt(31, seed=2)]
+        task = partial(mesh_tasks.generate, boundaries=bounds, decode=DecodeName.sharded)
+        whole = rank_pools.run(2, task, 1, "llama", prompts, GREEDY)[0][0]
+        [(alone, _)] = rank_pools.run(1, mesh_tasks.generate, 1, "llama", prompts, GREEDY)
+        results = rank_pools.run(4, task, 2, "llama", prompts, GREEDY)
+        for batch, _ in results:
+            assert batch.decode == "sharded"
+            assert tokens(batch) == tokens(alone)
+            kept = [rank.kv_kept_bytes for rank in batch.ranks]
+            assert kept == [rank.kv_kept_bytes // 2 for rank in whole.ranks for _ in range(2)]
+        assert [len(steps) for _, steps in results] == [len(results[0][1]), 0, 0, 0]
 
     def test_report_says_where_every_rank_is(self, rank_pools: RankPools) -> None:
         task = partial(mesh_tasks.generate, boundaries=(0, 31, 50))

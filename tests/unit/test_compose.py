@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
 from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
-from runahead.config import ModelName, PrefillName
+from runahead.config import DecodeName, ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +57,7 @@ def test_every_choice_has_a_file():
         "model": ModelName,
         "prefill": PrefillName,
         "partition": PartitionName,
+        "decode": DecodeName,
     }.items():
         assert {path.stem for path in (CONF / group).glob("*.yaml")} == set(kind.__members__)
 
@@ -166,6 +167,9 @@ MISTAKES = [
     (["prompt.chat=maybe"], "is not one of auto, true, false"),
     (["generation.max_new_tokens=0"], "generation.max_new_tokens=0 must be at least 1"),
     (["generation.stop="], "empty string"),
+    (["decode=first"], "decode=first is not one of auto, last, sharded"),
+    (["decode=sharded", "prefill=tsp"], "decode=sharded needs prefill=kv_runahead: prefill=tsp collects"),
+    (["decode=sharded", "policy=snapkv"], "policy=snapkv chooses tokens on the last rank; use decode=last"),
     (["report=${nothing}"], "report=${nothing} cannot be used"),
     (["prompt.fi\nle=x"], "did you mean prompt.file?"),
     (["prompt.text=\udc80"], "not valid UTF-8"),

@@ -80,6 +80,7 @@ OF_A_PROMPT = {
     "tpot_s",
     "warm",
     "partition",
+    "decode",
     "ranks",
     "first_token_logits_top5",
 }

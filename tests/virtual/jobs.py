@@ -16,6 +16,7 @@ from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
+from runahead.kv_transfer.gathering import NcclGathering
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.model.model import Model
@@ -249,3 +250,21 @@ def slabs(
     for slab in cache._slabs:
         ranks.accelerator.watch(slab, SHAPE.bytes_per_token())
     return cache
+
+
+def decoding(size: int, *, num_layers: int = 2, steps: int = 2) -> Callable[[VirtualRanks], None]:
+    """Part of a rank in a chain of ranks that then decode together: they gather in each layer, and each token."""
+
+    def body(ranks: VirtualRanks) -> None:
+        chain(size, Transfer.relay, num_layers=num_layers)(ranks)
+        gather, gpu = NcclGathering(ranks, range(size)), ranks.accelerator
+        for _ in range(steps):
+            for _ in range(num_layers):
+                part = torch.zeros(3)
+                gpu.kernel(writes=[part])
+                gpu.kernel(reads=[gather(part)])
+            gather.settle()
+            gather(torch.zeros(1), "the next token")
+            gather.settle()
+
+    return body

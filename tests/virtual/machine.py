@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -183,7 +185,8 @@ class Machine:
         for half in operation.halves if self.has_data else ():
             self._parts[half] = half.part
             if not half.is_send:
-                half.part.fill_(float("nan"))
+                of_no_use = float("nan") if half.part.is_floating_point() else torch.iinfo(half.part.dtype).max
+                half.part.fill_(of_no_use)
 
     def _move(self, operation: Operation) -> None:
         """Move the bytes of an operation's messages, unless the other end has done so."""

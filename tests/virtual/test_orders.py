@@ -11,7 +11,7 @@ import torch
 from runahead.config import Exchange, Transfer
 from runahead.ranks.accelerator import DIRECT_CTAS, OTHER_STREAMS, RELAY_CTAS, link_ctas
 from tests.virtual.device import Deadlock, Job, VirtualRanks, at_random, transfers_early, transfers_late
-from tests.virtual.jobs import chain, exchange
+from tests.virtual.jobs import chain, decoding, exchange
 from tests.virtual.machine import Budget, Half, Operation
 from tests.virtual.orders import stuck_after, stuck_in_any_order
 
@@ -25,6 +25,7 @@ BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
     "direct": lambda size: chain(size, Transfer.direct),
     "ring": lambda size: exchange(size, Exchange.ring),
     "all_gather": lambda size: exchange(size, Exchange.all_gather),
+    "sharded decoding": decoding,
 }
 
 
@@ -82,7 +83,7 @@ def test_links_that_share_hardware_queues_get_stuck_and_are_not_let(size: int, q
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["relay", "ring", "all_gather"])
+@pytest.mark.parametrize("name", ["relay", "ring", "all_gather", "sharded decoding"])
 def test_one_hardware_queue_is_enough_without_direct_links(name: str, size: int) -> None:
     """Any other number of queues holds up less."""
     assert stuck_in_any_order(programs(BODIES[name](size), size), Budget(queues=1)) is None

@@ -1,0 +1,196 @@
+"""One stage's share of the keys and values of a text: its chunk of the prompt, and some of the new tokens.
+
+Which stage stores which new token is known before the prefill, and so are the bytes of every stage.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, S keys, H key dim, V value dim.
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from runahead.attention.causal import nothing, padded_together, rows_by_pad
+from runahead.attention.partial import AttentionTerms, attend_one
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kv_cache import KVCache, SlabLayer
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVShape, KVSlab
+from runahead.context import ContextPartition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The tokens of a padded batch that one stage stores.
+
+    Attributes:
+        chunk: indices of the prompt's tokens.
+        num_tokens: length of the padded prompt.
+        is_own: of each new token that is stored anywhere, whether it is stored here.
+    """
+
+    chunk: range
+    num_tokens: int
+    is_own: tuple[bool, ...]
+
+    @cached_property
+    def own_new(self) -> list[int]:
+        """Indices of the new tokens that are stored here."""
+        return [self.num_tokens + new for new, is_own in enumerate(self.is_own) if is_own]
+
+    @cached_property
+    def own_before(self) -> list[int]:
+        """Number of own tokens among the new tokens before each one, and among all of them."""
+        return list(accumulate(self.is_own, initial=0))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The chunk, followed by slots for the own new tokens and one for those of others.
+
+        A step over tensors of fixed shape stores its token in any case: that of another stage in the last slot, which
+        is never read.
+        """
+        return self.chunk.start, self.chunk.stop + len(self.own_new) + (1 if self.is_own else 0)
+
+    def indices(self) -> list[int]:
+        """Indices in the padded batch of all tokens that are stored here in the end, in the order of their slots."""
+        return [*self.chunk, *self.own_new]
+
+    def slots_before(self, index: int) -> int:
+        """Number of slots whose token comes before this index."""
+        if index < self.chunk.stop:
+            return max(0, index - self.chunk.start)
+        return len(self.chunk) + bisect_left(self.own_new, index)
+
+
+def shards(partition: ContextPartition, num_new: int) -> dict[int, Shard]:
+    """The shard of every stage with a chunk. A new token goes to the stage that stores fewest tokens by then.
+
+    Args:
+        num_new: number of new tokens that are stored.
+    """
+    stored = {stage: len(partition.chunk(stage)) for stage in partition.chain}
+    owners = []
+    for _ in range(num_new):
+        owner = min(stored, key=lambda stage: stored[stage])  # the first of several
+        stored[owner] += 1
+        owners.append(owner)
+    return {
+        stage: Shard(
+            chunk=partition.chunk(stage),
+            num_tokens=partition.num_tokens,
+            is_own=tuple(owner == stage for owner in owners),
+        )
+        for stage in partition.chain
+    }
+
+
+def shard_bytes(shapes: Sequence[KVShape], shard: Shard, batch: int) -> int:
+    """Bytes of the keys and values of a shard in all layers."""
+    first, end = shard.span
+    return (end - first) * sum(shape.bytes_per_token(batch) for shape in shapes)
+
+
+@dataclass(kw_only=True)
+class SeenShard(SeenKV):
+    """The tokens of one stage together with the query of the newest token, wherever that is stored.
+
+    Attributes:
+        query: index of the newest token in the padded batch.
+        end: number of slots in use.
+        index_T: index of the token in each slot.
+    """
+
+    slab: KVSlab
+    shard: Shard
+    pads: Sequence[int]
+    query: int
+    end: int
+    index_T: Tensor
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        assert self.q_BNCH.shape[2] == 1, self.q_BNCH.shape
+        parts, groups = [], rows_by_pad(self.pads)
+        for rows, pad in groups:
+            query = self.query - pad
+            first = 0 if terms.rule is None else terms.rule.first_key(query)
+            begin = min(self.end, self.shard.slots_before(first + pad))
+            offset = self.slab.first
+            k, v = (x[rows] for x in self.slab.read(offset + begin, offset + self.end))
+            parts.append(
+                attend_one(
+                    self.q_BNCH[rows],
+                    k,
+                    v,
+                    terms,
+                    query=query,
+                    first=first,
+                    keys=partial(self._positions, begin, pad),
+                )
+            )
+        return padded_together(self.q_BNCH, self.slab.value_dim, [rows for rows, _ in groups], parts)
+
+    def _positions(self, begin: int, pad: int) -> Tensor:
+        return self.index_T[begin : self.end] - pad
+
+
+class ShardLayer(LayerStore):
+    """One layer of a stage's shard."""
+
+    def __init__(self, slab: KVSlab, shard: Shard, pads: Sequence[int], index_T: Tensor) -> None:
+        self.slab, self._shard, self._pads, self._index_T = slab, shard, pads, index_T
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        new = tokens.start - self._shard.num_tokens
+        if self._shard.is_own[new]:
+            self.slab.write(self._shard.chunk.stop + self._shard.own_before[new], k_BKCH, v_BKCV)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenShard:
+        shard = self._shard
+        return SeenShard(
+            q_BNCH=q_BNCH,
+            slab=self.slab,
+            shard=shard,
+            pads=self._pads,
+            query=tokens.start,
+            end=len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1],
+            index_T=self._index_T,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slab.slab_TBKX.nbytes
+
+
+class ShardCache(KVStore):
+    """One stage's shard of a batch's KV cache.
+
+    Args:
+        own: slabs of the shard's span.
+        pads: left padding of each row.
+
+    Attributes:
+        own: the slabs, until another store takes them.
+    """
+
+    def __init__(self, own: KVCache, shard: Shard, *, pads: Sequence[int]) -> None:
+        self.own, self.shard, self.pads = own, shard, list(pads)
+        index_T = torch.tensor(shard.indices(), device=own.device)
+        self.layers = [ShardLayer(layer.slab, shard, pads, index_T) for layer in own.layers]
+
+    def take_layers(self) -> Iterator[SlabLayer]:
+        """Hand over the slabs, as `KVCache.take_layers`."""
+        self.layers = []
+        yield from self.own.take_layers()
+
+    @classmethod
+    def slabs(cls, shapes: Sequence[KVShape], shard: Shard, *, batch: int, device: torch.device) -> KVCache:
+        """Empty slabs for a shard. Raises: ValueError: the memory cannot be allocated."""
+        spans = [shard.span] * len(shapes)
+        return KVCache(shapes, batch=batch, spans=spans, num_slabs=len(shapes), device=device)

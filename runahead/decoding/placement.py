@@ -1,0 +1,223 @@
+"""Where the keys and values of a batch are while decoding: all on the last stage, or on each stage those of its chunk.
+
+Sharded, each stage reads its own keys and values alone, and the stages exchange a few numbers per layer. Which way is
+faster depends on the machine: both are timed, at a length of the prompt's, unless earlier timings tell. The gain of
+sharding grows with the length, so a length at which it is faster answers for all longer ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.shard import Shard, ShardCache, shard_bytes, shards
+from runahead.cache.sharded import ShardedCache
+from runahead.config import DecodeName, DecodeOptions
+from runahead.context import ContextPartition
+from runahead.decoding.forward import fastest_form, forward_over
+from runahead.kv_transfer.gathering import Gathering, Gatherings
+from runahead.model.loading.memory import available_bytes, free_device_bytes
+from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
+
+LEAST_SHARE = 0.02
+"""Share of the bytes that a decoding step reads below which saving them is not worth a measurement."""
+
+LEAST_BYTES = 8 << 20
+"""Bytes of keys and values that are read in about the time of the exchanges, so that nothing can be gained."""
+
+TIMED_BYTES = 512 << 20
+"""Most bytes of keys and values over which decoding steps are timed."""
+
+ROUNDS, STEPS = 2, 3
+"""Rounds of timing both ways, and decoding steps of each, of which the first does not count."""
+
+Timed = Callable[[Tensor], Tensor]
+"""A decoding step that is timed: token ids (B, 1) -> logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of a decoding step of a batch over so many tokens, on the last stage alone and on all of them."""
+
+    batch: int
+    num_tokens: int
+    last_s: float
+    sharded_s: float
+
+    @property
+    def gain_s(self) -> float:
+        return self.last_s - self.sharded_s
+
+
+class Placement:
+    """Chooses for each batch where its keys and values are while decoding. Every rank makes the same calls.
+
+    Args:
+        options: the choice, if it is not left to measurements.
+        can_shard: whether the prefill leaves keys and values where they were computed.
+
+    Attributes:
+        timings: of the lengths that were timed.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, options: DecodeOptions, *, can_shard: bool) -> None:
+        self._model, self._ranks, self._name = model, ranks, options.name
+        self._can_shard = can_shard and ranks.num_stages > 1 and options.name is not DecodeName.last
+        self._gatherings = Gatherings(ranks)
+        self.timings: list[Timing] = []
+
+    def shards(self, partition: ContextPartition, *, batch: int, num_new: int) -> dict[int, Shard] | None:
+        """What each stage stores of a batch of padded prompts; None if the last one stores everything.
+
+        Args:
+            batch: number of rows.
+            num_new: number of new tokens per row that are stored.
+        """
+        if not self._can_shard or len(partition.chain) == 1:
+            return None
+        chosen = shards(partition, num_new)
+        if self._name is DecodeName.sharded:
+            return chosen
+        weights = sum(parameter.nbytes for parameter in self._model.module.parameters())
+        device = self._ranks.device
+        free = available_bytes() if device.type == "cpu" else free_device_bytes(device)
+        by_rank = self._ranks.gather((free, weights), "the free memory")  # so that all ranks choose the same
+        if self._must_shard(chosen, batch, [free for free, _ in by_rank]):
+            return chosen
+        weights = max(weights for _, weights in by_rank)
+        return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights) else None
+
+    def gathering(self, chain: Sequence[int], batch: int) -> Gathering | None:
+        """The gathering of this rank's share of these stages for a batch; None on a rank of another stage."""
+        mesh, ranks = self._ranks.mesh, self._ranks
+        widest = max(shape.value_dim for shape in self._model.kv_shapes) + 1
+        itemsize = torch.promote_types(self._model.dtype, torch.float32).itemsize
+        members = [mesh.rank(stage, ranks.share) for stage in chain]
+        return self._gatherings.between(members, batch * self._model.num_query_heads * widest * itemsize)
+
+    def _must_shard(self, chosen: dict[int, Shard], batch: int, free_by_rank: Sequence[int]) -> bool:
+        """Whether the last stage has no room for everything, and every stage has room for its shard."""
+        mesh = self._ranks.mesh
+        needed = {stage: shard_bytes(self._model.kv_shapes, shard, batch) for stage, shard in chosen.items()}
+        free = {stage: min(free_by_rank[rank] for rank in mesh.members(stage)) for stage in chosen}
+        each_fits = all(needed[stage] <= free[stage] for stage in chosen)
+        return each_fits and sum(needed.values()) > free[list(chosen)[-1]]
+
+    def _is_faster(self, partition: ContextPartition, chosen: dict[int, Shard], batch: int, weights: int) -> bool:
+        """Whether a decoding step is faster sharded, by what was timed, or is timed now.
+
+        Args:
+            weights: bytes of the weights that a rank reads.
+        """
+        if self._ranks.backend == "nccl":
+            return False  # sharded decoding over NCCL was only ever run on virtual GPUs
+        token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
+        num_tokens = partition.num_tokens
+        saved = (num_tokens - max(partition.chunk_lengths)) * token_bytes
+        if saved < max(LEAST_BYTES, LEAST_SHARE * (weights + num_tokens * token_bytes)):
+            return False
+        for timing in self.timings:
+            if timing.batch == batch and timing.gain_s > 0 and timing.num_tokens <= num_tokens:
+                return True
+            if timing.batch == batch and timing.gain_s <= 0 and timing.num_tokens >= num_tokens:
+                return False
+        longest = (self._model.max_positions or num_tokens + ROUNDS * STEPS) - ROUNDS * STEPS
+        timed = max(len(chosen), min(num_tokens, longest, TIMED_BYTES // token_bytes))
+        gain_s = self._timing(partition, timed, batch).gain_s
+        if gain_s <= 0 and timed < num_tokens:  # extrapolated, along the line through a second length
+            shorter = self._timing(partition, max(len(chosen), timed // 4), batch)
+            slope_s = (gain_s - shorter.gain_s) / max(1, timed - shorter.num_tokens)
+            gain_s += slope_s * (num_tokens - timed)
+        return gain_s > 0
+
+    def _timing(self, partition: ContextPartition, num_tokens: int, batch: int) -> Timing:
+        """Time decoding steps both ways in turn, over zeros, split like `partition`."""
+        for timing in self.timings:
+            if (timing.batch, timing.num_tokens) == (batch, num_tokens):
+                return timing
+        ranks, last = self._ranks, partition.chain[-1]
+        gather, source = self.gathering(partition.chain, batch), ranks.mesh.rank(last, 0)
+        with ranks.busy():
+            alone = self._alone(num_tokens, batch) if ranks.stage == last else None
+            sharded = None if gather is None else self._sharded(_scaled(partition, num_tokens), batch, gather)
+        alone_s, sharded_s = list[float](), list[float]()
+        for _ in range(ROUNDS):
+            ranks.barrier("all ranks to time decoding steps")
+            if alone is not None:
+                alone_s += self._times(alone, batch)
+            ranks.barrier("all ranks to time decoding steps")
+            if sharded is not None:
+                sharded_s += self._times(sharded, batch, gather)
+        by_rank = ranks.gather((alone_s, sharded_s), "the time of decoding steps")
+        timing = Timing(
+            batch=batch,
+            num_tokens=num_tokens,
+            last_s=median(by_rank[source][0]),
+            sharded_s=median(by_rank[source][1]),
+        )
+        self.timings.append(timing)
+        return timing
+
+    def _times(self, forward: Timed, batch: int, gather: Gathering | None = None) -> list[float]:
+        """Seconds of a few decoding steps, without the first."""
+        ids_B1, seconds = torch.zeros(batch, 1, dtype=torch.long, device=self._ranks.device), []
+        for _ in range(STEPS):
+            began_s = time.perf_counter()
+            logits_BV = forward(ids_B1)
+            if gather is not None:
+                gather.settle()
+            tokens_B = logits_BV.argmax(dim=-1) if logits_BV.shape[1] else ids_B1[:, 0]
+            if gather is not None:
+                tokens_B = gather(tokens_B, "the next token")[-1]
+                gather.settle()
+            tokens_B.tolist()
+            seconds.append(time.perf_counter() - began_s)
+            self._ranks.progress()
+        return seconds[1:]
+
+    def _alone(self, num_tokens: int, batch: int) -> Timed:
+        return self._forward(self._model.empty_cache(num_tokens + ROUNDS * STEPS, batch=batch), num_tokens, batch)
+
+    def _sharded(self, partition: ContextPartition, batch: int, gather: Gathering) -> Timed:
+        shard = shards(partition, ROUNDS * STEPS)[self._ranks.stage]
+        slabs = ShardCache.slabs(self._model.kv_shapes, shard, batch=batch, device=self._ranks.device)
+        return self._forward(slabs, partition.num_tokens, batch, shard, gather)
+
+    def _forward(
+        self,
+        slabs: KVCache,
+        num_tokens: int,
+        batch: int,
+        shard: Shard | None = None,
+        gather: Gathering | None = None,
+    ) -> Timed:
+        """A forward of single tokens over slabs of zeros."""
+        pads, index = [0] * batch, count(num_tokens)
+        for layer in slabs.layers:
+            layer.slab.slab_TBKX.zero_()
+        cache: KVStore = slabs if shard is None else ShardCache(slabs, shard, pads=pads)
+        cache = fastest_form(cache, self._model, pads=pads, num_tokens=num_tokens)
+        is_told = False
+        if gather is not None:
+            cache, is_told = ShardedCache(cache, gather), not gather.is_last
+        forward = forward_over(self._model, cache, [], pads=pads, prompt_tokens=num_tokens, is_told=is_told)
+        return lambda ids_B1: forward(ids_B1, next(index))
+
+
+def _scaled(partition: ContextPartition, num_tokens: int) -> ContextPartition:
+    """A partition of fewer tokens, with the same chain and about the same shares."""
+    ends, chain = [0], partition.chain
+    for stage, end in enumerate(partition.boundaries[1:]):
+        later = sum(other > stage for other in chain)
+        least = ends[-1] + (stage in chain)
+        ends.append(max(least, min(num_tokens * end // partition.num_tokens, num_tokens - later)))
+    return ContextPartition(boundaries=tuple(ends)).check(num_tokens, partition.num_ranks)

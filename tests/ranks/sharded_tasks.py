@@ -1,0 +1,170 @@
+"""Tasks of ranks in test_sharded.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead.cache.kv_cache import KVCache
+from runahead.config import DecodeName
+from runahead.decoding import together
+from runahead.decoding.sampling import Sampler
+from runahead.kv_transfer import gathering
+from runahead.prefill.chain_attention import ChainAttention
+from runahead.ranks.mapped.memory import Unmapped
+from runahead.report import GenerationBatch, RankReport
+from tests.families import prompt, throughout
+from tests.ranks.tasks import generate, tiny_model
+
+Case = tuple[list[list[int]], tuple[int, ...], GenerationOptions, PrefillOptions]
+"""Prompts, boundaries and options of one batch."""
+
+
+def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list[list[int]], list[list[float]], str]]:
+    """Of each case: new tokens of every row, logits of the last token on the rank that chooses, and where KV were."""
+    found = []
+    seen: list[Tensor] = []
+    choose = together.next_tokens
+
+    def next_tokens(
+        samplers: Sequence[Sampler | None], ids: Sequence[list[int]], logits_BV: Tensor
+    ) -> list[int | None]:
+        seen[:] = [logits_BV.clone()]
+        return choose(samplers, ids, logits_BV)
+
+    for prompts, bounds, options, prefill in cases:
+        seen.clear()
+        with mock.patch.object(together, "next_tokens", next_tokens):
+            batch, _ = generate(ranks, family, prompts, options, bounds, prefill, decode=DecodeName.sharded)
+        rows = [generation.new_token_ids for generation in batch.generations]
+        found.append((rows, seen[0].tolist() if seen else [], batch.decode))
+    return found
+
+
+def kv_bytes(
+    ranks: Ranks, family: str, prompts: list[list[int]], options: GenerationOptions, bounds: tuple[int, ...]
+) -> tuple[int, int, RankReport]:
+    """Most bytes of slabs alive in a layer of the prefill, those alive after the call, and this rank's report."""
+    sizes: list[int] = [0]
+    slots: list[tuple[StorageWeakRef, int]] = []
+    attend, make_cache = ChainAttention.attend, KVCache.__init__
+
+    def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
+        make_cache(self, *args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slabs)
+
+    def live_bytes() -> int:
+        return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
+
+    def attend_and_look(self: ChainAttention, *args: Any) -> Tensor:
+        sizes.append(live_bytes())
+        return attend(self, *args)
+
+    partition = ContextPartition(boundaries=bounds)
+    engine = Engine(
+        tiny_model(family),
+        ranks,
+        partition=lambda *_: partition,
+        decode=DecodeOptions(name=DecodeName.sharded),
+    )
+    with (
+        mock.patch.object(KVCache, "__init__", make_cache_and_note_slots),
+        mock.patch.object(ChainAttention, "attend", attend_and_look),
+        throughout(torch.float64),
+    ):
+        batch = engine.generate(prompts, options)
+    gc.collect()
+    return max(sizes), live_bytes(), batch.ranks[ranks.rank]
+
+
+def over_the_backend(
+    ranks: Ranks, family: str, prompts: list[list[int]], options: GenerationOptions, bounds: tuple[int, ...]
+) -> tuple[GenerationBatch, str]:
+    """As `generate`, on ranks that map no memory for decoding; and the class that gathered."""
+    made: list[str] = []
+    begin = gathering.Gathering.__init__
+
+    def noted(self: gathering.Gathering, *args: Any) -> None:
+        begin(self, *args)
+        made.append(type(self).__name__)
+
+    with (
+        mock.patch.object(gathering, "SharedBytes", side_effect=Unmapped("no memory today")),
+        mock.patch.object(gathering.Gathering, "__init__", noted),
+    ):
+        batch, _ = generate(ranks, family, prompts, options, bounds, decode=DecodeName.sharded)
+    return batch, made[-1]
+
+
+def auto(
+    ranks: Ranks, family: str, lengths: Sequence[int], gains_s: dict[int, float], free: Sequence[int]
+) -> tuple[list[str], list[int]]:
+    """Where decode=auto puts keys and values of prompts of these lengths, and the lengths that it timed.
+
+    Args:
+        gains_s: seconds that sharding gains at the lengths that are timed.
+        free: free bytes of every rank.
+    """
+    from runahead.decoding import placement
+
+    model, timed = tiny_model(family), list[int]()
+
+    def timing(self: placement.Placement, partition: ContextPartition, num_tokens: int, batch: int) -> Any:
+        timed.append(num_tokens)
+        made = placement.Timing(batch=batch, num_tokens=num_tokens, last_s=1.0, sharded_s=1.0 - gains_s[num_tokens])
+        self.timings.append(made)
+        return made
+
+    chosen = []
+    with (
+        mock.patch.object(placement.Placement, "_timing", timing),
+        mock.patch.object(placement, "available_bytes", lambda: free[ranks.rank]),
+        mock.patch.object(placement, "LEAST_BYTES", 100),
+        mock.patch.object(placement, "LEAST_SHARE", 0.0),
+        mock.patch.object(placement, "TIMED_BYTES", 60 * sum(s.bytes_per_token() for s in model.kv_shapes)),
+        throughout(model.dtype),
+    ):
+        engine = Engine(model, ranks)
+        for length in lengths:
+            batch = engine.generate([prompt(length)], GenerationOptions(max_new_tokens=3, ignore_eos=True))
+            chosen.append(batch.decode)
+    return chosen, timed
+
+
+def timed_for_real(ranks: Ranks, family: str, ids: list[int]) -> tuple[list[int], str, list[tuple[float, float]]]:
+    """Tokens of a prompt whose placement is timed as in real use, where they were, and what was timed."""
+    from runahead.decoding import placement
+
+    with mock.patch.object(placement, "LEAST_BYTES", 100), mock.patch.object(placement, "LEAST_SHARE", 0.0):
+        model = tiny_model(family)
+        with throughout(model.dtype):
+            engine = Engine(model, ranks)
+            batch = engine.generate([ids], GenerationOptions(max_new_tokens=4, ignore_eos=True))
+    seconds = [(timing.last_s, timing.sharded_s) for timing in engine._placement.timings]
+    return batch.generations[0].new_token_ids, batch.decode, seconds
+
+
+def refused(ranks: Ranks) -> list[str]:
+    """What an engine says to options that do not go with sharded decoding."""
+    from policies.window import Window
+    from runahead.config import PrefillName
+    from runahead.thinning.rank_policies import RankPolicies
+
+    said = []
+    for prefill, policies in (
+        (PrefillOptions(name=PrefillName.zigzag), None),
+        (None, RankPolicies.everywhere([Window(budget=8)])),
+    ):
+        try:
+            decode = DecodeOptions(name=DecodeName.sharded)
+            Engine(tiny_model("llama"), ranks, prefill=prefill, policies=policies, decode=decode)
+        except ValueError as error:
+            said.append(str(error))
+    return said

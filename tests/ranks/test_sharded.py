@@ -1,0 +1,205 @@
+"""decode=sharded: each rank attends to the keys and values of its chunk, and the tokens are those of one rank."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from runahead import GenerationOptions, PrefillOptions
+from runahead.cache.shard import shards
+from runahead.config import Carrier, DecodeName, Transfer
+from runahead.context import ContextPartition
+from tests.conftest import RankPools
+from tests.families import FAMILIES, ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.ranks import sharded_tasks, tasks
+from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE
+from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
+
+NUM_NEW = 8
+GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+SPLITS = {
+    2: [(0, 41, 70), (0, 1, 70), (0, 69, 70)],
+    3: [(0, 30, 31, 70), (0, 30, 30, 70), (0, 0, 35, 70), (0, 40, 70, 70)],
+}
+SEVERAL = ["llama", "mistral", "gemma3_text", "gemma2", "gpt_oss", "bloom", "mpt", "deepseek_v3", "gpt_bigcode"]
+"""Plain attention, windows, both, soft caps, sinks, ALiBi, latent attention, one KV head."""
+
+BATCH = [prompt(70, seed=1), prompt(ROPE_THRESHOLD - NUM_NEW + 1, seed=2), prompt(1, seed=3), prompt(52, seed=4)]
+"""Of some rows a rank has no token at all."""
+
+
+def check(rank_pools: RankPools, size: int, family: str, cases: list[sharded_tasks.Case]) -> None:
+    """Run cases on ranks and compare tokens with transformers', and the logits of the last token."""
+    by_rank = rank_pools.run(size, sharded_tasks.sharded, family, cases)
+    for at, (prompts, bounds, options, _) in enumerate(cases):
+        expected = [oracle_tokens(family, tuple(ids), options.max_new_tokens) for ids in prompts]
+        for rows, _, decode in (of_rank[at] for of_rank in by_rank):
+            assert rows == expected, bounds
+            assert decode == ("sharded" if len(set(bounds)) > 2 else "last")
+        (logits,) = [of_rank[at][1] for of_rank in by_rank if of_rank[at][1]] or [None]
+        assert (logits is not None) == (len(set(bounds)) > 2)
+        if family == "llama_dynamic_ntk":
+            continue  # keys stay rotated for the length that the text had when they were computed
+        for ids, row, ours in zip(prompts, expected, logits or [], strict=False):
+            theirs = oracle_logits(family, (*ids, *row[:-1]))
+            assert largest_difference(ours, theirs) < TOLERANCE, bounds
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logits_equal_transformers_for_every_family(rank_pools: RankPools, family: str) -> None:
+    check(rank_pools, 2, family, [([prompt(PROMPT_TOKENS)], (0, 41, 70), GREEDY, PrefillOptions())])
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_of_any_length_and_no_chunk(rank_pools: RankPools, family: str, size: int) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    cases = [([ids], bounds, GREEDY, PrefillOptions()) for bounds in SPLITS[size]]
+    check(rank_pools, size, family, [*cases, ([ids], (0, *[70] * size), GREEDY, PrefillOptions())])
+
+
+@pytest.mark.parametrize("family", SEVERAL)
+def test_rows_of_different_lengths(rank_pools: RankPools, family: str) -> None:
+    check(rank_pools, 3, family, [(BATCH, bounds, GREEDY, PrefillOptions()) for bounds in SPLITS[3]])
+
+
+def test_every_way_of_keys_and_values_along_the_chain(rank_pools: RankPools) -> None:
+    options = [PrefillOptions(transfer=transfer, carrier=carrier) for transfer in Transfer for carrier in Carrier]
+    check(rank_pools, 3, "llama", [(BATCH, (0, 25, 50, 70), GREEDY, each) for each in options])
+
+
+def test_over_the_backend_where_no_memory_can_be_mapped(rank_pools: RankPools) -> None:
+    ids, bounds = prompt(PROMPT_TOKENS), (0, 20, 41, 70)
+    for batch, gathering in rank_pools.run(3, sharded_tasks.over_the_backend, "llama", [ids], GREEDY, bounds):
+        assert batch.generations[0].new_token_ids == oracle_tokens("llama", tuple(ids), NUM_NEW)
+        assert (batch.decode, gathering) == ("sharded", "BackendGathering")
+
+
+@pytest.mark.parametrize("bounds", [(0, 41, 70), (0, 70, 70)])
+def test_sampled_tokens_are_those_of_one_rank(rank_pools: RankPools, bounds: tuple[int, ...]) -> None:
+    options = GenerationOptions(
+        max_new_tokens=12, do_sample=True, seed=5, top_k=20, top_p=0.9, repetition_penalty=1.3, ignore_eos=True
+    )
+    alone = rank_pools.run(1, tasks.generate, "llama", BATCH, options)[0][0]
+    results = rank_pools.run(
+        len(bounds) - 1, tasks.generate, "llama", BATCH, options, bounds, None, 0, None, DecodeName.sharded
+    )
+    for batch, _ in results:
+        assert [row.new_token_ids for row in batch.generations] == [row.new_token_ids for row in alone.generations]
+
+
+@pytest.mark.parametrize(("size", "bounds"), [(2, (0, 41, 70)), (3, (0, 0, 41, 70))])
+def test_rows_end_by_themselves_and_rank_0_is_told_step_by_step(
+    rank_pools: RankPools, size: int, bounds: tuple[int, ...]
+) -> None:
+    """In the second case rank 0 has no chunk and does not decode."""
+    rows = [oracle_tokens("llama", tuple(ids), 10) for ids in BATCH]
+    letters, eos = tasks.Letters(), [rows[0][4]]
+    for options in (
+        GenerationOptions(max_new_tokens=10),
+        GenerationOptions(max_new_tokens=10, stop=[letters.decode(rows[1][3:5])], ignore_eos=True),
+    ):
+        arguments = ("llama", BATCH, options, None, None, 0, eos)
+        alone, steps_alone = rank_pools.run(1, tasks.generate, *arguments)[0]
+        arguments = ("llama", BATCH, options, bounds, None, 0, eos)
+        (first, steps), *others = rank_pools.run(size, tasks.generate, *arguments, DecodeName.sharded)
+        assert {"eos", "stop"} & {row.finish_reason for row in alone.generations}
+        assert steps == steps_alone
+        for batch, told in [(first, steps), *others]:
+            assert batch.decode == "sharded"
+            for row, same in zip(batch.generations, alone.generations, strict=True):
+                assert (row.new_token_ids, row.text, row.finish_reason) == (
+                    same.new_token_ids,
+                    same.text,
+                    same.finish_reason,
+                )
+            assert told is steps or told == []
+
+
+@pytest.mark.parametrize("bounds", [(0, 35, 70), (0, 44, 70), (0, 20, 45, 70), (0, 30, 30, 70)])
+@pytest.mark.parametrize("num_new", [1, 5, 40])
+def test_bytes_of_each_rank_are_its_chunk_its_new_tokens_and_a_ring_of_the_prefix(
+    rank_pools: RankPools, bounds: tuple[int, ...], num_new: int
+) -> None:
+    size, options = len(bounds) - 1, GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+    results = rank_pools.run(size, sharded_tasks.kv_bytes, "llama_deep", [prompt(PROMPT_TOKENS)], options, bounds)
+    lengths = [end - start for start, end in pairwise(bounds)]
+    owned = [0] * size
+    for _ in range(num_new - 1):  # to whoever stores fewest
+        stored = [length + own if length else 10**6 for length, own in zip(lengths, owned, strict=True)]
+        owned[stored.index(min(stored))] += 1
+    for rank, (alive, alive_afterwards, report) in enumerate(results):
+        kept = DEEP_LAYERS * (lengths[rank] + owned[rank] + (num_new > 1)) * LAYER_BYTES if lengths[rank] else 0
+        ring = PrefillOptions().layers_in_flight * bounds[rank] * LAYER_BYTES if lengths[rank] else 0
+        assert (report.kv_kept_bytes, report.kv_peak_bytes) == (kept, kept + ring)
+        assert (alive, alive_afterwards) == (report.kv_peak_bytes, 0)
+
+
+def test_padded_rows_take_one_layer_more_while_they_are_moved(rank_pools: RankPools) -> None:
+    bounds = (0, 60, 70)
+    results = rank_pools.run(2, sharded_tasks.kv_bytes, "llama_deep", [prompt(70), prompt(30)], GREEDY, bounds)
+    slots = [60 + 1, 10 + NUM_NEW - 1 + 1]  # all new tokens are stored where there are fewer
+    for rank, (_, _, report) in enumerate(results):
+        layer = 2 * slots[rank] * LAYER_BYTES
+        ring = PrefillOptions().layers_in_flight * 2 * bounds[rank] * LAYER_BYTES
+        assert report.kv_peak_bytes == DEEP_LAYERS * layer + max(ring, layer)
+
+
+def test_each_new_token_is_stored_once_where_there_are_fewest() -> None:
+    partition = ContextPartition(boundaries=(0, 5, 5, 12, 15))
+    made = shards(partition, 20)
+    assert list(made) == [0, 2, 3]
+    assert [sum(owners) for owners in zip(*(shard.is_own for shard in made.values()), strict=True)] == [1] * 20
+    stored = [len(shard.chunk) + sum(shard.is_own) for shard in made.values()]
+    assert max(stored) - min(stored) <= 1 and sum(stored) == 15 + 20
+    for shard in made.values():
+        assert shard.indices() == sorted(shard.indices())
+        for index in range(40):
+            assert shard.slots_before(index) == sum(each < index for each in shard.indices())
+
+
+@pytest.mark.parametrize(
+    ("free", "gains_s", "lengths", "chosen", "timed"),
+    [
+        # Longer than a length at which sharding is faster, and shorter than one at which it is not: known.
+        ([1 << 40] * 2, {50: 0.1, 20: -0.1}, [50, 60, 20, 10, 55], "sslls", [50, 20]),
+        # At most 60 tokens are timed; the gain at 100 is 2.5 - 2.0 on the line through (15, -2.0) and (60, -0.1).
+        ([1 << 40] * 2, {60: -0.1, 15: -2.0}, [100, 61], "sl", [60, 15]),
+        # No rank but the first could store everything, and each its share.
+        ([1 << 40, 60_000], {}, [100], "s", []),
+        ([1 << 40, 100], {100: -1.0, 60: -1.0, 15: -1.0}, [100], "l", [60, 15]),
+    ],
+)
+def test_auto_chooses_by_what_was_timed_and_by_memory(
+    rank_pools: RankPools,
+    free: list[int],
+    gains_s: dict[int, float],
+    lengths: list[int],
+    chosen: str,
+    timed: list[int],
+) -> None:
+    for decodes, lengths_timed in rank_pools.run(2, sharded_tasks.auto, "llama", lengths, gains_s, free):
+        assert "".join(decode[0] for decode in decodes) == chosen
+        assert list(dict.fromkeys(lengths_timed)) == timed
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_both_ways_are_timed_and_the_faster_one_is_taken(rank_pools: RankPools, family: str) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    results = rank_pools.run(3, sharded_tasks.timed_for_real, family, ids)
+    assert results.count(results[0]) == 3
+    tokens, decode, seconds = results[0]
+    assert tokens == oracle_tokens(family, tuple(ids), 4)
+    assert all(last_s > 0 and sharded_s > 0 for last_s, sharded_s in seconds)
+    assert decode == ("sharded" if seconds[0][1] < seconds[0][0] else "last")
+
+
+def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools) -> None:
+    for said in rank_pools.run(2, sharded_tasks.refused):
+        assert said == [
+            "decode=sharded needs prefill=kv_runahead: prefill=zigzag collects all keys and values on the last rank; "
+            "use decode=last",
+            "decode=sharded keeps every token on the rank that computed it, and policy Window chooses tokens on the "
+            "last rank; use decode=last",
+        ]

@@ -1,0 +1,93 @@
+"""Sharded decoding over NCCL chooses one process's tokens, however early or late messages are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from runahead.cache.attention import CausalAttention
+from runahead.cache.shard import shards
+from runahead.cache.sharded import ShardedCache
+from runahead.config import GenerationOptions, PrefillOptions
+from runahead.context import ContextPartition
+from runahead.decoding.decode import Row, decode
+from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.together import choose_together
+from runahead.kv_transfer.gathering import NcclGathering
+from runahead.prefill import PrefillJob, PromptBatch
+from runahead.prefill.kv_runahead import KVRunahead
+from tests.virtual.deferred import Deferred
+from tests.virtual.device import Choose, Job, VirtualRanks, at_random, transfers_early, transfers_late
+from tests.virtual.jobs import tiny_llama
+
+NUM_TOKENS, NUM_NEW, NUM_LAYERS = 16, 5, 3
+ORDERS = {"early": transfers_early, "late": transfers_late, "random": at_random(7)}
+GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+IDS = torch.randint(61, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@lru_cache
+def alone() -> list[int]:
+    model = tiny_llama(0, NUM_LAYERS)
+    cache, row = model.empty_cache(NUM_TOKENS + NUM_NEW), Row(model, IDS, GREEDY, seed=0)
+    ids = torch.tensor([IDS])
+    logits = model.forward(ids, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+    forward = forward_over(model, cache, [], pads=[0], prompt_tokens=NUM_TOKENS)
+    decode([row], logits, forward, num_tokens=NUM_TOKENS, on_step=lambda tokens: None)
+    return row.new_ids
+
+
+def answers(boundaries: tuple[int, ...], choose: Choose) -> list[list[int] | None]:
+    """New tokens of each rank; None on a rank without a chunk."""
+    partition, strategy, options = ContextPartition(boundaries=boundaries), KVRunahead(), PrefillOptions()
+    chain, shard_of = partition.chain, shards(partition, NUM_NEW - 1)
+
+    def body(ranks: VirtualRanks) -> list[int] | None:
+        strategy.connect(ranks, partition, options)
+        ranks.nccl_between_stages()
+        if ranks.rank not in chain:
+            return None
+        gather, model = NcclGathering(ranks, chain), tiny_llama(ranks.rank, NUM_LAYERS)
+        row = Row(model, IDS, GREEDY, seed=0)
+        with Deferred(ranks.accelerator, row_bytes=model.kv_shapes[0].bytes_per_token()):
+            prefilled = strategy.run(
+                PrefillJob(
+                    model=model,
+                    ranks=ranks,
+                    batch=PromptBatch.of([IDS], ranks.device),
+                    partition=partition,
+                    capacity=NUM_TOKENS + NUM_NEW - 1,
+                    options=options,
+                    shards=shard_of,
+                )
+            )
+            assert prefilled.cache is not None
+            own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
+            forward = forward_over(
+                model,
+                ShardedCache(own, gather),
+                [],
+                pads=[0],
+                prompt_tokens=NUM_TOKENS,
+                is_told=ranks.rank != chain[-1],
+            )
+            decode(
+                [row],
+                prefilled.logits_BV,
+                forward,
+                num_tokens=NUM_TOKENS,
+                on_step=lambda tokens: None,
+                choose=choose_together(gather),
+            )
+        return row.new_ids
+
+    return Job(partition.num_ranks, choose=choose).run(body)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("boundaries", [(0, 9, 16), (0, 7, 11, 16), (0, 6, 6, 11, 16)])
+def test_tokens_do_not_depend_on_when_messages_arrive(boundaries: tuple[int, ...], order: str) -> None:
+    for rank, tokens in enumerate(answers(boundaries, ORDERS[order])):
+        assert tokens == (alone() if boundaries[rank] < boundaries[rank + 1] else None)
