@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -134,6 +135,7 @@ class BackendGathering(Gathering):
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
         super().__init__(ranks, members)
         self._worker = Worker("gathering")
+        weakref.finalize(self, self._worker.close)
 
     def __call__(self, own: Tensor, what: str = ATTENTION) -> Tensor:
         sent = own.cpu().contiguous()

@@ -9,8 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, from_ratios
-from runahead.config import Transfer
+from runahead import (
+    DecodeOptions,
+    Engine,
+    GenerationOptions,
+    Model,
+    ModelOptions,
+    PrefillOptions,
+    Ranks,
+    from_ratios,
+)
+from runahead.config import DecodeName, Transfer
 from runahead.model import loading
 from tests.conftest import RankPools
 
@@ -27,8 +36,17 @@ def _model() -> Model:
 
 
 def generate(ranks: Ranks, ids: list[int], ratios: list[float], transfer: Transfer) -> tuple[list[int], list[float]]:
-    """Runs on every rank: new tokens, and the logits of the five likeliest first ones."""
-    engine = Engine(_model(), ranks, prefill=PrefillOptions(transfer=transfer), partition=from_ratios(ratios))
+    """Runs on every rank: new tokens, and the logits of the five likeliest first ones.
+
+    After `direct` the ranks decode together, after `relay` the last one alone.
+    """
+    engine = Engine(
+        _model(),
+        ranks,
+        prefill=PrefillOptions(transfer=transfer),
+        partition=from_ratios(ratios),
+        decode=DecodeOptions(name=DecodeName.sharded if transfer is Transfer.direct else DecodeName.last),
+    )
     options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     generation = engine.generate([ids], options).generations[0]
     return generation.new_token_ids, [logit for _, logit in generation.first_token_logits_top5]
