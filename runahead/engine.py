@@ -160,6 +160,11 @@ class Engine:
             decoded = self._decode(ids, options, prefilled, batch, stream, first_index, gather)
             stream.relay()
             prefilled.cache = None
+            chunk_tokens = prefilled.report.chunk_tokens
+            prefilled.report.memory = self.model.memory_after(
+                kv_bytes=prefilled.report.kv_peak_bytes,
+                num_tokens=len(prompts) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
+            )
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
             result.decode = "last" if shards is None else "sharded"
             if reuse is not None:

@@ -65,6 +65,27 @@ class ReuseReport:
 
 
 @dataclass(kw_only=True)
+class MemoryReport:
+    """Memory of a rank's process: resident, or on a GPU what PyTorch allocates there.
+
+    Attributes:
+        base_bytes: before the weights are loaded; on a CPU Python and its libraries.
+        weights_bytes: of the weights that the rank holds.
+        load_peak_bytes: peak while the weights were loaded, with its prediction: base, weights, for a share of a model
+            the largest whole tensor that a part is taken of, and mapped files of which copies are made.
+        peak_bytes: peak from then until the end of a call, with its prediction: base, weights, the call's peak of KV
+            cache and the largest activations, or the peak while loading if that is larger; 0 before any call.
+    """
+
+    base_bytes: int
+    weights_bytes: int
+    load_peak_bytes: int
+    predicted_load_peak_bytes: int
+    peak_bytes: int = 0
+    predicted_peak_bytes: int = 0
+
+
+@dataclass(kw_only=True)
 class RankReport:
     """Report of one rank in one call. Bytes are those of the rank's own KV heads.
 
@@ -81,6 +102,7 @@ class RankReport:
         kv_host_bytes: bytes of a retrieving policy's pool.
         retrieval: statistics of a retrieving policy.
         reuse: statistics of segment reuse.
+        memory: of this rank's process, if it loaded the model itself.
     """
 
     rank: int
@@ -97,6 +119,7 @@ class RankReport:
     kv_host_bytes: int = 0
     retrieval: RetrievalReport | None = None
     reuse: ReuseReport | None = None
+    memory: MemoryReport | None = None
 
 
 @dataclass(kw_only=True)
@@ -232,6 +255,8 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
         del rank_fields["stage"], rank_fields["share"]
     if rank.reuse is None:
         del rank_fields["reuse"]
+    if rank.memory is None:
+        del rank_fields["memory"]
     if rank.retrieval is None:
         del rank_fields["retrieval"], rank_fields["kv_host_bytes"]
     return rank_fields

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
-from runahead.model.loading.smollm2 import cache_folder
+from runahead.model.loading.cache_folder import cache_folder
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder, users = tmp_path_factory.mktemp("cache"), cache_folder()
     users.mkdir(parents=True, exist_ok=True)
     for path in users.iterdir():
-        if path.is_dir() and path.name not in ("splits", "tables"):
+        if path.is_dir() and path.name not in ("splits", "tables", "gguf"):
             (folder / path.name).symlink_to(path)
     with pytest.MonkeyPatch.context() as patch:
         if any(folder.iterdir()):  # else a test downloads the model, once and for all

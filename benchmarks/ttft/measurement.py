@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from benchmarks.ttft.memory import PeakMemory
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.references import PlainTransformers, compute_only_s
 from benchmarks.ttft.traffic import wire_bytes
@@ -17,6 +16,7 @@ from runahead import context
 from runahead.config import GenerationOptions, PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.engine import Engine
+from runahead.model.loading.memory import PeakMemory
 from runahead.model.model import Model
 from runahead.model.shares import load_model
 from runahead.ranks.ranks import Ranks

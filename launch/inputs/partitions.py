@@ -15,7 +15,7 @@ from partitioner.auto.partition import AutoPartition
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
-from runahead.model.loading.smollm2 import cache_folder
+from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 

@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from runahead.attention.base import LayerAttention, Recording
@@ -24,23 +23,24 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
+from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.few_rows import multiply_few_rows_fast
-from runahead.model.loading.sharing import shard_module
+from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
+from runahead.model.loading.memory import PeakMemory
+from runahead.model.loading.sharing import Shares, local_part, share_model
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register
+from runahead.report import MemoryReport
 from runahead.rotary import Rotary, find_rotaries
-
-Run = Callable[[Callable[[], Tensor]], Tensor]
-"""Runs a forward and returns its result."""
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
-FINGERPRINT_SAMPLES = 64
-"""Number of values of each parameter that the fingerprint covers, spread evenly over the parameter."""
+FIRST_RUN_BYTES = 32 * 10**6
+"""Memory that libraries take when they first compute and send: code that is read in, and buffers (fitted, on a CPU)."""
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
 
@@ -58,30 +58,34 @@ class Model:
         module: the model, in eval mode, on its device.
         tokenizer: its tokenizer, if it has one.
         name: for reports and messages; the model type by default.
+        shares: the ranks that hold the model together, if `module` is this rank's share. All of them make one, and
+            then the same calls in the same order.
 
     Attributes:
         config: configuration of the text decoder.
-        kv_shapes: KV shape per layer.
+        kv_shapes: KV shape per layer, of this rank's share.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
-        num_shards: ranks over which the weights are sharded.
-        shard_number: of this rank's shard.
+        shares: as given.
+        memory: memory of this rank while it loaded the weights; None if they were given.
 
     Raises:
         ValueError: a layer does not call our attention, or the check fails: this family is not supported.
     """
 
-    def __init__(self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "") -> None:
+    def __init__(
+        self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", shares: Shares | None = None
+    ) -> None:
         register()
         self.module, self.tokenizer = module, tokenizer
         self.config = module.config.get_text_config(decoder=True)
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
         multiply_few_rows_fast(module)
-        self.num_shards, self.shard_number = 1, 0
-        self._group: dist.ProcessGroup | None = None
-        self._run: Run = lambda forward: forward()
+        self.shares = shares
+        self.memory: MemoryReport | None = None
+        self._peak: PeakMemory | None = None
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
         if not self._passes_keywords:
@@ -93,7 +97,7 @@ class Model:
             self._look_at_layers()
             ids_1S = self._check_ids()
             self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
-        except (torch.OutOfMemoryError, ValueError):
+        except (torch.OutOfMemoryError, ValueError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -101,53 +105,92 @@ class Model:
 
     @classmethod
     def load(
-        cls, options: ModelOptions, device: torch.device, *, progress: bool = False, ranks_on_host: int = 1
+        cls,
+        options: ModelOptions,
+        device: torch.device,
+        *,
+        progress: bool = False,
+        ranks_on_host: int = 1,
+        shares: Shares | None = None,
     ) -> Model:
-        """Load a model.
+        """Load a model, or this rank's share of it.
 
         Args:
             options: source, path, dtype and so on.
             device: where the weights go.
             progress: show progress bars on standard error.
             ranks_on_host: processes on this host that load the same model, for the check of free memory.
+            shares: load a share only; every rank of the group calls this. A rank that cannot load its share must end
+                the others, which wait for it.
 
         Raises:
             ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
         """
-        register()
-        loaded = loading.load(
-            options, device=device, attn_implementation=ATTENTION_NAME, progress=progress, ranks_on_host=ranks_on_host
-        )
-        return cls(loaded.module, loaded.tokenizer, name=loaded.name)
+        loaded = load_weights(options, device, progress=progress, ranks_on_host=ranks_on_host, shares=shares)
+        return cls.of_weights(loaded)
 
-    def shard(self, group: dist.ProcessGroup, run: Run) -> None:
-        """Keep only this rank's shard of every layer, by transformers' tensor parallelism.
+    @classmethod
+    def of_weights(cls, loaded: loading.LoadedWeights) -> Model:
+        """Make a model of loaded weights, and check it: the second half of `load`, in which shares wait for others."""
+        model = cls(loaded.module, loaded.tokenizer, name=loaded.name, shares=loaded.shares)
+        model.memory, model._peak = loaded.memory, loaded.peak
+        return model
+
+    def shard(self, shares: Shares) -> None:
+        """Keep only this rank's share of a whole model, by transformers' tensor parallelism.
 
         From then on `kv_shapes` are those of this rank's heads, logits are the same on all ranks, and all ranks of the
         group must make the same calls in the same order.
-
-        Args:
-            group: process group of the ranks; nothing else may use it meanwhile.
-            run: runs a forward, which waits for the other ranks.
 
         Raises:
             ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
         ids_1S = self._check_ids()
         whole_BV = self._transformers_logits(ids_1S)
-        _ = self.fingerprint  # of the whole model, before this rank's shard replaces it
-        shard_module(self.module, group, self.device)
-        self.num_shards, self.shard_number, self._group, self._run = group.size(), group.rank(), group, run
+        _ = self.fingerprint  # of the whole model, before this rank's share replaces it
+        share_model(self.module, shares.group, self.device)
+        self.shares = shares
         self._look_at_layers()
         self._require_logits(whole_BV, ids_1S, "the whole model")
 
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that hold the model together."""
+        return 1 if self.shares is None else self.shares.count
+
+    def _run(self, forward: Callable[[], Tensor]) -> Tensor:
+        return forward() if self.shares is None else self.shares.run(forward)
+
+    @property
+    def shard_number(self) -> int:
+        """Number of this rank's share."""
+        return 0 if self.shares is None else self.shares.number
+
     def mean_over_shards(self, x: Tensor) -> Tensor:
         """Mean of a tensor over the ranks that share the model. All of them call this, inside a forward."""
-        if self._group is None:
+        if self.shares is None:
             return x
         total = x.clone()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.shares.group)
         return total / self.num_shards
+
+    def memory_after(self, *, kv_bytes: int, num_tokens: int) -> MemoryReport | None:
+        """`memory` with the peak of a call; None if the weights were given.
+
+        Args:
+            kv_bytes: peak of the call's KV cache.
+            num_tokens: most tokens that it computed at a time, of all rows.
+        """
+        if self.memory is None or self._peak is None:
+            return None
+        activations = num_tokens * activation_bytes(self.config, self.dtype, self.num_shards)
+        activations += FIRST_RUN_BYTES if self.device.type == "cpu" else 0
+        call_bytes = self.memory.base_bytes + self.memory.weights_bytes + kv_bytes + activations
+        return replace(
+            self.memory,
+            peak_bytes=self._peak.peak_bytes(),
+            predicted_peak_bytes=max(self.memory.predicted_load_peak_bytes, call_bytes),
+        )
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
@@ -215,8 +258,10 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the weights, stored in files that are valid for this model only."""
-        return model_fingerprint(self.module)
+        """Fingerprint of the weights of the whole model, stored in files that are valid for this model only."""
+        if self.shares is None:
+            return model_fingerprint(self.module)
+        return whole_fingerprint(self.shares.gather(samples_of_share(self.module)))
 
     @cached_property
     def known_rotaries(self) -> list[Rotary] | None:
@@ -400,29 +445,42 @@ class Model:
         # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
         set_attention(self.module, "sdpa" if self.config.model_type == "falcon" else "eager")
         try:
-            return self.module(input_ids=ids, use_cache=False).logits[:, -1]
+            return self._run(torch.inference_mode()(lambda: self.module(input_ids=ids, use_cache=False).logits[:, -1]))
         finally:
             set_attention(self.module, ATTENTION_NAME)
             for module, forward in adapted.items():
                 module.forward = forward
 
 
-@torch.inference_mode()
-def model_fingerprint(module: nn.Module) -> str:
-    """Compute the fingerprint: 32 hexadecimal digits from each parameter's name, shape, dtype and some of its values.
+def load_weights(
+    options: ModelOptions,
+    device: torch.device,
+    *,
+    progress: bool = False,
+    ranks_on_host: int = 1,
+    shares: Shares | None = None,
+) -> loading.LoadedWeights:
+    """The first half of `Model.load`, in which no rank waits for another."""
+    register()
+    return loading.load(
+        options,
+        device=device,
+        attn_implementation=ATTENTION_NAME,
+        progress=progress,
+        ranks_on_host=ranks_on_host,
+        shares=shares,
+    )
 
-    The same weights have the same fingerprint on every device, but another one in another dtype, since what is
-    computed from them differs. Of a model that ranks share it is that of this rank's shard.
+
+def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> int:
+    """Estimate of a forward's activations per token in bytes: 11 of the hidden size, and 4 of a share's MLP.
+
+    The factors were fitted to the resident memory of a Llama on a CPU (docs/loading.md). They hold the residual, norms,
+    queries while they are rotated, and gate, up and their product; and what the allocator keeps between layers.
     """
-    digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        flat = own.detach().reshape(-1)
-        index = torch.linspace(0, max(0, flat.numel() - 1), min(FINGERPRINT_SAMPLES, flat.numel()), dtype=torch.float64)
-        values = flat[index.long().to(flat.device)].float().cpu()
-        digest.update(f"{name} {tuple(own.shape)} {own.dtype}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()[:32]
+    width = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    return (11 * width + 4 * inner // num_shares) * dtype.itemsize
 
 
 def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:
@@ -437,7 +495,8 @@ def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:
         ValueError: a logit is NaN or infinite; the message names a weight that is, if there is one.
     """
     if logits.isnan().any() or logits.isposinf().any():
-        found = next((weight for weight, values in module.named_parameters() if not values.isfinite().all()), None)
+        named = ((weight, local_part(values)) for weight, values in module.named_parameters())
+        found = next((weight for weight, values in named if not values.isfinite().all()), None)
         cause = "its weights are finite, so a layer overflows; use model.dtype=float32 or bfloat16"
         if found is not None:
             cause = f"its weight {found} holds NaN or infinity; restore or download the checkpoint again"

@@ -8,12 +8,12 @@ same hidden states and logits, and they compute in step.
 from __future__ import annotations
 
 from functools import partial
-from math import gcd
 from typing import Any
 
 from runahead.config import ModelOptions
 from runahead.model.adapters import ADAPTERS
-from runahead.model.model import Model
+from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
+from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
 from runahead.ranks.ranks import Ranks
 
@@ -29,19 +29,21 @@ def check_shares(config: Any, num_shares: int) -> None:
     """
     if num_shares == 1:
         return
-    if config.model_type in ADAPTERS or not getattr(config, "base_model_tp_plan", None):
+    plan = getattr(config, "base_model_tp_plan", None)
+    if config.model_type in ADAPTERS or not plan:
         raise ValueError(
             f"transformers has no tensor-parallel plan for {config.model_type}, so ranks cannot share a model of it; "
             "leave ranks.tensor out, and use another prefill than tensor"
         )
+    if not splits_heads(plan):
+        return
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    shared = gcd(heads, kv_heads)
-    if shared % num_shares:
-        fitting = one_of([shares for shares in range(1, shared + 1) if shared % shares == 0])
+    fitting = fitting_shares(heads, kv_heads, plan)
+    if num_shares not in fitting:
         raise ValueError(
-            f"{heads} heads and {kv_heads} KV heads cannot be shared out to {num_shares} ranks; {fitting} would do for "
-            "ranks.tensor, or for the number of ranks with prefill=tensor"
+            f"{heads} heads and {kv_heads} KV heads cannot be shared out to {num_shares} ranks; {one_of(fitting)} "
+            "would do for ranks.tensor, or for the number of ranks with prefill=tensor"
         )
 
 
@@ -52,12 +54,37 @@ def load_model(options: ModelOptions, ranks: Ranks) -> Model:
         ValueError, OSError: as `Model.load` and `shard_model`, on the lowest rank where it fails.
         SharedError: on the other ranks.
     """
-    model = ranks.on_all_ranks(
+    progress, beside = ranks.rank == 0, ranks.local_size
+    if ranks.num_shares == 1:
+        return ranks.on_all_ranks(
+            "the model", lambda: Model.load(options, ranks.device, progress=progress, ranks_on_host=beside)
+        )
+    shares = shares_of(ranks)
+    weights = ranks.on_all_ranks(
         "the model",
-        lambda: Model.load(options, ranks.device, progress=ranks.rank == 0, ranks_on_host=ranks.local_size),
+        lambda: load_weights(options, ranks.device, progress=progress, ranks_on_host=beside, shares=shares),
     )
-    shard_model(model, ranks)
-    return model
+    model, problem = None, None
+    with ranks.announcing_failure():
+        try:
+            model = Model.of_weights(weights)
+        except ValueError as error:  # all ranks find the same, since they have the same logits
+            problem = error
+
+    def checked() -> Model:
+        if problem is not None:
+            raise problem
+        assert model is not None
+        return model
+
+    return ranks.on_all_ranks("the model", checked)
+
+
+def shares_of(ranks: Ranks) -> Shares:
+    """The ranks of this rank's stage, which share a model. Every rank calls this."""
+    with ranks.announcing_failure(), ranks.busy():
+        group = ranks.stage_group()
+    return Shares(group=group, run=partial(ranks.collectively, "the other ranks' shares of the layers"))
 
 
 def shard_model(model: Model, ranks: Ranks) -> None:
@@ -70,10 +97,9 @@ def shard_model(model: Model, ranks: Ranks) -> None:
     if ranks.num_shares == 1:
         return
     check_shares(model.config, ranks.num_shares)
+    shares = shares_of(ranks)
     with ranks.announcing_failure():
-        with ranks.busy():
-            group = ranks.stage_group()
-        model.shard(group, partial(ranks.collectively, "the other ranks' shares of the layers"))
+        model.shard(shares)
 
 
 def allreduce_bytes(model: Model, num_tokens: int, num_shares: int, batch: int = 1) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
@@ -153,7 +155,8 @@ def check_folder(files: Files, folder: Path) -> Outcome:
 def check_gguf(content: bytes, folder: Path) -> Outcome:
     path = folder / "tiny.gguf"
     path.write_bytes(content)
-    return check_model(path, folder)
+    with patch.dict(os.environ, {"RUNAHEAD_CACHE": str(folder / "cache")}):
+        return check_model(path, folder)
 
 
 def check_model(path: Path, folder: Path, *, trusted: bool = False) -> Outcome:

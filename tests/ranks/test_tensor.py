@@ -51,6 +51,7 @@ FAMILIES = [
 ]
 """Those of tests/families.py for which every supported transformers has a plan, one of each kind."""
 
+TWELVE_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
 NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 GREEDY = GenerationOptions(max_new_tokens=6, ignore_eos=True)
 
@@ -162,8 +163,13 @@ class TestRefusals:
         [
             ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2, so ranks cannot share"),
             ("falcon", {}, 2, "no tensor-parallel plan for falcon"),
-            ("llama", {}, 4, "4 heads and 2 KV heads cannot be shared out to 4 ranks; 1 or 2 would do"),
-            ("llama", NINE_HEADS, 2, "3 KV heads cannot be shared out to 2 ranks; 1 or 3 would do"),
+            (
+                "llama",
+                TWELVE_HEADS,
+                4,
+                "12 heads and 6 KV heads cannot be shared out to 4 ranks; 1, 2, 3, 6 or 12 would",
+            ),
+            ("llama", NINE_HEADS, 2, "3 KV heads cannot be shared out to 2 ranks; 1, 3 or 9 would do"),
         ],
     )
     def test_model_that_cannot_be_shared_out(
@@ -184,12 +190,12 @@ class TestRefusals:
 
     def test_program_refuses_before_weights_are_made(self, rank_pools: RankPools, tmp_path: Path) -> None:
         build("llama", **tasks.SIZES).config.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text()) | {"num_key_value_heads": 1}
+        config = json.loads((tmp_path / "config.json").read_text()) | {"num_key_value_heads": 3}
         config["hidden_size"] = 1 << 40  # weights of this size would be refused in other words
         (tmp_path / "config.json").write_text(json.dumps(config))
         overrides = ["prefill=tensor", "model=random", f"model.config={tmp_path}", "prompt.random_tokens=5"]
         told = rank_pools.run(2, tasks.message_of, tasks.run_program, overrides)
-        assert told[0].startswith("ValueError: 8 heads and 1 KV heads cannot be shared out to 2 ranks")
+        assert told[0].startswith("ValueError: 8 heads and 3 KV heads cannot be shared out to 2 ranks")
         assert told[1].startswith("SharedError: ")
 
 

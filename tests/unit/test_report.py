@@ -95,8 +95,9 @@ def test_report_of_one_prompt_has_every_field_on_top():
     assert fields_of_one["partition"] == {"name": "ratios", "boundaries": [0, 6, 10]}
     assert set(fields_of_one["versions"]) == {"python", "torch", "transformers", "runahead"}
     assert [rank["chunk_tokens"] for rank in fields_of_one["ranks"]] == [6, 4]
-    # Of policies that retrieve, of prompts that reuse K,V, and of ranks that share a model.
-    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share"}
+    # Of policies that retrieve, of prompts that reuse K,V, of ranks that share a model, and
+    # of models that were loaded.
+    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory"}
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 

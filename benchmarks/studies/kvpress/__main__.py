@@ -44,7 +44,7 @@ from policies.streaming_llm import StreamingLLM
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
 from runahead.model import loading
-from runahead.model.loading.smollm2 import cache_folder
+from runahead.model.loading.cache_folder import cache_folder
 from runahead.thinning.rank_policies import RankPolicies
 
 TORCH = version("torch").split("+")[0]

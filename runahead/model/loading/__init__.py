@@ -1,12 +1,13 @@
-"""Loading of a model: its source finds a checkpoint (`FINDERS`), which is checked and then read.
+"""Loading of a model, or a share of it: its source finds a checkpoint (`FINDERS`), which is checked and then read.
 
 To add a source: a file with a function that finds its checkpoint, a line in `FINDERS`, and a YAML.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 
 from runahead.config import DType, ModelName, ModelOptions
 from runahead.model.loading import checkpoint as checkpoints
-from runahead.model.loading import hf, random_weights, smollm2
+from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
-from runahead.model.loading.memory import Footprint, available_bytes, require_room
+from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
+from runahead.model.loading.sharing import Shares
+from runahead.report import MemoryReport
 
 LONG_LOAD_BYTES = 2**28
 """Least bytes to copy for which a progress bar is shown."""
@@ -26,13 +29,22 @@ PAGE_BYTES = 4096
 
 @dataclass(kw_only=True)
 class LoadedWeights:
-    """A loaded model: `module` is in eval mode, on its device, without gradients; `path` is where it came from."""
+    """A loaded model: `module` is in eval mode, on its device, without gradients; `path` is where it came from.
+
+    Attributes:
+        shares: the ranks that hold the model together; None if `module` is all of it.
+        memory: memory of this rank while it loaded.
+        peak: goes on from there.
+    """
 
     module: PreTrainedModel
     tokenizer: Any | None
     name: str
     dtype: torch.dtype
     path: str
+    shares: Shares | None = None
+    memory: MemoryReport
+    peak: PeakMemory
 
 
 FINDERS: dict[ModelName, Callable[..., Checkpoint]] = {
@@ -54,6 +66,7 @@ def load(
     attn_implementation: str,
     progress: bool = False,
     ranks_on_host: int = 1,
+    shares: Shares | None = None,
 ) -> LoadedWeights:
     """Load a model's weights to `device`, in eval mode and without gradients, and its tokenizer if it has one.
 
@@ -63,29 +76,78 @@ def load(
         progress: show progress bars on standard error; otherwise nothing is written there.
         ranks_on_host: processes on this host that load the same model. Weights that cannot be mapped from the file
             need memory once per process.
+        shares: load this rank's share only. Nothing is sent between ranks.
 
     Raises:
         ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
     """
-    checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
-    config, tokenizer = hf.read_config(checkpoint, options), hf.read_tokenizer(checkpoint, options)
-    is_random = checkpoint.config_file is not None
-    stored = {} if checkpoint.gguf or is_random else checkpoints.stored_tensors(checkpoint)
-    dtype = _dtype(options, config, checkpoint, stored, device)
-    empty = hf.empty_model(config, dtype, options, label=checkpoint.label)
-    footprint = _footprint(empty, stored, dtype, device)
-    require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
-    if is_random:
-        module = random_weights.build(checkpoint, config, options, dtype, device, attn_implementation)
-    else:
+    shares = None if shares is None or shares.count == 1 else shares
+    source = checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
+    small = _small_files(source)
+    config, tokenizer = hf.read_config(small, options), hf.read_tokenizer(small, options)
+    is_random = source.config_file is not None
+    stored = {} if source.gguf or is_random else checkpoints.stored_tensors(source)
+    dtype = _dtype(options, config, source, stored, device)
+    empty = hf.empty_model(config, dtype, options, label=source.label)
+    make = hf.ModelMaker(
+        checkpoint=source,
+        config=config,
+        options=options,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+    )
+    if source.gguf:
+        try:
+            checkpoint = gguf_cache.converted(make, empty, progress=progress)
+        except OSError as error:
+            if shares is not None:
+                raise
+            warnings.warn(f"{error}; until then every process unpacks the file at every start", stacklevel=2)
+        else:
+            stored = checkpoints.stored_tensors(checkpoint)
+            make = replace(make, checkpoint=checkpoint)
+    if shares is not None and (is_random or sharing.reads_in_parts(empty)):
+        whole = max(parameter.nbytes for parameter in empty.parameters())
+        untied = sharing.lay_out_apart(empty, shares.group, device)
+        footprint = Footprint(copied=sharing.bytes_of(empty), whole=whole)
+        require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
+        peak = PeakMemory(device)
+        base_bytes = peak.now_bytes()
+        parts = random_weights.parts(make) if is_random else checkpoints.stored_parts(checkpoint)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
-        module = hf.build(checkpoint, config, options, dtype, device, attn_implementation, bars=bars)
+        module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied)
+    else:
+        place = device if shares is None else torch.device("cpu")
+        footprint = _footprint(empty, stored, dtype, place)
+        require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
+        peak = PeakMemory(device)
+        base_bytes = peak.now_bytes()
+        make = replace(make, device=place)
+        bars = progress and footprint.copied > LONG_LOAD_BYTES
+        module = random_weights.build(make) if is_random else hf.build(make, bars=bars)
+        if shares is not None:
+            sharing.share_model(module, shares.group, device)
+        elif 0 < footprint.mapped < available_bytes():
+            _read_in(module)
     module.config._attn_implementation = attn_implementation
     module = module.eval().requires_grad_(False)
-    if 0 < footprint.mapped < available_bytes():
-        _read_in(module)
-    name = checkpoint.name or f"random {config.model_type}"
-    return LoadedWeights(module=module, tokenizer=tokenizer, name=name, dtype=dtype, path=str(checkpoint.path))
+    weights_bytes = sharing.bytes_of(module)
+    return LoadedWeights(
+        module=module,
+        tokenizer=tokenizer,
+        name=checkpoint.name or f"random {config.model_type}",
+        dtype=dtype,
+        path=str(source.path),
+        shares=shares,
+        memory=MemoryReport(
+            base_bytes=base_bytes,
+            weights_bytes=weights_bytes,
+            load_peak_bytes=peak.peak_bytes(),
+            predicted_load_peak_bytes=base_bytes + weights_bytes + footprint.whole + footprint.read,
+        ),
+        peak=peak,
+    )
 
 
 def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
@@ -94,7 +156,7 @@ def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     Raises:
         ValueError, OSError: as for `load`.
     """
-    return hf.read_config(FINDERS[options.name](options, weights=False, progress=progress), options)
+    return hf.read_config(_small_files(FINDERS[options.name](options, weights=False, progress=progress)), options)
 
 
 def load_tokenizer(options: ModelOptions) -> Any | None:
@@ -103,7 +165,12 @@ def load_tokenizer(options: ModelOptions) -> Any | None:
     Raises:
         ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
-    return hf.read_tokenizer(FINDERS[options.name](options, weights=False, progress=False), options)
+    return hf.read_tokenizer(_small_files(FINDERS[options.name](options, weights=False, progress=False)), options)
+
+
+def _small_files(checkpoint: Checkpoint) -> Checkpoint:
+    """Where config and tokenizer are read: for a GGUF file that was converted before, there."""
+    return checkpoint if checkpoint.gguf is None else gguf_cache.known(checkpoint) or checkpoint
 
 
 def _dtype(
@@ -137,13 +204,13 @@ def _footprint(
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
     footprint = Footprint(copied=0)
     for name, tensor in stored.items():
-        # Checkpoints of the model without its head lack the prefix, and the other way round.
-        names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+        names = sharing.names_in_model(name, prefix)
         parameter = next((parameters[name] for name in names if name in parameters), None)
         if parameter is not None and parameter.dtype == tensor.dtype:
             footprint.mapped += tensor.num_elements * parameter.element_size()
         else:
             footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
+            footprint.read += tensor.num_elements * (tensor.dtype or dtype).itemsize
     return footprint
 
 

@@ -289,20 +289,34 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     Raises:
         ValueError: a file is missing, damaged or truncated.
     """
-    tensors = {}
+    return {
+        name: StoredTensor(
+            dtype=FLOATS.get(part.get_dtype()),
+            num_elements=torch.Size(part.get_shape()).numel(),
+        )
+        for name, part in stored_parts(checkpoint).items()
+    }
+
+
+def stored_parts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Open the safetensors files, without mapping them: a slice object by name, which reads the part that is asked for.
+
+    Of a mapped file each page that is read counts as memory of the process, also where only a part of it is kept.
+
+    Raises:
+        ValueError: a file is missing, damaged or truncated.
+    """
+    parts: dict[str, Any] = {}
     for path in weight_files(checkpoint):
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    header = file.get_slice(name)
-                    num_elements = torch.Size(header.get_shape()).numel()
-                    tensors[name] = StoredTensor(dtype=FLOATS.get(header.get_dtype()), num_elements=num_elements)
+            file = safe_open(path, framework="pt", backend="pread")
+            parts |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{checkpoint.label}: {path.name} is not a complete safetensors file ({one_line(error)}); "
                 f"{checkpoint.cure}"
             ) from error
-    return tensors
+    return parts
 
 
 def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:

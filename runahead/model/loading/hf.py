@@ -8,14 +8,18 @@ Weights are copied only if another dtype is asked for, or a family stores them i
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedModel,
 )
@@ -25,55 +29,116 @@ from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.quiet import one_line, quiet
+from runahead.model.loading.sharing import names_in_model, share_class
 
 MAX_VOCABULARY = 2**31
 """Largest vocabulary, in tokens. A larger one means a damaged config, for which a model would be built all the same."""
 
 
-def build(
-    checkpoint: Checkpoint,
-    config: Any,
-    options: ModelOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    attn_implementation: str,
-    *,
-    bars: bool,
-) -> PreTrainedModel:
+@dataclass(frozen=True, kw_only=True)
+class ModelMaker:
+    """What a model is made of.
+
+    Attributes:
+        config: transformers' config.
+        attn_implementation: name of the attention that transformers calls.
+    """
+
+    checkpoint: Checkpoint
+    config: Any
+    options: ModelOptions
+    dtype: torch.dtype
+    device: torch.device
+    attn_implementation: str
+
+
+def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTrainedModel:
     """Build the model with the checkpoint's weights.
 
     Args:
         bars: show progress bars.
+        model_class: whose `from_pretrained` loads it; by default transformers' choice.
 
     Raises:
         ValueError: something is wrong with the files.
     """
+    checkpoint = make.checkpoint
     arguments: dict[str, Any] = {
         **checkpoint.place,
-        "dtype": dtype,
-        "trust_remote_code": options.trust_remote_code,
+        "trust_remote_code": make.options.trust_remote_code,
         "use_safetensors": True,
+    }
+    if checkpoint.gguf:
+        # By default transformers looks on the hub for kernels that work on the packed blocks.
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
+        arguments["config"] = make.config  # not read again, which takes seconds
+    module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
+    if checkpoint.gguf:
+        give_back()
+    return module
+
+
+def build_share(
+    make: ModelMaker,
+    model_class: type[PreTrainedModel],
+    parts: dict[str, Any],
+    group: dist.ProcessGroup,
+    *,
+    bars: bool,
+    untied: Mapping[str, str],
+) -> PreTrainedModel:
+    """Build this rank's share of the model, from the parts of the stored tensors that it needs.
+
+    Args:
+        model_class: class of the whole model.
+        parts: stored tensors by name.
+        group: the ranks that share the model.
+        bars: show progress bars.
+        untied: for tied weights that each become one of their own, the name of the one that they equal.
+
+    Raises:
+        ValueError: something is wrong with the files.
+    """
+    config = copy.deepcopy(make.config)
+    if untied:
+        for each in (config, config.get_text_config(decoder=True)):
+            each.tie_word_embeddings = False
+        for name, source in untied.items():
+            prefix = model_class.base_model_prefix
+            parts = {
+                stored_name: part
+                for stored, part in parts.items()
+                for stored_name in ((stored, name) if source in names_in_model(stored, prefix) else (stored,))
+            }
+    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": parts}
+    own_class = share_class(model_class, group, make.device)
+    module = _from_pretrained(own_class, make, arguments, bars=bars)
+    module.__class__ = model_class
+    # Found by transformers itself only where it reads the folder.
+    if make.checkpoint.config_file is None and (make.checkpoint.folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(str(make.checkpoint.folder))
+    return module
+
+
+def _from_pretrained(model_class: Any, make: ModelMaker, arguments: dict[str, Any], *, bars: bool) -> PreTrainedModel:
+    checkpoint = make.checkpoint
+    arguments |= {
+        "dtype": make.dtype,
         "output_loading_info": True,
         # transformers' own error for wrong shapes does not name them; `_require_all` does.
         "ignore_mismatched_sizes": True,
     }
-    if device.type != "cpu":
-        arguments["device_map"] = {"": device}
-    if checkpoint.gguf:
-        # By default transformers looks on the hub for kernels that work on the packed blocks.
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
-        arguments["config"] = config  # not read again, which takes seconds
+    if make.device.type != "cpu":
+        arguments["device_map"] = {"": make.device}
     try:
         with quiet(bars=bars):
             module, report = build_with_attention(
-                lambda name: AutoModelForCausalLM.from_pretrained(**arguments, attn_implementation=name),
-                attn_implementation,
+                lambda name: model_class.from_pretrained(**arguments, attn_implementation=name),
+                make.attn_implementation,
             )
     except Exception as error:  # transformers, torch, safetensors and the model's own code may raise anything
         raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}; {checkpoint.cure}") from error
     _require_all(report, checkpoint)
-    if checkpoint.gguf:
-        give_back()
     return module
 
 

@@ -1,14 +1,20 @@
-"""Check that weights fit into the memory of the host or the GPU, before they are loaded."""
+"""Memory of a process: whether weights fit before they are loaded, and the peak while they are."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-from dataclasses import dataclass
+import resource
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""Value that resets the peak resident set size when written to clear_refs (Linux)."""
 
 
 @dataclass(kw_only=True)
@@ -18,10 +24,54 @@ class Footprint:
     Attributes:
         copied: in memory of this process.
         mapped: in the page cache of the checkpoint's files, which all processes of a host share.
+        whole: of a whole tensor of which a share keeps a part, at most, while it loads.
+        read: of the mapped files, while copies are made of them; the system may drop these at any time.
     """
 
     copied: int
     mapped: int = 0
+    whole: int = 0
+    read: int = field(default=0, compare=False)
+
+
+class PeakMemory:
+    """Peak memory of this process: allocated by PyTorch on a GPU; resident, including weights and memory that the
+    allocator keeps, on a CPU.
+
+    Attributes:
+        of: "run", or "process" where the system cannot reset earlier peaks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.of = "run" if self.reset() else "process"
+
+    def reset(self) -> bool:
+        """Forget earlier peaks; returns whether the system can."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return True
+        try:
+            CLEAR.write_text(RESET_PEAK)
+        except OSError:
+            return False
+        return True
+
+    def peak_bytes(self) -> int:
+        """Peak in bytes since `reset`, or since the process started."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if self.of == "run":
+            [kib] = [line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
+            return int(kib) * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def now_bytes(self) -> int:
+        """Memory in use now, counted in the same way."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self._device))
+        return int(psutil.Process().memory_info().rss)
 
 
 def require_room(footprint: Footprint, device: torch.device, *, label: str, ranks_on_host: int = 1) -> None:
@@ -34,18 +84,19 @@ def require_room(footprint: Footprint, device: torch.device, *, label: str, rank
     Raises:
         ValueError: they do not fit; the message has the bytes needed and available.
     """
-    cure = "use a smaller model, model.dtype=bfloat16, or a device with more memory"
+    cure = "use a smaller model, model.dtype=bfloat16, more ranks that share it, or a device with more memory"
+    copied = footprint.copied + footprint.whole
     if device.type == "cuda":
-        total, free = footprint.copied + footprint.mapped, free_device_bytes(device)
+        total, free = copied + footprint.mapped, free_device_bytes(device)
         if total > free:
             need = f"{label} needs {_readable(total)} for its weights"
             raise ValueError(f"{need}, but {device} has {_readable(free)} free; {cure}")
         return
     available, there = available_bytes(), host_bytes()
-    if footprint.copied > available:
-        need = f"{label} needs {_readable(footprint.copied)} of memory for its weights"
+    if copied > available:
+        need = f"{label} needs {_readable(copied)} of memory for its weights"
         raise ValueError(f"{need}, but {_readable(available)} are free; {cure}")
-    needed = footprint.copied * ranks_on_host + footprint.mapped
+    needed = copied * ranks_on_host + footprint.mapped
     if needed > there:
         need = f"{label} needs {_readable(needed)} of memory for its weights"
         need += f" in {ranks_on_host} processes" if ranks_on_host > 1 and footprint.copied else ""
@@ -60,12 +111,23 @@ def free_device_bytes(device: torch.device) -> int:
 
 def available_bytes() -> int:
     """Bytes of memory that this process can still take, on the host or within a batch system's or container's limit."""
-    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in cgroup_limits())])
+    limits = [*cgroup_limits(), *process_limits()]
+    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in limits)])
 
 
 def host_bytes() -> int:
     """Bytes of memory of this host, or of the limit that a batch system or container set."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in cgroup_limits())])
+
+
+def process_limits() -> list[tuple[int, int]]:
+    """(limit, used) in bytes of this process's address space and data (ulimit -v and -d), where there is a limit."""
+    memory, limits = psutil.Process().memory_info(), []
+    for kind, used in (("RLIMIT_AS", memory.vms), ("RLIMIT_DATA", getattr(memory, "data", 0))):
+        soft = resource.getrlimit(getattr(resource, kind))[0]
+        if soft != resource.RLIM_INFINITY:
+            limits.append((soft, int(used)))
+    return limits
 
 
 def give_back() -> None:

