@@ -21,13 +21,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("policies", "runahead", "partitioner", "launch", "benchmarks")
-EDGE_MODULES = ("partitioner.search", "partitioner.show", "policies.prompt_cache.encode", "policies.skew")
+EDGE_MODULES = (
+    "partitioner.plan",
+    "partitioner.search",
+    "partitioner.show",
+    "policies.prompt_cache.encode",
+    "policies.skew",
+)
 DOORS = ("launch.bench", "launch.doctor", "launch.evaluate")
 HYDRA = ("hydra", "omegaconf")
 MAY_IMPORT = {
     "policies": ("policies",),
     "runahead": ("runahead", "policies.base", "policies.retriever", "policies.pool"),
-    "partitioner": ("partitioner", "runahead"),
+    "partitioner": ("partitioner", "runahead", "policies.byte_size"),
     "launch": ("launch", "policies", "runahead", "partitioner"),
     "benchmarks": PACKAGES,
 }
@@ -50,8 +56,8 @@ ROOMS = {
         ("table",),
         ("calibration",),
         ("searches",),
-        ("auto", "pictures"),
-        ("search", "show"),
+        ("auto", "meshes", "pictures"),
+        ("plan", "search", "show"),
         ("__init__",),
     ),
     "launch": (("program",), ("inputs", "outputs"), ("infer", *(door.split(".")[1] for door in DOORS)), ("__init__",)),

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.doctor.crew import Outcome
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Finding, Verdict
-from benchmarks.doctor.known import NVLINK_BPS, known_gpu
+from partitioner.cost.known_gpus import NVLINK_BPS, known_gpu
 
 LEAST_SHARE = 0.5
 """Share of a nominal rate, or of the median of all links, below which a link is short."""

@@ -21,9 +21,13 @@ from tqdm import tqdm
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
+from benchmarks.harness.pages import with_part
 from runahead.files import ensure_writable, write_whole
 
 T = TypeVar("T")
+
+BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
+"""Marks on a page between which a study writes its table."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Study:
         table: text to print.
         pictures: functions by file name; one may return None where there are no lines for it.
         key: fields that identify a measurement. `measure` can skip those in the file by `Run.has`.
+        page: page of `--out` in which the table stands between the marks BEGIN and END.
         replaces: write all lines at the end, in place of those in the file and without the machine's description, for
             simulations.
     """
@@ -88,6 +93,7 @@ class Study:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[Line]], bytes | None]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
+    page: str = ""
     replaces: bool = False
 
     def main(self, args: Sequence[str] | None = None) -> None:
@@ -115,7 +121,11 @@ class Study:
                 image = picture(found)
                 if image is not None:
                     write_whole(Path(options.out) / name, image)
-        print(self.table(found).rstrip())
+        table = self.table(found).rstrip()
+        page = Path(options.out) / self.page
+        if self.page and page.is_file():
+            write_whole(page, with_part(page.read_text(encoding="utf-8"), BEGIN, f"\n{table}\n", END))
+        print(table)
 
     def parser(self) -> argparse.ArgumentParser:
         """Parser of the study's own options and those of all studies."""

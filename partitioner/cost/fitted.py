@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -90,14 +90,15 @@ class FittedCost:
         num_layers: int,
         model_dim: int,
         kv_dim: int,
-        mlp_dim: int,
-        vocab_size: int,
+        mlp_dim: float,
+        vocab_size: float,
         matmul_flops: float,
         attention_flops: float,
         step_s: float = 0.0,
         dense: bool = False,
         batch: int = 1,
-    ) -> FittedCost:
+        query_dim: int | None = None,
+    ) -> Self:
         """Cost of a decoder with a gated MLP, by counting its floating-point operations.
 
         Args:
@@ -106,10 +107,13 @@ class FittedCost:
                 multiply-add is two.
             step_s: fixed overhead of each of first, between, own, prefix and last.
             dense: also compute the masked half of the own attention, as the paper's baseline does.
+            query_dim: query heads times their dim; `model_dim` by default. One of t shares has 1/t of it, of `kv_dim`,
+                `mlp_dim` and `vocab_size`.
         """
-        qkv = 2 * batch * model_dim * (model_dim + 2 * kv_dim) / matmul_flops
-        rest = 2 * batch * model_dim * (model_dim + 3 * mlp_dim) / matmul_flops
-        pair = 4 * batch * model_dim / attention_flops  # per query and key: their product, and the weighted value
+        query_dim = query_dim or model_dim
+        qkv = 2 * batch * model_dim * (query_dim + 2 * kv_dim) / matmul_flops
+        rest = 2 * batch * model_dim * (query_dim + 3 * mlp_dim) / matmul_flops
+        pair = 4 * batch * query_dim / attention_flops  # per query and key: their product, and the weighted value
         logits = 2 * batch * model_dim * vocab_size / matmul_flops
         return cls(
             num_layers=num_layers,
@@ -119,6 +123,26 @@ class FittedCost:
             prefix_s=(step_s, 0.0, 0.0, pair),
             last_s=(step_s + logits, rest),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBoundCost(FittedCost):
+    """Fitted cost in which matrix products take at least as long as reading the weights.
+
+    Attributes:
+        weight_tokens: tokens whose multiply-adds with a weight take as long as reading it.
+    """
+
+    weight_tokens: float = 0.0
+
+    def first(self, c: float) -> float:
+        return super().first(max(c, self.weight_tokens))
+
+    def between(self, c: float) -> float:
+        return super().between(max(c, self.weight_tokens))
+
+    def last(self, c: float) -> float:
+        return super().last(max(c, self.weight_tokens))
 
 
 def _nonnegative(columns: np.ndarray, seconds: Sequence[float]) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from runahead.config import PrefillOptions
@@ -211,9 +211,14 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def mlp_dim_of(config: Any) -> int | None:
+    """Width of the MLP, from a transformers config; None if it has an unknown name for it."""
+    mlp_dims = (getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
+    return next((dim for dim in mlp_dims if isinstance(dim, int)), None)
+
+
 def _shape(model: Model, num_layers: int | None) -> ModelShape:
     config, first = model.config, model.kv_shapes[0]
-    mlp_dims = (getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
     return ModelShape(
         type=str(config.model_type),
         num_layers=num_layers or model.num_layers,
@@ -222,5 +227,5 @@ def _shape(model: Model, num_layers: int | None) -> ModelShape:
         num_kv_heads=first.num_kv_heads * model.num_shards,
         head_dim=first.key_dim,
         vocab_size=model.vocab_size,
-        mlp_dim=next((dim for dim in mlp_dims if isinstance(dim, int)), None),
+        mlp_dim=mlp_dim_of(config),
     )

@@ -23,6 +23,7 @@ STUDIES = (
     "interpolation",
     "kvpress.__main__",
     "llama_cpp",
+    "mesh_prediction",
     "offloading",
     "paper_relations.__main__",
     "prediction",
@@ -32,6 +33,7 @@ STUDIES = (
     "retrieval_decode",
     "retrieval_quality",
     "sharded_decode",
+    "scale",
     "split_quality",
 )
 

@@ -30,13 +30,13 @@ from benchmarks.doctor.environment import (
 )
 from benchmarks.doctor.facts import Facts, Interface, gpus_of, infiniband_gbps, topology_of
 from benchmarks.doctor.findings import Finding, Verdict, worst
-from benchmarks.doctor.known import known_gpu
 from benchmarks.doctor.options import AUTO, DoctorRun
 from benchmarks.doctor.page import as_text
 from benchmarks.doctor.picture import picture
 from benchmarks.doctor.speed import Race, check_race, check_tokens
 from benchmarks.ttft.comparison import Spread
 from launch.doctor import DOCTOR, main
+from partitioner.cost.known_gpus import known_gpu
 from runahead.config import ModelOptions, RanksOptions
 
 ETH = Interface(name="eth0", is_up=True, mbps=10_000)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.pages import with_part
 from tests.faults.drills import KINDS
-from tests.pages import with_part
 
 BEGIN, END = "<!-- drills: begin -->", "<!-- drills: end -->"
 

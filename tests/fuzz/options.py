@@ -23,6 +23,7 @@ from launch.infer import INFER
 from launch.inputs.options import ineffective_settings
 from launch.inputs.policies import NAMES, options_of, rank_policies
 from launch.program.compose import CommandLine, Program, _leaves, option_kinds
+from partitioner.plan import PLAN
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes
@@ -400,6 +401,7 @@ TARGETS = (
     _program_target(INFER, "launch/infer.py", use_infer, 20),
     _program_target(BENCH, "launch/bench.py", without_effect_in_bench, 6),
     _program_target(EVALUATE, "launch/evaluate.py", use_evaluate, 6),
+    _program_target(PLAN, "partitioner/plan.py", lambda run: None, 4, ("tokens=9", "device=h100")),
     _program_target(SEARCH, "partitioner/search.py", lambda run: None, 6, ("table=x.json",)),
     _program_target(ENCODE, "policies/prompt_cache/encode.py", lambda run: None, 3, ("schema=x.xml",)),
     _program_target(SKEW, "policies/skew.py", lambda run: None, 3, ("out=x",)),

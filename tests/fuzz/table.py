@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness.pages import with_part
 from tests.fuzz.findings import FINDINGS
 from tests.fuzz.targets import TARGETS
-from tests.pages import with_part
 
 BEGIN, END = "<!-- fuzzing: begin -->", "<!-- fuzzing: end -->"
 

@@ -28,7 +28,7 @@ FILES = {
     "size/tiny.yaml": "# @package _global_\nmodel: {name: random, config: shape.json}\n",
     "experiment/alone.yaml": "# @package _global_\ndefaults:\n  - override /prefill: single\nwarmup: 2\n",
     "experiment/set/b.yaml": "# @package _global_\nwarmup: 5\n",
-    "plan.yaml": "defaults: [search, _self_]\nsearch: {lengths: [128]}\ntable: t.json\n",
+    "my_search.yaml": "defaults: [search, _self_]\nsearch: {lengths: [128]}\ntable: t.json\n",
 }
 
 
@@ -87,7 +87,7 @@ def test_a_group_of_the_primary_config_is_chosen_without_a_plus(own):
 
 
 def test_other_programs_take_configs_of_ones_own(own):
-    run = SEARCH.read(["--config-dir", str(own), "--config-name", "plan", "search.ranks=[2]"]).run
+    run = SEARCH.read(["--config-dir", str(own), "--config-name", "my_search", "search.ranks=[2]"]).run
     assert run is not None
     assert (run.search.lengths, run.search.ranks, run.table) == ([128], [2], "t.json")
 
@@ -102,7 +102,7 @@ def test_mistakes_in_the_flags(own):
     assert mistake("--config-dir", own / "nowhere") == f"--config-dir {own}/nowhere is not a folder; check the path"
     assert mistake("--config-dir") == "--config-dir needs a folder, as in --config-dir <folder>"
     assert "there is no config of that name; there are bench, doctor, encode" in mistake("--config-name", "mine")
-    assert "mine, plan, search, skew" in mistake("-cd", own, "-cn", "yours")
+    assert "mine, my_search, plan, search, skew" in mistake("-cd", own, "-cn", "yours")
     assert "is not one of" in (told := mistake("-cd", own, "policy=smaller")) and "small, snapkv" in told
     assert "is not one of" in mistake("-cd", own, "policy=../policy/small")
 

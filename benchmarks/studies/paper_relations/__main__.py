@@ -20,7 +20,7 @@ from benchmarks.harness.study import Run, Study, option
 from benchmarks.studies.paper_relations.pictures import PICTURES
 from benchmarks.studies.paper_relations.tables import tables
 from partitioner.cost.compute import ComputeCost
-from partitioner.cost.fitted import FittedCost
+from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import SearchResult
@@ -55,19 +55,6 @@ NOISE = 0.5
 """Share of the bandwidth that is left to a pair of ranks beside other traffic."""
 
 
-class WeightBound(FittedCost):
-    """Cost in which matrix products take at least as long as reading the weights."""
-
-    def first(self, c: float) -> float:
-        return super().first(max(c, WEIGHT_TOKENS))
-
-    def between(self, c: float) -> float:
-        return super().between(max(c, WEIGHT_TOKENS))
-
-    def last(self, c: float) -> float:
-        return super().last(max(c, WEIGHT_TOKENS))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     model_dim: int
@@ -85,7 +72,7 @@ class Shape:
         """Cost of an A100: with dense attention in single operations as published, or with a causal fused kernel."""
         pair_flops = 4 * self.head_dim
         unfused_flops = pair_flops / (UNFUSED_BYTES / MEMORY_BPS + pair_flops / MATMUL_FLOPS)
-        return WeightBound.from_shape(
+        cost = WeightBoundCost.from_shape(
             num_layers=self.num_layers,
             model_dim=self.model_dim,
             kv_dim=self.kv_dim,
@@ -96,6 +83,7 @@ class Shape:
             step_s=UNFUSED_STEP_S if published else FUSED_STEP_S,
             dense=published,
         )
+        return replace(cost, weight_tokens=WEIGHT_TOKENS)
 
 
 LLAMA_7B = Shape(model_dim=4096, kv_dim=4096, mlp_dim=11008, vocab_size=32000)

@@ -1,0 +1,118 @@
+"""The machine of a plan: GPUs in nodes, what each sustains, and the links inside a node and between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.fitted import WeightBoundCost
+from partitioner.cost.link import Link, Links
+from partitioner.cost.stage import StageCost
+from partitioner.meshes.model_size import ModelSize
+from partitioner.simulation.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU, or the processors of one rank, with what it sustains of its stated figures.
+
+    Attributes:
+        memory_bytes: memory that weights, keys and values, and activations may take.
+        matmul_flops, attention_flops: operations per second of matrix products, and of attention under a causal mask.
+        memory_Bps: bytes per second of its memory.
+        step_s: overhead of each step of a layer, such as launches of kernels.
+    """
+
+    name: str
+    memory_bytes: int
+    matmul_flops: float
+    attention_flops: float
+    memory_Bps: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`num_gpus` devices in `num_nodes` nodes that are alike.
+
+    Attributes:
+        inside: link of every pair of GPUs of a node.
+        between: link of one network card; None with one node.
+        nics: network cards of a node, which all of its GPUs share.
+        measured: compute of the whole model on one device, if it was measured.
+        pass_on_as_landed: as in `Cluster`.
+    """
+
+    device: Device
+    num_gpus: int
+    num_nodes: int
+    inside: Link
+    between: Link | None
+    nics: int = 1
+    measured: ComputeCost | None = None
+    pass_on_as_landed: bool = False
+
+    @property
+    def per_node(self) -> int:
+        return self.num_gpus // self.num_nodes
+
+    def crosses(self, stage: int, num_shares: int) -> bool:
+        """Whether a stage and the next one are in two nodes."""
+        return stage * num_shares // self.per_node != (stage + 1) * num_shares // self.per_node
+
+    def across(self, num_shares: int) -> Link:
+        """Link between two nodes for each of the chains that cross at once, one per share."""
+        assert self.between is not None, self
+        own = min(1.0, self.nics / num_shares)
+        return replace(self.between, bandwidth_Bps=self.between.bandwidth_Bps * own)
+
+    def links(self, num_stages: int, num_shares: int) -> Links:
+        """Links of one share's chain through the stages."""
+        crossing = [stage for stage in range(num_stages - 1) if self.crosses(stage, num_shares)]
+        across = {(stage, stage + 1): self.across(num_shares) for stage in crossing}
+        return Links(num_stages, self.inside, across)
+
+    def compute(self, size: ModelSize, num_shares: int, batch: int = 1) -> ComputeCost:
+        """Compute cost of a stage. Measured compute is that of one device, of which a share does its part."""
+        share, divisor = self.measured, num_shares
+        if share is None:
+            share, divisor = counted_cost(size, self.device, num_shares, batch), 1
+        if num_shares == 1:
+            return share
+        return StageCost(
+            compute=share,
+            divisor=divisor,
+            num_shares=num_shares,
+            link=self.inside,
+            bytes_per_token=batch * size.shape.model_dim * size.item_bytes,
+            splits_embeddings=size.splits_embeddings,
+        )
+
+    def cluster(self, size: ModelSize, num_stages: int, num_shares: int, batch: int = 1) -> Cluster:
+        """One share's chain as a cluster: all chains are alike, so that one of them is simulated."""
+        return Cluster(
+            compute=self.compute(size, num_shares, batch),
+            speed=[1.0] * num_stages,
+            links=self.links(num_stages, num_shares),
+            kv_bytes_per_token=batch * size.kv_bytes_per_token(num_shares),
+            pass_on_as_landed=self.pass_on_as_landed,
+        )
+
+
+def counted_cost(size: ModelSize, device: Device, num_shares: int = 1, batch: int = 1) -> WeightBoundCost:
+    """Compute of one share, counted from the model's shape."""
+    shape = size.shape
+    cost = WeightBoundCost.from_shape(
+        num_layers=shape.num_layers,
+        model_dim=shape.model_dim,
+        query_dim=shape.num_heads // num_shares * shape.head_dim,
+        kv_dim=size.kv_heads(num_shares) * shape.head_dim,
+        mlp_dim=size.mlp_dim(num_shares),
+        vocab_size=shape.vocab_size / num_shares,
+        matmul_flops=device.matmul_flops,
+        attention_flops=device.attention_flops,
+        step_s=device.step_s,
+        batch=batch,
+    )
+    # A weight is read in item_bytes / memory_Bps and multiplied with a token in 2 / matmul_flops.
+    return replace(cost, weight_tokens=device.matmul_flops * size.item_bytes / (2 * device.memory_Bps) / batch)

@@ -1,0 +1,98 @@
+"""Bytes that a rank of a mesh holds at its peak: weights, keys and values, and activations."""
+
+# Legend: D model dim, F width of the MLP.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from partitioner.meshes.model_size import ModelSize
+from runahead.context import ContextPartition
+
+WIDE_BYTES = 4
+"""Bytes of a number in float32, in which norms are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Peak of one rank, in bytes.
+
+    Attributes:
+        kv: keys and values of its chunk, of the ring through which the prefix passes, and room for new tokens.
+        activations: of one layer, the layer with most.
+        reserve: what the device and its libraries take beside them.
+    """
+
+    weights: int
+    kv: int
+    activations: int
+    reserve: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.activations + self.reserve
+
+
+def kv_bytes(
+    size: ModelSize,
+    num_shares: int,
+    partition: ContextPartition,
+    *,
+    sharded: bool,
+    new_tokens: int,
+    batch: int,
+    layers_in_flight: int,
+) -> list[int]:
+    """Bytes of keys and values that a rank of each stage holds, as the runtime allocates them.
+
+    A stage has a ring of `layers_in_flight` slabs for its prefix and chunk, the last one a slab per layer for all
+    tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
+    all layers for its chunk and some new tokens.
+    """
+    layers, each = size.shape.num_layers, batch * size.kv_bytes_per_token(num_shares)
+    ring = min(layers_in_flight, layers)
+    room = new_tokens - 1  # the last new token is not computed
+    new = new_by_stage(partition, room)
+    held = []
+    for stage in range(partition.num_ranks):
+        chunk = partition.chunk(stage)
+        is_last = stage == partition.chain[-1]
+        tokens = 0
+        if chunk and is_last and (not sharded or len(partition.chain) == 1):
+            tokens = layers * (chunk.stop + room)
+        elif chunk and sharded:
+            # One slot more takes what a step over tensors of fixed shape writes for another stage.
+            tokens = ring * chunk.start + layers * (len(chunk) + new[stage] + (1 if room else 0))
+        elif chunk:
+            tokens = ring * chunk.stop
+        held.append(tokens * each)
+    return held
+
+
+def new_by_stage(partition: ContextPartition, num_new: int) -> dict[int, int]:
+    """Number of new tokens that each stage stores if decoding is sharded: each goes to the stage with fewest tokens."""
+    stored = [(len(partition.chunk(stage)), stage) for stage in partition.chain]
+    heapify(stored)
+    for _ in range(num_new):
+        tokens, stage = stored[0]
+        heapreplace(stored, (tokens + 1, stage))  # the first of several
+    return {stage: tokens - len(partition.chunk(stage)) for tokens, stage in stored}
+
+
+def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: int = 1) -> int:
+    """Most bytes of activations of a forward of `num_tokens` tokens, in the layer's step that has most of them.
+
+    The embeddings and the layer's input stay throughout. Beside them are, in turn: the normed input with queries, keys
+    and values before and after rotation and the attention's two parts; the residual with the norm's input and square in
+    float32 and its output; the residual and the normed input with the MLP's activated gate, its other half, and their
+    product.
+    """
+    shape, item = size.shape, size.item_bytes
+    D, F = shape.model_dim, size.mlp_dim(num_shares)
+    queries = shape.num_heads // num_shares * shape.head_dim
+    keys = size.kv_heads(num_shares) * shape.head_dim
+    attention = item * (D + 4 * queries + 4 * keys)
+    norm = item * 2 * D + 2 * WIDE_BYTES * D
+    mlp = item * (2 * D + 3 * F)
+    return int(batch * num_tokens * (2 * D * item + max(attention, norm, mlp)))

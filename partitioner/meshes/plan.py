@@ -1,0 +1,384 @@
+"""The plan for a prompt: every mesh of a machine as a candidate, those that fit by TTFT, and then the others by need.
+
+A plan is a function of the model's sizes, the machine and the job. Candidates are meshes of p stages x t shares with
+t inside a node; the split of each is searched on a simulated chain, and decoding is on the last stage or sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from partitioner.cost.compute import ComputeCost
+from partitioner.cost.stage import ALLREDUCES, StageCost
+from partitioner.meshes.decoding import token_s
+from partitioner.meshes.machine import Machine
+from partitioner.meshes.memory import RankMemory, activation_bytes, kv_bytes
+from partitioner.meshes.model_size import ModelSize
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.planning import best_split, simulated_cost
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
+from runahead.context import ContextPartition, even
+
+LINKS_MATTER = 0.002
+"""Share of TTFT that communication takes before a split is searched: else equal work is the best."""
+MOST_MESSAGES, LEAST_EVALUATIONS, MOST_EVALUATIONS = 1_500_000, 24, 400
+"""Limits of the search for a split: messages that it simulates in all (about ten seconds' worth), and splits."""
+STRIDES = 128
+"""A boundary is searched in steps of an even chunk's length divided by this."""
+EVENING_STEPS = 10
+"""Steps in which a split is sought between the best one, which does not fit, and even chunks."""
+LONGEST_PIECE = 1 << 16
+"""Tokens that a single stage computes at a time, if its activations for the whole prompt do not fit;
+halves of that, down to 512, are tried too."""
+NODE = 8
+"""GPUs of a node, up to which GPUs are added to a single one that has fewer."""
+MOST_GPUS = 1 << 10
+"""GPUs up to which a machine is sought that fits."""
+ALIKE = 0.002
+"""Relative difference of TTFT below which the time per new token decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is planned for.
+
+    Attributes:
+        tokens: length of the prompts.
+        tensor: shares of a stage; None for any.
+        sharded: whether decoding is sharded; None for either.
+        reserve: bytes that a rank needs beside what is counted.
+        layers_in_flight: as `prefill.layers_in_flight`.
+    """
+
+    tokens: int
+    batch: int = 1
+    new_tokens: int = 256
+    tensor: int | None = None
+    sharded: bool | None = None
+    reserve: int = 0
+    layers_in_flight: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """TTFT in parts, as the last stage spends it: compute, all-reduces of the shares, waits for keys and values."""
+
+    compute: float
+    allreduce: float
+    wait: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.allreduce + self.wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What the ranks of a mesh hold if they decode in one way.
+
+    Attributes:
+        sharded: whether decoding is sharded.
+        piece_tokens: `prefill.chunk_tokens` of a single stage; None for the whole prompt at a time.
+        memory: peak of a rank of each stage.
+        room: bytes that are left on the fullest rank; negative if it does not fit.
+    """
+
+    sharded: bool
+    piece_tokens: int | None
+    memory: list[RankMemory]
+    room: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One mesh with its split and what is to be expected of it.
+
+    Attributes:
+        held: what its ranks hold, by the way to decode that is chosen.
+        is_best_split: whether the split is the one with the earliest first token, or one of evener chunks that fits.
+        ttft: None if it does not fit, since then no split is searched.
+        last_s, sharded_s: seconds per new token by the two ways.
+    """
+
+    num_stages: int
+    num_shares: int
+    partition: ContextPartition
+    held: Held
+    is_best_split: bool
+    ttft: Seconds | None
+    last_s: float
+    sharded_s: float
+
+    @property
+    def fits(self) -> bool:
+        return self.held.room >= 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.num_shares
+
+    @property
+    def fullest(self) -> RankMemory:
+        """Memory of the rank that needs most."""
+        return max(self.held.memory, key=lambda each: each.total)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per new token by the chosen way."""
+        return self.sharded_s if self.held.sharded else self.last_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All candidates, the best first.
+
+    Attributes:
+        least_gpus: if nothing fits, the least number of such GPUs with which something does; None if none does.
+    """
+
+    size: ModelSize
+    machine: Machine
+    job: Job
+    candidates: list[Candidate]
+    least_gpus: int | None = None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan; None if nothing fits."""
+        return self.candidates[0] if self.candidates[0].fits else None
+
+
+def make_plan(
+    size: ModelSize, machine: Machine, job: Job, on_candidate: Callable[[str], None] = lambda text: None
+) -> Plan:
+    """Make the plan.
+
+    Args:
+        on_candidate: called before each candidate with a text that describes it.
+
+    Raises:
+        ValueError: no mesh has such shares, or measured compute is of another number of layers.
+    """
+    sizes = shares_that_fit(size, machine.per_node)
+    if job.tensor is not None and job.tensor not in sizes:
+        raise ValueError(
+            f"ranks.tensor={job.tensor} is no number of shares for {size.shape.num_heads} heads and "
+            f"{size.shape.num_kv_heads} KV heads on {machine.per_node} GPUs of a node; it may be "
+            f"{', '.join(map(str, sizes))}"
+        )
+    found = []
+    for num_stages, num_shares in meshes(size, machine, job):
+        on_candidate(f"{num_stages} x {num_shares}")
+        found.append(_candidate(size, machine, job, num_stages, num_shares))
+    found.sort(key=lambda each: each.held.room, reverse=True)
+    fitting = sorted((each for each in found if each.fits), key=lambda each: each.ttft.total if each.ttft else 0.0)
+    if fitting and fitting[0].ttft:
+        # Of meshes that are as fast to the first token, the one that decodes faster, on fewer GPUs.
+        limit_s = (1 + ALIKE) * fitting[0].ttft.total
+        alike = [each for each in fitting if each.ttft and each.ttft.total <= limit_s]
+        best = min(alike, key=lambda each: (each.token_s, each.num_ranks))
+        fitting.sort(key=lambda each: each is not best)
+    candidates = fitting + [each for each in found if not each.fits]
+    least = None if fitting else least_gpus(size, machine, job)
+    return Plan(size=size, machine=machine, job=job, candidates=candidates, least_gpus=least)
+
+
+def shares_that_fit(size: ModelSize, per_node: int) -> list[int]:
+    """Numbers of shares into which the GPUs of a node and the model's heads can be divided."""
+    return [shares for shares in range(1, per_node + 1) if per_node % shares == 0 and size.fits(shares)]
+
+
+def meshes(size: ModelSize, machine: Machine, job: Job) -> Iterator[tuple[int, int]]:
+    """Meshes (stages, shares): with all GPUs, and with half, a quarter, ... of the stages."""
+    for num_shares in shares_that_fit(size, machine.per_node):
+        if job.tensor in (None, num_shares):
+            num_stages = machine.num_gpus // num_shares
+            while num_stages >= 1:
+                yield num_stages, num_shares
+                num_stages //= 2
+
+
+def _candidate(size: ModelSize, machine: Machine, job: Job, num_stages: int, num_shares: int) -> Candidate:
+    cluster = machine.cluster(size, num_stages, num_shares, job.batch)
+    balanced = equal_work(job.tokens, num_stages, cluster.compute)
+
+    def fits(partition: ContextPartition) -> bool:
+        return _fitting(size, machine, job, num_shares, partition).room >= 0
+
+    partition, is_best = balanced, True
+    if num_stages > 1 and any(fits(start) for start in (balanced, even(job.tokens, num_stages))):
+        searched = _searched(job.tokens, cluster, balanced)
+        partition = _evened(searched, fits)
+        is_best = partition == searched
+    held = _fitting(size, machine, job, num_shares, partition)
+    last_s, sharded_s = (
+        token_s(size, machine, num_shares, partition, sharded=way, batch=job.batch) for way in (False, True)
+    )
+    return Candidate(
+        num_stages=num_stages,
+        num_shares=num_shares,
+        partition=partition,
+        held=held,
+        is_best_split=is_best,
+        ttft=_ttft(partition, cluster, held.piece_tokens) if held.room >= 0 else None,
+        last_s=last_s,
+        sharded_s=sharded_s,
+    )
+
+
+def _evened(partition: ContextPartition, fits: Callable[[ContextPartition], bool]) -> ContextPartition:
+    """The partition, moved towards even chunks as little as makes it fit; if these do not fit either, even chunks.
+
+    Even chunks need least where each rank keeps its own.
+    """
+    num_tokens, num_stages = partition.num_tokens, partition.num_ranks
+    if fits(partition):
+        return partition
+
+    def mixed(weight: float) -> ContextPartition:
+        ends = zip(partition.boundaries, even(num_tokens, num_stages).boundaries, strict=True)
+        return ContextPartition(boundaries=tuple(round((1 - weight) * own + weight * other) for own, other in ends))
+
+    low, high = 0.0, 1.0
+    for _ in range(EVENING_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(mixed(middle)) else (middle, high)
+    return mixed(high)
+
+
+def _searched(num_tokens: int, cluster: Cluster, balanced: ContextPartition) -> ContextPartition:
+    """The split with the earliest first token on a simulated chain."""
+    num_stages, cost = cluster.num_ranks, simulated_cost(cluster)
+    if cost(balanced) <= (1 + LINKS_MATTER) * simulated_cost(cluster.without_communication())(balanced):
+        return balanced
+    messages = cluster.compute.num_layers * num_stages**2 / 2
+    return best_split(
+        num_tokens,
+        num_stages,
+        cluster,
+        min_stride=max(1, num_tokens // (STRIDES * num_stages)),
+        max_evaluations=min(MOST_EVALUATIONS, max(LEAST_EVALUATIONS, int(MOST_MESSAGES / messages))),
+    ).partition
+
+
+def _fitting(size: ModelSize, machine: Machine, job: Job, num_shares: int, partition: ContextPartition) -> Held:
+    """The faster of the ways to decode that fit; if none fits, the one that needs less."""
+
+    def order(held: Held) -> tuple[bool, float]:
+        if held.room < 0:
+            return True, -held.room
+        return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=job.batch)
+
+    return min(_ways(size, machine.device.memory_bytes, job, num_shares, partition), key=order)
+
+
+def _ways(size: ModelSize, memory_bytes: int, job: Job, num_shares: int, partition: ContextPartition) -> Iterator[Held]:
+    """What ranks hold by each way to decode. A single stage has one way, and computes pieces if it has to."""
+    is_single = len(partition.chain) == 1
+    ways = [False, True] if job.sharded is None else [job.sharded]
+    for sharded in [False] if is_single else ways:
+        pieces: list[int | None] = [None]
+        if is_single:
+            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < job.tokens]
+        for piece in pieces:
+            memory = rank_memory(size, job, num_shares, partition, sharded=sharded, piece_tokens=piece)
+            held = Held(
+                sharded=sharded,
+                piece_tokens=piece,
+                memory=memory,
+                room=memory_bytes - max(each.total for each in memory),
+            )
+            if held.room >= 0:
+                break
+        yield held
+
+
+def rank_memory(
+    size: ModelSize,
+    job: Job,
+    num_shares: int,
+    partition: ContextPartition,
+    *,
+    sharded: bool,
+    piece_tokens: int | None = None,
+) -> list[RankMemory]:
+    """Peak memory of a rank of each stage."""
+    held = kv_bytes(
+        size,
+        num_shares,
+        partition,
+        sharded=sharded,
+        new_tokens=job.new_tokens,
+        batch=job.batch,
+        layers_in_flight=job.layers_in_flight,
+    )
+    weights = size.weight_bytes(num_shares)
+    computed = [piece_tokens or len(partition.chunk(stage)) for stage in range(partition.num_ranks)]
+    return [
+        RankMemory(
+            weights=weights,
+            kv=kv,
+            activations=activation_bytes(size, num_shares, tokens, job.batch),
+            reserve=job.reserve,
+        )
+        for kv, tokens in zip(held, computed, strict=True)
+    ]
+
+
+def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | None) -> Seconds:
+    """TTFT of a prompt and its parts on the last stage; a single stage may compute pieces one after another."""
+    compute, last = cluster.compute, partition.chain[-1]
+    if piece_tokens is None:
+        simulated = simulate(partition, cluster)
+        allreduce_s = _allreduce_s(compute, len(partition.chunk(last)))
+        wait_s = simulated.wait_s[last]
+        return Seconds(compute=simulated.ttft_s - wait_s - allreduce_s, allreduce=allreduce_s, wait=wait_s)
+    total_s = allreduce_s = 0.0
+    for start, end in pairwise([*range(0, partition.num_tokens, piece_tokens), partition.num_tokens]):
+        c, layers = end - start, compute.num_layers
+        attention_s = compute.own(c) + compute.prefix(c, start)
+        total_s += compute.first(c) + (layers - 1) * compute.between(c) + layers * attention_s + compute.last(c)
+        allreduce_s += _allreduce_s(compute, c)
+    return Seconds(compute=total_s - allreduce_s, allreduce=allreduce_s, wait=0.0)
+
+
+def _allreduce_s(compute: ComputeCost, num_tokens: int) -> float:
+    """Seconds of all all-reduces of a stage's forward of one chunk."""
+    if not isinstance(compute, StageCost):
+        return 0.0
+    times = ALLREDUCES * compute.num_layers + compute.splits_embeddings
+    return times * compute.allreduce_s(num_tokens)
+
+
+def least_gpus(size: ModelSize, machine: Machine, job: Job) -> int | None:
+    """The least number of such GPUs on which the job fits; GPUs are added to a single node, else nodes.
+
+    Only even chunks are tried, since they need least where every stage keeps its own.
+    """
+
+    def fits(num_gpus: int, per_node: int) -> bool:
+        for num_shares in shares_that_fit(size, per_node):
+            num_stages = num_gpus // num_shares
+            if job.tensor in (None, num_shares) and num_stages <= job.tokens:
+                split = even(job.tokens, num_stages)
+                if any(held.room >= 0 for held in _ways(size, machine.device.memory_bytes, job, num_shares, split)):
+                    return True
+        return False
+
+    per_node, few = machine.per_node, machine.num_nodes
+    if machine.num_nodes == 1:
+        alone = range(per_node, max(NODE, per_node))
+        found = next((num_gpus for num_gpus in alone if fits(num_gpus, num_gpus)), None)
+        if found is not None:
+            return found
+        per_node = max(NODE, per_node)
+    most = MOST_GPUS // per_node
+    if most < few or not fits(most * per_node, per_node):
+        return None
+    while few < most:  # a node more never needs more of each GPU
+        middle = (few + most) // 2
+        few, most = (few, middle) if fits(middle * per_node, per_node) else (middle + 1, most)
+    return most * per_node

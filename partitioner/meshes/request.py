@@ -1,0 +1,85 @@
+"""From the options of a plan to what it is a function of: the model's sizes, the machine and the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from partitioner.cost.measured import MeasuredCost
+from partitioner.meshes.machine import Device, Machine
+from partitioner.meshes.model_size import ModelSize
+from partitioner.meshes.options import Decode, PlanRun
+from partitioner.meshes.plan import Job
+from policies.byte_size import num_bytes
+from runahead.config import PrefillOptions
+from runahead.failures import first_line
+from runahead.files import read_user_file
+
+
+def machine_of(run: PlanRun, size: ModelSize) -> Machine:
+    """The machine that the options describe.
+
+    Raises:
+        ValueError: measured compute cannot be read, or is not of this model.
+    """
+    stated, share = run.stated, run.efficiency
+    inside, between = run.links()
+    return Machine(
+        device=Device(
+            name=run.device or "the device",
+            memory_bytes=stated.memory_bytes,
+            matmul_flops=share.matmul * stated.matmul_flops,
+            attention_flops=share.attention * stated.matmul_flops,
+            memory_Bps=share.memory * stated.memory_Bps,
+            step_s=share.step_us * 1e-6,
+        ),
+        num_gpus=run.gpus,
+        num_nodes=run.nodes,
+        inside=inside,
+        between=between,
+        nics=run.link.nics,
+        measured=None if run.compute is None else read_compute(Path(run.compute), size, run.batch),
+        pass_on_as_landed=not run.on_gpus,
+    )
+
+
+def job_of(run: PlanRun) -> Job:
+    """The job that the options describe."""
+    assert run.tokens is not None
+    return Job(
+        tokens=run.tokens,
+        batch=run.batch,
+        new_tokens=run.new_tokens,
+        tensor=run.ranks.tensor,
+        sharded=None if run.decode is Decode.auto else run.decode is Decode.sharded,
+        reserve=num_bytes(run.reserve, "reserve"),
+        layers_in_flight=PrefillOptions().layers_in_flight,
+    )
+
+
+def read_compute(path: Path, size: ModelSize, batch: int) -> MeasuredCost:
+    """Read the compute of one device, which python -m partitioner.search keeps beside its table.
+
+    Raises:
+        ValueError: it cannot be read, is of another model or dtype, or is used for several prompts at once.
+    """
+    option = f"compute={path}"
+    try:
+        purpose, _, text = read_user_file(path).decode("utf-8").partition("\n")
+        cost = MeasuredCost.from_json(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{option} cannot be read ({first_line(error)}); python -m partitioner.search table=<json> writes "
+            "<json>.compute.json"
+        ) from error
+    expected = [str(value) for value in (*vars(size.shape).values(), size.dtype)]
+    found = purpose.split("|")[: len(expected)]
+    if found != expected:
+        raise ValueError(
+            f"{option} was measured with another model ({' '.join(found)}), not this one ({' '.join(expected)}); "
+            "measure it with the same model and dtype"
+        )
+    if "|tensor " in purpose:
+        raise ValueError(f"{option} was measured on a share of a stage; measure it with ranks.tensor=1")
+    if batch > 1:
+        raise ValueError(f"{option} is the compute of one prompt at a time; leave batch={batch} out")
+    return cost

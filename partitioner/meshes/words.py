@@ -1,0 +1,252 @@
+"""A plan in words: the table of candidates, why each one lost, the command that starts the best, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partitioner.cost.link import BITS_PER_BYTE, Link
+from partitioner.meshes.machine import Machine
+from partitioner.meshes.memory import RankMemory
+from partitioner.meshes.plan import ALIKE, Candidate, Plan, Seconds
+from runahead.config import ModelName, ModelOptions
+from runahead.picture_style import seconds
+
+COLUMNS = (
+    "",
+    "stages x shares",
+    "decode",
+    "weights",
+    "KV",
+    "activations",
+    "room",
+    "TTFT",
+    "all-reduces",
+    "waits",
+    "a token, last",
+    "sharded",
+    "why not",
+)
+LEFT = ("stages x shares", "decode", "why not")
+
+PARTS = {"weights": "weights", "kv": "keys and values", "activations": "activations", "reserve": "reserve"}
+"""Names of the parts of a rank's memory."""
+
+
+def rows(plan: Plan) -> list[list[str]]:
+    """The table of candidates, with memory of the fullest rank; its first row has the headings."""
+    made = [list(COLUMNS)]
+    for candidate in plan.candidates:
+        fullest, ttft = candidate.fullest, candidate.ttft
+        made.append(
+            [
+                "*" if candidate is plan.best else "",
+                mesh_text(candidate),
+                way(candidate),
+                *(gib(each) for each in (fullest.weights, fullest.kv, fullest.activations, candidate.held.room)),
+                "-" if ttft is None else seconds(ttft.total),
+                *("-" if ttft is None else f"{part / ttft.total:.0%}" for part in _shares(ttft)),
+                seconds(candidate.last_s),
+                "-" if candidate.num_stages == 1 else seconds(candidate.sharded_s),
+                "" if candidate is plan.best else reason(plan, candidate),
+            ]
+        )
+    return made
+
+
+def _shares(ttft: Seconds | None) -> tuple[float, float]:
+    return (0.0, 0.0) if ttft is None else (ttft.allreduce, ttft.wait)
+
+
+def mesh_text(candidate: Candidate) -> str:
+    """Stages x shares, and the pieces in which a single stage computes."""
+    pieces = "" if candidate.held.piece_tokens is None else f", pieces of {candidate.held.piece_tokens:,}"
+    return f"{candidate.num_stages} x {candidate.num_shares}{pieces}"
+
+
+def way(candidate: Candidate) -> str:
+    return "sharded" if candidate.held.sharded else "last"
+
+
+def reason(plan: Plan, candidate: Candidate) -> str:
+    """Why a candidate is not the plan, in words."""
+    memory = plan.machine.device.memory_bytes
+    if not candidate.fits:
+        return f"does not fit: needs {gib(candidate.fullest.total)} of {gib(memory)}, {most_of(candidate.fullest)}"
+    best = plan.best
+    assert best is not None and best.ttft is not None and candidate.ttft is not None, candidate
+    ratio = candidate.ttft.total / best.ttft.total
+    if ratio <= 1 + ALIKE:
+        if candidate.token_s > best.token_s * (1 + ALIKE):
+            slower = candidate.token_s / best.token_s
+            return f"the first token as early, but {slower:.2f} times as long for each one after it"
+        return "as fast on more GPUs"
+    return f"TTFT {ratio:.2f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
+
+
+def _cause(plan: Plan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
+    """What a slower candidate spends most of its additional time with."""
+    machine = plan.machine
+    more = {name: getattr(ttft, name) - getattr(best, name) for name in ("compute", "allreduce", "wait")}
+    largest = max(more, key=lambda name: more[name])
+    if largest == "allreduce":
+        share = ttft.allreduce / ttft.total
+        return f"the all-reduces of {candidate.num_shares} shares over {rate(machine.inside)} take {share:.0%} of it"
+    if largest == "wait":
+        crosses = any(machine.crosses(stage, candidate.num_shares) for stage in range(candidate.num_stages - 1))
+        link = machine.across(candidate.num_shares) if crosses else machine.inside
+        place = "between nodes" if crosses else "inside a node"
+        share = ttft.wait / ttft.total
+        return f"its last stage waits {share:.0%} of it for keys and values over {rate(link)} {place}"
+    if candidate.num_ranks < machine.num_gpus:
+        return f"{candidate.num_ranks} of {machine.num_gpus} GPUs compute"
+    if not candidate.is_best_split:
+        return "its chunks are evener than is fast, to fit"
+    return f"its stages compute {ttft.compute / best.compute:.2f} times as long"
+
+
+def most_of(memory: RankMemory) -> str:
+    """The largest part of a rank's memory, in words."""
+    largest = max(PARTS, key=lambda name: getattr(memory, name))
+    return f"{gib(getattr(memory, largest))} of them {PARTS[largest]}"
+
+
+def nothing_fits(plan: Plan) -> str:
+    """One line for a plan without a candidate that fits: what is missing, and what would do."""
+    machine = plan.machine
+    nearest = max(plan.candidates, key=lambda each: each.held.room)
+    memory, total = gib(machine.device.memory_bytes), gib(nearest.fullest.total)
+    need = f"{total}, {most_of(nearest.fullest)}" if nearest.fullest.total else total
+    more = f"GPUs with {total}"
+    if plan.least_gpus is not None:
+        more = f"at least {plan.least_gpus} GPUs with {memory}, or {machine.num_gpus} with {total}"
+    return (
+        f"gpus={machine.num_gpus} do not fit {plan.job.tokens:,} tokens: the best mesh, {mesh_text(nearest)} with "
+        f"decode={way(nearest)}, needs {need}, on a GPU of {memory}; use {more}, a shorter prompt, or a smaller model"
+    )
+
+
+def ratios(candidate: Candidate) -> list[float]:
+    """The share of each stage, rounded so that they add up to 1."""
+    num_tokens = candidate.partition.num_tokens
+    rounded = [round(length / num_tokens, 4) for length in candidate.partition.chunk_lengths]
+    rounded[-1] = round(1 - sum(rounded[:-1]), 4)
+    return rounded
+
+
+def launch_command(plan: Plan, model: ModelOptions) -> str:
+    """The command that runs the plan."""
+    best, machine = plan.best, plan.machine
+    assert best is not None, plan
+    on_node = min(machine.per_node, best.num_ranks)
+    num_nodes = -(-best.num_ranks // machine.per_node)
+    nodes = f" --nnodes={num_nodes} --rdzv-backend=c10d --rdzv-endpoint=<host of rank 0>:29500" if num_nodes > 1 else ""
+    words = [f"torchrun{nodes} --nproc-per-node={on_node} launch/infer.py", f"model={model.name.name}"]
+    if model.name is ModelName.hf:
+        words.append(f"model.path={model.path}")
+    elif model.name is ModelName.random:
+        words.append(f"model.config={model.config}")
+    words.append("prompt.file=<text>")
+    if best.num_shares > 1:
+        words.append(f"ranks.tensor={best.num_shares}")
+    if len(best.partition.chain) > 1:
+        listed = ",".join(f"{ratio:g}" for ratio in ratios(best))
+        words += ["partition=ratios", f"partition.ratios=[{listed}]", f"decode={way(best)}"]
+    if best.held.piece_tokens is not None:
+        words.append(f"prefill=single prefill.chunk_tokens={best.held.piece_tokens}")
+    words.append(f"generation.max_new_tokens={plan.job.new_tokens}")
+    return " ".join(words)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, seconds and bytes."""
+    return {
+        "model": {**vars(plan.size.shape), "dtype": plan.size.dtype, "weight_bytes": plan.size.weight_bytes()},
+        "gpus": plan.machine.num_gpus,
+        "nodes": plan.machine.num_nodes,
+        "device": vars(plan.machine.device),
+        "tokens": plan.job.tokens,
+        "batch": plan.job.batch,
+        "new_tokens": plan.job.new_tokens,
+        "candidates": [_candidate_json(plan, candidate) for candidate in plan.candidates],
+        "least_gpus": plan.least_gpus,
+    }
+
+
+def _candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    ttft = candidate.ttft
+    return {
+        "stages": candidate.num_stages,
+        "shares": candidate.num_shares,
+        "decode": way(candidate),
+        "chunk_tokens": candidate.held.piece_tokens,
+        "boundaries": list(candidate.partition.boundaries),
+        "memory": [vars(each) | {"total": each.total} for each in candidate.held.memory],
+        "room": candidate.held.room,
+        "ttft_s": None if ttft is None else ttft.total,
+        "ttft_parts_s": None if ttft is None else vars(ttft),
+        "tpot_last_s": candidate.last_s,
+        "tpot_sharded_s": candidate.sharded_s,
+        "why_not": None if candidate is plan.best else reason(plan, candidate),
+    }
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB with three digits, in MiB below one."""
+    size, unit = (num_bytes / 2**30, "GiB") if abs(num_bytes) >= 2**30 else (num_bytes / 2**20, "MiB")
+    return f"{size:,.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}"
+
+
+def rate(link: Link) -> str:
+    """Bandwidth of a link in GB/s."""
+    return f"{link.bandwidth_Bps / 1e9:.3g} GB/s"
+
+
+def bits(link: Link) -> str:
+    """Bandwidth of a network link in Gbit/s."""
+    return f"{link.bandwidth_Bps * BITS_PER_BYTE / 1e9:.3g} Gbit/s"
+
+
+def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
+    """What the figures rest on, a line each.
+
+    Args:
+        shares: shares of the stated figures that are assumed to be reached, by name.
+    """
+    machine, size = plan.machine, plan.size
+    device = machine.device
+    lines = []
+    if machine.measured is None:
+        lines.append(
+            f"{device.name}: {device.matmul_flops / 1e12:,.3g} TFLOP/s in matrix products and "
+            f"{device.attention_flops / 1e12:,.3g} in causal attention ({shares['matmul']:.0%} and "
+            f"{shares['attention']:.0%} of what is stated, assumed), {device.step_s * 1e6:.3g} µs overhead per step of "
+            "a layer"
+        )
+    else:
+        lines.append("compute of one device measured; a share of t does 1/t of it")
+    lines.append(
+        f"memory of {gib(device.memory_bytes)}, {gib(plan.job.reserve)} of it for libraries; read at "
+        f"{device.memory_Bps / 1e9:,.0f} GB/s ({shares['memory']:.0%} of what is stated, assumed)"
+    )
+    lines.append(_links_text(machine, shares["link"]))
+    lines.append(
+        "two all-reduces per layer, ring or tree, overlapped with nothing; shares of a stage are inside a node, and "
+        "their chains send at the same time"
+    )
+    lines += size.notes
+    if size.max_positions is not None and plan.job.tokens + plan.job.new_tokens > size.max_positions:
+        lines.append(f"the config has {size.max_positions:,} positions, fewer than are planned for")
+    return lines
+
+
+def _links_text(machine: Machine, share: float) -> str:
+    words = []
+    if machine.per_node > 1:
+        words.append(f"{rate(machine.inside)} and {machine.inside.latency_s * 1e6:.3g} µs inside a node")
+    if machine.between is not None:
+        cards = f"{machine.nics} network card{'s' if machine.nics > 1 else ''} a node"
+        words.append(
+            f"{bits(machine.between)} and {machine.between.latency_s * 1e6:.3g} µs between nodes, {cards}, shared by "
+            "the chains that cross"
+        )
+    return f"links: {'; '.join(words) or 'none'} ({share:.0%} of what is stated, assumed)"

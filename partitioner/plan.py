@@ -1,0 +1,133 @@
+"""`python -m partitioner.plan`: how many stages of how many shares a model and a prompt need, and what to expect."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from launch.program.compose import Program
+from launch.program.ending import say
+from launch.program.text_table import text_table
+from partitioner.meshes.options import PlanRun
+from runahead.files import ensure_writable, write_whole
+
+if TYPE_CHECKING:
+    from partitioner.meshes.plan import Plan
+
+HELP = """\
+usage: python -m partitioner.plan model=random model.config=<config.json> gpus=<n> tokens=<n> [name=value ...]
+
+Plans a mesh of stages x shares for a model that one GPU cannot hold, or a prompt that it cannot: which mesh, whether
+decoding is sharded, the split, memory of a rank, TTFT and time per token, the other meshes and why they lost, and the
+command that starts the plan. Weights are not needed, and no rank is started.
+
+  gpus=8   nodes=1   tokens=131072   batch=1   new_tokens=256
+  device=h100|a100 80gb|l40s|...      or, in place of its figures: memory=80GiB   flops=989TFLOP/s   bandwidth=3.35TB/s
+  compute=<table.json.compute.json>   measured by python -m partitioner.search on one device, in place of flops=
+  link.inside=450GB/s   link.inside_us=10       of a GPU to the others of its node
+  link.between=200Gbit/s   link.between_us=20   link.nics=1   of one network card, and the cards of a node
+  efficiency.matmul=0.64   efficiency.attention=0.38   efficiency.memory=0.8   efficiency.link=0.8
+  efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
+  ranks.tensor=<shares>    decode=auto|last|sharded   reserve=2GiB
+  model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
+  report=<json>   picture=<png>
+"""
+
+PLAN = Program(module="partitioner.plan", options=PlanRun, help=HELP)
+
+WIDTH = 110
+"""Characters of a line of words."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit status: 0, 1 if nothing fits, 2 for a mistake on the command line."""
+    try:
+        command = PLAN.read(sys.argv[1:] if args is None else args)
+        if command.to_print is not None:
+            print(command.to_print, end="")
+            return 0
+        if "--multirun" in command.flags:
+            from launch.program.sweep import run_sweep
+
+            return run_sweep(PLAN, command)
+        assert command.run is not None
+        return _plan(command.run)
+    except (OSError, ValueError) as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+def _plan(run: PlanRun) -> int:
+    for option in ("report", "picture"):
+        if getattr(run, option) is not None:
+            ensure_writable(getattr(run, option), option=option)
+    plan = plan_of(run, shown=True)
+    from partitioner.meshes.words import as_json, nothing_fits
+
+    if run.report is not None:
+        write_whole(run.report, json.dumps(as_json(plan), indent=1) + "\n")
+    if run.picture is not None:
+        from partitioner.pictures.plan_picture import plan_png
+
+        write_whole(run.picture, plan_png(as_json(plan)))
+    if plan.best is None:
+        say(nothing_fits(plan))
+        return 1
+    print(plan_text(plan, run), end="")
+    return 0
+
+
+def plan_of(run: PlanRun, *, shown: bool = False) -> Plan:
+    """Make the plan that the options ask for.
+
+    Args:
+        shown: show a progress bar on standard error.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or files; one line.
+    """
+    # Imported here because it imports torch, which --help and a mistyped option need not wait for.
+    from tqdm import tqdm
+
+    from partitioner.meshes.model_size import ModelSize
+    from partitioner.meshes.plan import make_plan, meshes
+    from partitioner.meshes.request import job_of, machine_of
+
+    size = ModelSize.of(run.model)
+    machine, job = machine_of(run, size), job_of(run)
+    total = len(list(meshes(size, machine, job)))
+    with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:
+
+        def tick(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        return make_plan(size, machine, job, tick)
+
+
+def plan_text(plan: Plan, run: PlanRun) -> str:
+    """The plan as text for a terminal."""
+    from partitioner.meshes.words import COLUMNS, LEFT, assumptions, launch_command, rows
+
+    machine, size = plan.machine, plan.size
+    place = f"{machine.num_gpus} GPUs" if machine.num_gpus > 1 else "1 GPU"
+    place += f" in {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
+    text = f"{plan.job.tokens:,} tokens of {size.shape}, {size.dtype}, on {place}\n\n"
+    left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
+    text += text_table(rows(plan), left=left)
+    text += "* the plan; memory of the rank with most of it, time per new token by both ways to decode\n\n"
+    text += f"{launch_command(plan, run.model)}\n\n"
+    for line in assumptions(plan, asdict(run.efficiency)):
+        text += textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") + "\n"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,472 @@
+"""The planner: what a mesh needs and takes, which one is best and why the others lost, and the program's edges."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
+from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link, Links
+from partitioner.meshes.decoding import token_s
+from partitioner.meshes.machine import Device, Machine, counted_cost
+from partitioner.meshes.memory import activation_bytes, kv_bytes
+from partitioner.meshes.model_size import ModelSize
+from partitioner.meshes.options import PlanRun
+from partitioner.meshes.plan import Job, Plan, make_plan, shares_that_fit
+from partitioner.meshes.units import bytes_per_s, flops
+from partitioner.meshes.words import as_json, launch_command, nothing_fits, ratios, reason
+from partitioner.plan import HELP, PLAN, main, plan_text
+from partitioner.searches.equal_work import equal_work
+from partitioner.searches.planning import best_split
+from partitioner.simulation.chain import simulate
+from partitioner.simulation.cluster import Cluster
+from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead.cache.attention import CausalAttention
+from runahead.context import ContextPartition, even
+from runahead.prefill.tensor import allreduce_bytes
+from tests.families import build, prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "benchmarks" / "models"
+GIB = 2**30
+
+NVLINK = Link(latency_s=10e-6, bandwidth_Bps=360e9)
+NETWORK = Link(latency_s=20e-6, bandwidth_Bps=20e9)
+FREE = Link(latency_s=0.0, bandwidth_Bps=math.inf)
+
+
+@cache
+def size_of(name: str) -> ModelSize:
+    return ModelSize.of(ModelOptions(name="random", config=str(MODELS / f"{name}.json")))  # type: ignore[arg-type]
+
+
+def machine(
+    num_gpus: int = 8, num_nodes: int = 1, *, memory: float = 80, step_s: float = 20e-6, **more: Any
+) -> Machine:
+    device = Device(
+        name="h100",
+        memory_bytes=int(memory * GIB),
+        matmul_flops=600e12,
+        attention_flops=400e12,
+        memory_Bps=2.5e12,
+        step_s=step_s,
+    )
+    links = {"inside": NVLINK, "between": NETWORK if num_nodes > 1 else None} | more
+    return Machine(device=device, num_gpus=num_gpus, num_nodes=num_nodes, **links)
+
+
+# --- sizes of models
+
+
+def test_weights_of_the_llamas_are_those_that_are_published() -> None:
+    billions = {name: size_of(name).weight_bytes() / 2 / 1e9 for name in ("llama-8b", "llama-70b", "llama-405b")}
+    assert billions == pytest.approx({"llama-8b": 8.03, "llama-70b": 70.55, "llama-405b": 405.85}, rel=1e-3)
+    assert [size_of(name).kv_bytes_per_token() for name in ("llama-8b", "llama-70b")] == [4096, 4096]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "falcon", "starcoder2"])
+def test_bytes_of_weights_and_of_a_token_are_those_of_the_loaded_model(family: str, tied: bool, tmp_path: Path) -> None:
+    module = build(family, dtype=torch.float32, tie_word_embeddings=tied)
+    module.config.save_pretrained(tmp_path)
+    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
+    model = Model(module)
+    assert size.weight_bytes() == sum(parameter.nbytes for parameter in module.parameters())
+    assert size.kv_bytes_per_token() == model.kv_shapes[0].bytes_per_token()
+    assert size.shape.num_layers == model.num_layers
+
+
+def test_shares_of_all_weights_are_the_whole_and_heads_are_repeated_where_they_are_fewer() -> None:
+    size = size_of("llama-8b")
+    norms = sum(weight.num_bytes(1) for weight in size.weights if len(weight.shape) == 1)
+    for num_shares in (2, 4, 8):
+        assert size.weight_bytes(num_shares) == (size.weight_bytes() - norms) // num_shares + norms
+        assert size.kv_bytes_per_token(num_shares) == size.kv_bytes_per_token() // num_shares
+    assert [num_shares for num_shares in range(1, 65) if size.fits(num_shares)] == [1, 2, 4, 8, 16, 32]
+    # 16 shares of 8 KV heads: two ranks have the same one.
+    assert size.kv_bytes_per_token(16) == size.kv_bytes_per_token(8)
+    assert size.weight_bytes(16) > size.weight_bytes(8) / 2
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    build("mixtral", dtype=torch.float32).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mixture of experts"):
+        ModelSize.of(ModelOptions(name="random", config=str(tmp_path)))  # type: ignore[arg-type]
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("new_tokens", [1, 7])
+def test_keys_and_values_of_one_rank_are_what_it_allocates(new_tokens: int, tmp_path: Path) -> None:
+    module = build("llama", dtype=torch.float32)
+    module.config.save_pretrained(tmp_path)
+    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
+    options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
+    with Ranks.start(RanksOptions()) as ranks:
+        batch = Engine(Model(module), ranks).generate([prompt(40), prompt(40, seed=1)], options)
+    expected = kv_bytes(size, 1, even(40, 1), sharded=False, new_tokens=new_tokens, batch=2, layers_in_flight=3)
+    assert [batch.ranks[0].kv_peak_bytes] == expected
+
+
+def test_sharded_decoding_divides_the_keys_and_values_and_new_tokens_go_to_the_emptiest() -> None:
+    size, split = size_of("llama-8b"), ContextPartition(boundaries=(0, 600, 1000))
+    about: dict[str, Any] = {"new_tokens": 101, "batch": 1, "layers_in_flight": 3}
+    last = kv_bytes(size, 1, split, sharded=False, **about)
+    sharded = kv_bytes(size, 1, split, sharded=True, **about)
+    assert last == [3 * 600 * 4096, 32 * 1100 * 4096]
+    assert sharded == [32 * 601 * 4096, (3 * 600 + 32 * 501) * 4096]
+    assert kv_bytes(size, 8, split, sharded=False, **about) == [each // 8 for each in last]
+    assert kv_bytes(size, 1, ContextPartition(boundaries=(0, 1000, 1000)), sharded=True, **about)[1] == 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes of tensors that operations made and that are alive at a time, except those in `others`."""
+
+    def __init__(self, others: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.others = {tensor.untyped_storage().data_ptr() for tensor in others}
+        self.live: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in self.others:
+                storage = leaf.untyped_storage()
+                self.live[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes())
+        self.live = {at: each for at, each in self.live.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mlp_dim", [64, 512])
+def test_activations_are_those_of_a_forward(dtype: torch.dtype, mlp_dim: int, tmp_path: Path) -> None:
+    module = build("llama", dtype=dtype, hidden_size=128, intermediate_size=mlp_dim, num_attention_heads=4, head_dim=32)
+    module.config.save_pretrained(tmp_path)
+    name = str(dtype).removeprefix("torch.")
+    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype=name))  # type: ignore[arg-type]
+    model, tokens = Model(module), 512
+    store = model.empty_cache(tokens)
+    ids_1S = torch.tensor([prompt(tokens)])
+    with LiveBytes([layer.slab.slab_TBKX for layer in store.layers]) as live:
+        model.forward(ids_1S, CausalAttention(store, start=0, pads=[0]), start=0, pads=[0])
+    # Between formula and forward are the rotary tables, token ids and logits.
+    assert 0.85 < activation_bytes(size, 1, tokens) / live.peak < 1.15
+
+
+# --- collectives and the compute of a stage
+
+
+@given(
+    num_bytes=st.floats(0, 1e9),
+    num_ranks=st.integers(2, 64),
+    latency_s=st.floats(0, 1e-3),
+    bandwidth=st.floats(1e6, 1e12),
+)
+def test_an_all_reduce_takes_longer_with_more_bytes_latency_and_less_bandwidth(
+    num_bytes: float, num_ranks: int, latency_s: float, bandwidth: float
+) -> None:
+    link = Link(latency_s=latency_s, bandwidth_Bps=bandwidth)
+    own_s = allreduce_s(num_bytes, num_ranks, link)
+    assert own_s >= allreduce_sent_bytes(num_bytes, num_ranks) / bandwidth
+    assert own_s <= allreduce_s(2 * num_bytes + 1, num_ranks, link)
+    assert own_s <= allreduce_s(num_bytes, num_ranks, replace(link, bandwidth_Bps=bandwidth / 2))
+    assert own_s <= allreduce_s(num_bytes, num_ranks, replace(link, latency_s=2 * latency_s + 1e-9))
+    assert allgather_s(num_bytes, num_ranks, link) >= (num_ranks - 1) * num_bytes / bandwidth
+    assert allreduce_s(num_bytes, 1, link) == allgather_s(num_bytes, 1, link) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_of_all_reduces_are_those_that_the_runtime_counts(num_ranks: int) -> None:
+    model = Model(build("llama", dtype=torch.float32))
+    each = 40 * int(model.config.hidden_size) * 4
+    counted = num_ranks * 2 * model.num_layers * allreduce_sent_bytes(each, num_ranks)
+    assert counted == pytest.approx(allreduce_bytes(model, 40, num_ranks))
+
+
+def test_one_share_costs_what_a_device_does_to_the_digit() -> None:
+    size, one = size_of("llama-8b"), machine()
+    plain = FittedCost.from_shape(
+        num_layers=32,
+        model_dim=4096,
+        kv_dim=1024,
+        mlp_dim=14336,
+        vocab_size=128256,
+        matmul_flops=600e12,
+        attention_flops=400e12,
+        step_s=20e-6,
+    )
+    counted = one.compute(size, 1)
+    for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
+        assert getattr(counted, name) == getattr(plain, name), name
+    # A plan of one share is the search of today: the same cluster, the same split, the same TTFT.
+    plan = make_plan(size, one, Job(tokens=8192, tensor=1))
+    cluster = Cluster(
+        compute=counted, speed=[1.0] * 8, links=Links(8, NVLINK), kv_bytes_per_token=4096, pass_on_as_landed=False
+    )
+    chain = next(each for each in plan.candidates if each.num_stages == 8)
+    assert chain.ttft is not None
+    assert chain.ttft.total == pytest.approx(simulate(chain.partition, cluster).ttft_s, rel=1e-12)
+    assert chain.ttft.total <= 1.005 * best_split(8192, 8, cluster, min_stride=32).cost_s
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "llama-70b"])
+def test_shares_with_free_all_reduces_and_no_overhead_divide_the_time(name: str) -> None:
+    size, free = size_of(name), machine(step_s=0.0, inside=FREE)
+    whole, eighth = free.compute(size, 1), free.compute(size, 8)
+    for c, P in ((1000.0, 0.0), (4000.0, 9000.0)):
+        for step in ("first", "between", "own", "last"):
+            assert getattr(eighth, step)(c) == pytest.approx(getattr(whole, step)(c) / 8, rel=1e-3), step
+        assert eighth.prefix(c, P) == pytest.approx(whole.prefix(c, P) / 8)
+
+
+def test_measured_compute_is_divided_over_the_shares() -> None:
+    size = size_of("llama-8b")
+    measured = counted_cost(size, machine().device)
+    shared = machine(measured=measured).compute(size, 4)
+    allreduce_each_s = allreduce_s(1000 * 4096 * 2, 4, NVLINK)
+    assert shared.own(1000) == measured.own(1000) / 4
+    assert shared.between(1000) == pytest.approx(measured.between(1000) / 4 + 2 * allreduce_each_s)
+
+
+def test_chains_of_the_shares_share_a_node_s_cards() -> None:
+    two = machine(16, 2)
+    assert [two.crosses(stage, 4) for stage in range(3)] == [False, True, False]
+    links = two.links(4, 4)
+    assert links.between(0, 1) == NVLINK and links.between(1, 2).bandwidth_Bps == NETWORK.bandwidth_Bps / 4
+    many = replace(two, nics=8).links(4, 4)
+    assert many.between(1, 2).bandwidth_Bps == NETWORK.bandwidth_Bps
+
+
+# --- plans
+
+
+def test_more_memory_and_faster_links_are_never_slower() -> None:
+    size, job = size_of("llama-8b"), Job(tokens=32768)
+    by_memory = [best_s(make_plan(size, machine(4, memory=each), job)) for each in (2, 8, 20, 80)]
+    assert by_memory == sorted(by_memory, reverse=True) and by_memory[0] > by_memory[-1]
+    by_link = [
+        best_s(make_plan(size, machine(4, inside=replace(NVLINK, bandwidth_Bps=each * 1e9)), replace(job, tensor=4)))
+        for each in (1, 10, 100, math.inf)
+    ]
+    assert by_link == sorted(by_link, reverse=True) and by_link[0] > 1.5 * by_link[-1]
+
+
+def best_s(plan: Plan) -> float:
+    """TTFT of the plan; infinite if nothing fits."""
+    return math.inf if plan.best is None or plan.best.ttft is None else plan.best.ttft.total
+
+
+def test_infinite_links_give_the_perfect_split() -> None:
+    size = size_of("llama-8b")
+    plan = make_plan(size, machine(4, inside=FREE), Job(tokens=32768, tensor=1))
+    best = plan.candidates[0]
+    assert best.partition == equal_work(32768, 4, machine(4).compute(size, 1))
+    assert best.ttft is not None and best.ttft.wait < 1e-3 * best.ttft.total
+
+
+def test_a_model_larger_than_a_gpu_is_shared_out_and_the_others_are_told_why() -> None:
+    plan = make_plan(size_of("llama-70b"), machine(8), Job(tokens=8192))
+    assert plan.best is not None and plan.best.num_shares >= 2 and plan.best.num_ranks == 8
+    alone = next(each for each in plan.candidates if each.num_shares == 1)
+    assert not alone.fits and alone.ttft is None
+    assert reason(plan, alone).startswith("does not fit: needs 13") and "weights" in reason(plan, alone)
+    slower = next(each for each in plan.candidates[1:] if each.fits)
+    assert reason(plan, slower).startswith("TTFT 1.")
+
+
+def test_slow_links_inside_a_node_are_the_reason_in_words() -> None:
+    plan = make_plan(size_of("llama-8b"), machine(8, inside=replace(NVLINK, bandwidth_Bps=25e9)), Job(tokens=131072))
+    assert plan.best is not None and plan.best.num_shares < 8
+    tensor = next(each for each in plan.candidates if each.num_shares == 8)
+    assert "all-reduces of 8 shares over 25 GB/s take" in reason(plan, tensor)
+    slow = machine(2, 2, between=replace(NETWORK, bandwidth_Bps=1e7))
+    plan = make_plan(size_of("llama-8b"), slow, Job(tokens=8192))
+    assert plan.best is not None and plan.best.num_stages == 1
+    chain = next(each for each in plan.candidates if each.num_stages == 2)
+    # A searched chain leaves the second rank next to nothing, and so is hardly slower than one rank.
+    assert chain.ttft is not None and chain.ttft.total >= 0.99 * plan.best.ttft.total  # type: ignore[union-attr]
+
+
+def test_decoding_is_sharded_where_the_keys_and_values_do_not_fit_or_are_most_of_what_is_read() -> None:
+    size, four = size_of("llama-8b"), machine(4)
+    short, long = (make_plan(size, four, Job(tokens=tokens, tensor=1)) for tokens in (2048, 524288))
+    assert short.candidates[0].num_stages == long.candidates[0].num_stages == 4
+    assert not short.candidates[0].held.sharded and long.candidates[0].held.sharded
+    full = make_plan(size, machine(4, memory=60), Job(tokens=524288, tensor=1))
+    assert full.best is not None and full.best.held.sharded
+    split = long.candidates[0].partition
+    assert token_s(size, four, 1, split, sharded=True) < token_s(size, four, 1, split, sharded=False)
+    forced = make_plan(size, machine(4, memory=60), Job(tokens=524288, tensor=1, sharded=False))
+    assert forced.best is None
+
+
+def test_a_single_stage_computes_pieces_if_its_activations_do_not_fit() -> None:
+    plan = make_plan(size_of("llama-8b"), machine(1), Job(tokens=393216))
+    assert plan.best is not None and plan.best.held.piece_tokens is not None
+    assert plan.best.held.room >= 0 and plan.best.ttft is not None
+    whole = machine(1).compute(size_of("llama-8b"), 1)
+    alone_s = simulate(even(393216, 1), machine(1).cluster(size_of("llama-8b"), 1, 1)).ttft_s
+    assert whole.own(1) > 0 and plan.best.ttft.total == pytest.approx(alone_s, rel=0.05)
+
+
+def test_nothing_fits_tells_the_least_that_would() -> None:
+    size, job = size_of("llama-70b"), Job(tokens=131072)
+    plan = make_plan(size, machine(1), job)
+    assert plan.best is None and plan.least_gpus is not None and plan.least_gpus > 1
+    message = nothing_fits(plan)
+    assert f"at least {plan.least_gpus} GPUs with 80 GiB" in message and "\n" not in message
+    assert make_plan(size, machine(plan.least_gpus), job).best is not None
+    assert make_plan(size, machine(plan.least_gpus - 1), job).best is None
+    never = make_plan(size, machine(2, memory=8), replace(job, tensor=1))
+    assert never.best is None and never.least_gpus is None
+    assert "GPUs with" in nothing_fits(never)
+
+
+def test_shares_that_heads_or_nodes_do_not_allow_are_refused() -> None:
+    size = size_of("llama-8b")
+    assert shares_that_fit(size, 8) == [1, 2, 4, 8]
+    assert shares_that_fit(size, 6) == [1, 2]
+    assert shares_that_fit(size, 4) == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"ranks.tensor=8 is no number of shares .* it may be 1, 2, 4$"):
+        make_plan(size, machine(16, 4), Job(tokens=1024, tensor=8))
+
+
+@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
+def test_ratios_of_the_command_add_up_to_one(lengths: list[int]) -> None:
+    ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    plan = make_plan(size_of("llama-8-heads"), machine(1), Job(tokens=64))
+    candidate = replace(plan.candidates[0], partition=ContextPartition(boundaries=tuple(ends)))
+    assert sum(ratios(candidate)) == pytest.approx(1, abs=1e-9) and min(ratios(candidate)) >= -1e-3
+
+
+# --- the program
+
+
+def options(*more: str) -> list[str]:
+    return [
+        "model=random",
+        f"model.config={MODELS / 'llama-8b.json'}",
+        "gpus=2",
+        "device=h100",
+        "tokens=8192",
+        *more,
+    ]
+
+
+def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main(options(f"report={report}", f"picture={picture}")) == 0
+    out = capsys.readouterr().out
+    plan = json.loads(report.read_text(encoding="utf-8"))
+    best = plan["candidates"][0]
+    assert f"{best['stages']} x {best['shares']}" in out and out.startswith("8,192 tokens of llama, 32 layers")
+    assert "launch/infer.py model=random" in out and "assumed" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert best["why_not"] is None and all(each["why_not"] for each in plan["candidates"][1:])
+
+
+def test_the_command_has_the_mesh_the_split_and_the_way_to_decode() -> None:
+    run = PLAN.compose([*options(), "gpus=16", "nodes=2", "link.between=200Gbit/s", "ranks.tensor=4"])
+    plan = make_plan(size_of("llama-8b"), machine(16, 2), Job(tokens=32768, tensor=4))
+    command = launch_command(plan, run.model)
+    assert "--nnodes=2" in command and "--nproc-per-node=8" in command and "ranks.tensor=4" in command
+    assert "partition=ratios partition.ratios=[" in command and "decode=" in command
+    assert plan_text(plan, run).count("\n") > 8
+    assert json.loads(json.dumps(as_json(plan)))["gpus"] == 16
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["tokens=null"], "tokens=<n> is needed"),
+        (["device=q100"], "device=q100 is not known; it may be B200, H200"),
+        (["device=null"], "memory=, bandwidth=, flops= must be given without a device="),
+        (["memory=much"], "memory=much is no size in bytes"),
+        (["link.inside=200Gb/s"], "link.inside=200Gb/s is no rate above 0; write 450GB/s"),
+        (["flops=9TB/s"], "flops=9TB/s is no rate above 0; write 989TFLOP/s"),
+        (["gpus=9", "nodes=2"], "gpus=9 must be a multiple of nodes=2"),
+        (["nodes=2"], "link.between=<rate> is needed with several nodes"),
+        (["efficiency.matmul=0"], "efficiency.matmul=0.0 must be a share above 0"),
+        (["ranks.tensor=3"], "ranks.tensor=3 is no number of shares"),
+        (["report=/nowhere/at/all.json"], "report="),
+        (["compute=missing.json"], "compute=missing.json cannot be read"),
+        (["model.config=missing.json"], "model.config=missing.json does not exist"),
+        (["decode=first"], "decode=first is not one of auto, last, sharded"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(*args)) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_that_fits_nothing_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options("memory=8GiB")) == 1
+    captured = capsys.readouterr()
+    last = captured.err.rpartition("\r")[2]  # after the progress bar
+    assert captured.out == "" and last.startswith("gpus=2 do not fit 8,192 tokens") and last.count("\n") == 1
+
+
+def test_compute_that_a_search_measured_is_used_for_its_model_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = size_of("llama-8b")
+    points = {256: 1e-3, 512: 2e-3}
+    measured = {
+        "num_layers": 32,
+        **{name: sorted(points.items()) for name in ("first_s", "between_s", "own_s", "last_s")},
+        "prefix_s": [[c, P, 1e-6 * c] for c in points for P in points],
+    }
+    key = "|".join(str(value) for value in (*vars(size.shape).values(), "bfloat16", "H100"))
+    path = tmp_path / "t.compute.json"
+    path.write_text(f"{key} [256]\n{json.dumps(measured)}\n", encoding="utf-8")
+    assert main(options(f"compute={path}")) == 0
+    assert "compute of one device measured" in capsys.readouterr().out
+    assert main(options(f"compute={path}", "model.dtype=float32")) == 2
+    assert "was measured with another model" in capsys.readouterr().err
+
+
+def test_help_names_every_option_and_the_config_has_it() -> None:
+    to_print = PLAN.read(["--help"]).to_print
+    assert to_print == HELP + FLAGS_HELP
+    for name in _leaves(option_kinds(PlanRun)):
+        if name in ("model.seed", "model.trust_remote_code"):
+            continue
+        assert f"{name.removesuffix('.name')}=" in HELP, name
+    assert (CONF / "plan.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("200Gbit/s", 25e9), ("200 Gbps", 25e9), ("3.35TB/s", 3.35e12), ("64GiB/s", 64 * 2**30), ("1kB/s", 1000.0)],
+)
+def test_rates_are_read_in_bits_and_bytes(text: str, expected: float) -> None:
+    assert bytes_per_s(text, "x") == pytest.approx(expected)
+    assert flops("989TFLOP/s", "x") == flops("0.989P", "x") == pytest.approx(989e12)
+
+
+@given(text=st.text(max_size=12))
+def test_any_text_is_a_rate_or_refused_in_one_line(text: str) -> None:
+    for read in (bytes_per_s, flops):
+        try:
+            assert read(text, "x") > 0
+        except ValueError as error:
+            assert len(str(error).splitlines()) == 1
