@@ -1,0 +1,58 @@
+"""The planner's bytes are those of live ranks: weights of shares, and keys and values of shares and of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from partitioner.meshes.memory import kv_bytes
+from partitioner.meshes.model_size import ModelSize
+from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
+from tests.conftest import RankPools
+from tests.families import build, prompt
+from tests.ranks import tasks, tensor_tasks
+
+NEW_TOKENS = 5
+
+
+def size_of(family: str, folder: Path, **sizes: Any) -> ModelSize:
+    """Sizes of a family's tiny model in float64, from its config."""
+    config = build(family, **sizes).config
+    config.dtype = torch.float64
+    config.save_pretrained(folder)
+    return ModelSize.of(ModelOptions(name="random", config=str(folder)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "num_shares"), [("llama", 2), ("llama", 4), ("qwen3", 2)])
+def test_weights_and_keys_and_values_of_a_share(
+    rank_pools: RankPools, tmp_path: Path, family: str, num_shares: int
+) -> None:
+    size = size_of(family, tmp_path, **tensor_tasks.SIZES)
+    held = rank_pools.run(num_shares, tensor_tasks.bytes_of_weights, family)
+    assert max(held) == size.weight_bytes(num_shares)
+    options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    [(batch, _), *_] = rank_pools.run(num_shares, tensor_tasks.generate, family, [prompt(40)], options)
+    [expected] = kv_bytes(
+        size, num_shares, even(40, 1), sharded=False, new_tokens=NEW_TOKENS, batch=1, layers_in_flight=3
+    )
+    assert [rank.kv_peak_bytes for rank in batch.ranks] == [expected] * num_shares
+
+
+@pytest.mark.parametrize("boundaries", [(0, 30, 50), (0, 1, 50), (0, 0, 50)])
+def test_keys_and_values_of_stages(rank_pools: RankPools, tmp_path: Path, boundaries: tuple[int, ...]) -> None:
+    size = size_of("llama", tmp_path)
+    prompts, options = [prompt(50), prompt(50, seed=1)], PrefillOptions(layers_in_flight=2)
+    outcomes = rank_pools.run(2, tasks.prefill, "llama", prompts, boundaries, options, NEW_TOKENS)
+    expected = kv_bytes(
+        size,
+        1,
+        ContextPartition(boundaries=boundaries),
+        sharded=False,
+        new_tokens=NEW_TOKENS,
+        batch=2,
+        layers_in_flight=2,
+    )
+    assert [outcome.kv_peak_bytes for outcome in outcomes] == expected
