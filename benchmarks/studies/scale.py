@@ -56,7 +56,7 @@ PLACES = [
     Place(
         name="16 nodes x 8 H100, 8 x 400 Gbit/s",
         options=(
-            *("gpus=128", "nodes=16", "device=h100", "memory=144GiB", "link.between=400Gbit/s", "link.nics=8"),
+            *("gpus=128", "nodes=16", "device=h100", "memory=192GiB", "link.between=400Gbit/s", "link.nics=8"),
             "ranks.tensor=8",
         ),
         models=("405B",),
@@ -125,7 +125,7 @@ def _row(line: Line) -> tuple[str, ...]:
         *about,
         _mesh(best),
         best["decode"],
-        _shares(best["boundaries"]),
+        _shares(best["boundaries"]) + ("" if best["best_split"] else " (evener, to fit)"),
         ", ".join(gib(memory[name]) for name in ("weights", "kv", "activations")),
         seconds(total_s),
         f"{spent['allreduce'] / total_s:.0%}, {spent['wait'] / total_s:.0%}",

@@ -24,8 +24,8 @@ from runahead.context import ContextPartition, even
 
 LINKS_MATTER = 0.002
 """Share of TTFT that communication takes before a split is searched: else equal work is the best."""
-MOST_MESSAGES, LEAST_EVALUATIONS, MOST_EVALUATIONS = 1_500_000, 24, 400
-"""Limits of the search for a split: messages that it simulates in all (about ten seconds' worth), and splits."""
+MOST_MESSAGES, LEAST_EVALUATIONS, MOST_EVALUATIONS = 500_000, 24, 400
+"""Limits of the search for a split: messages that it simulates in all (a few seconds' worth), and splits."""
 STRIDES = 128
 """A boundary is searched in steps of an even chunk's length divided by this."""
 EVENING_STEPS = 10

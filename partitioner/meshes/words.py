@@ -80,7 +80,8 @@ def reason(plan: Plan, candidate: Candidate) -> str:
             slower = candidate.token_s / best.token_s
             return f"the first token as early, but {slower:.2f} times as long for each one after it"
         return "as fast on more GPUs"
-    return f"TTFT {ratio:.2f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
+    digits = 2 if ratio >= 1.01 else 3
+    return f"TTFT {ratio:.{digits}f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
 
 
 def _cause(plan: Plan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
@@ -180,6 +181,7 @@ def _candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "decode": way(candidate),
         "chunk_tokens": candidate.held.piece_tokens,
         "boundaries": list(candidate.partition.boundaries),
+        "best_split": candidate.is_best_split,
         "memory": [vars(each) | {"total": each.total} for each in candidate.held.memory],
         "room": candidate.held.room,
         "ttft_s": None if ttft is None else ttft.total,
