@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import ceil, log2
 from statistics import median
 
@@ -33,7 +34,7 @@ from partitioner.simulation.cluster import Cluster
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions, even
 from runahead.config import Device as Kind
 from runahead.config import DType, ModelName, PrefillName
-from runahead.prefill.tensor import shard_model
+from runahead.model.shares import load_model
 from runahead.report import GenerationBatch
 
 CONFIG = ROOT / "benchmarks" / "models" / "llama-8-heads.json"
@@ -47,26 +48,28 @@ def measure(run: Run) -> Iterator[Line]:
     chosen = ModelOptions(name=ModelName.random, config=str(CONFIG), dtype=DType.float32, layers=options.layers)
     size = ModelSize.of(chosen)
     with Ranks.start(RanksOptions(device=Kind.cpu, threads=1)) as ranks:
-        whole, shared = Model.load(chosen, ranks.device), Model.load(chosen, ranks.device)
-        shard_model(shared, ranks)
-        engines = {
-            "one rank": Engine(whole, ranks, prefill=PrefillOptions(name=PrefillName.single)),
-            "chain": Engine(whole, ranks, partition=even),
-            "shares": Engine(shared, ranks, prefill=PrefillOptions(name=PrefillName.tensor)),
-        }
+        whole = Model.load(chosen, ranks.device)
         link = ping(ranks)
-        assert link is not None
+        ranks.arrange(ranks.size)
+        shared = load_model(chosen, ranks)
         summed = allreduce_link(ranks, max(options.tokens) * size.shape.model_dim * size.item_bytes)
+        as_shares = Engine(shared, ranks)
+        ranks.arrange(1)
+        engines = {
+            "one rank": (1, Engine(whole, ranks, prefill=PrefillOptions(name=PrefillName.single))),
+            "chain": (1, Engine(whole, ranks, partition=even)),
+            "shares": (ranks.size, as_shares),
+        }
+        assert link is not None
         compute = probe_compute(whole, chunks=PROBES, prefixes=PROBES, repeats=1)
         compute = ranks.broadcast(compute, 0, "the compute cost")
         for length in options.tokens:
             ids = torch.randint(size.shape.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-            turns = {name: _turn(engine, ids) for name, engine in engines.items()}
+            turns = {name: _turn(ranks, shares, engine, ids) for name, (shares, engine) in engines.items()}
             batches = run.in_turn(turns, options.rounds, warmup=1)
             ttft_s = {name: [batch.ttft_s for batch in each] for name, each in batches.items()}
             tpot_s = {name: [batch.tpot_s or 0.0 for batch in each] for name, each in batches.items()}
-            machine = _machine(size, median(tpot_s["one rank"]), length, summed)
-            machine = Machine(**(vars(machine) | {"measured": compute}))
+            machine = replace(_machine(size, median(tpot_s["one rank"]), length, summed), measured=compute)
             shares = Cluster(
                 compute=machine.compute(size, 2), speed=[1.0], links=None, kv_bytes_per_token=size.kv_bytes_per_token(2)
             )
@@ -76,7 +79,7 @@ def measure(run: Run) -> Iterator[Line]:
                 links=Links(2, link),
                 kv_bytes_per_token=size.kv_bytes_per_token(),
             )
-            one_s = simulate(even(length, 1), Cluster(**(vars(shares) | {"compute": compute}))).ttft_s
+            one_s = simulate(even(length, 1), replace(shares, compute=compute)).ttft_s
             read = _read_bytes(size, 2, length)
             layer_s = ALLREDUCES * allreduce_s(size.shape.model_dim * size.item_bytes, 2, summed)
             yield {
@@ -97,9 +100,17 @@ def measure(run: Run) -> Iterator[Line]:
             }
 
 
-def _turn(engine: Engine, ids: list[int]) -> Callable[[int], GenerationBatch]:
+def _turn(ranks: Ranks, num_shares: int, engine: Engine, ids: list[int]) -> Callable[[int], GenerationBatch]:
     greedy = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    return lambda _: engine.generate([ids], greedy)
+
+    def run(_: int) -> GenerationBatch:
+        ranks.arrange(num_shares)
+        try:
+            return engine.generate([ids], greedy)
+        finally:
+            ranks.arrange(1)
+
+    return run
 
 
 def _read_bytes(size: ModelSize, num_shares: int, num_tokens: int) -> float:
@@ -123,7 +134,7 @@ def _machine(size: ModelSize, token_s: float, num_tokens: int, link: Link) -> Ma
 
 def allreduce_link(ranks: Ranks, num_bytes: int, rounds: int = 9) -> Link:
     """The link by which the model of all-reduces gives the measured times, of few bytes and of `num_bytes`."""
-    group = ranks.collective_group()
+    group = ranks.stage_group()
 
     def seconds(count: int) -> float:
         tensor, times = torch.zeros(count // 4), []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -24,6 +25,7 @@ from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.loading import hf
 from runahead.model.model import max_positions
+from runahead.model.shares import check_shares
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of a config for the number of experts."""
@@ -75,7 +77,7 @@ class ModelSize:
     Attributes:
         item_bytes: bytes of a number in weights, activations, keys and values.
         weights: all parameters, those that are alike together.
-        has_plan: whether transformers can share its layers out.
+        share_counts: numbers of ranks that the runtime can share its layers out to.
         max_positions: longest text in tokens, if the config says so.
         notes: what the plan takes otherwise than it is.
     """
@@ -84,7 +86,7 @@ class ModelSize:
     dtype: str
     item_bytes: int
     weights: tuple[Weight, ...]
-    has_plan: bool
+    share_counts: tuple[int, ...]
     max_positions: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -128,16 +130,14 @@ class ModelSize:
             weights=tuple(
                 replace(each, count=count) for each, count in Counter(_weights(module, plan, kv_heads)).items()
             ),
-            has_plan=bool(plan),
+            share_counts=tuple(_share_counts(text, heads)),
             max_positions=max_positions(text),
             notes=(f"its sliding window of {window:,} tokens is taken for full attention",) if window else (),
         )
 
     def fits(self, num_shares: int) -> bool:
-        """Whether the model's heads can be shared out to so many ranks."""
-        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        divides = heads % num_shares == 0 and (kv_heads % num_shares == 0 or num_shares % kv_heads == 0)
-        return num_shares == 1 or (self.has_plan and divides)
+        """Whether the runtime can share the model out to so many ranks."""
+        return num_shares in self.share_counts
 
     def kv_heads(self, num_shares: int) -> int:
         """KV heads of a share."""
@@ -168,6 +168,14 @@ class ModelSize:
         heads = 2 * (shape.num_heads // num_shares + self.kv_heads(num_shares))
         attention = shape.model_dim * heads * shape.head_dim
         return (matrices / shape.num_layers - attention) / (3 * shape.model_dim)
+
+
+def _share_counts(config: Any, most: int) -> Iterator[int]:
+    """Numbers of shares up to `most` that the runtime accepts."""
+    for num_shares in range(1, most + 1):
+        with suppress(ValueError):
+            check_shares(config, num_shares)
+            yield num_shares
 
 
 def _kv_heads(config: Any) -> int | None:
