@@ -37,8 +37,8 @@ NODE = 8
 """GPUs of a node, up to which GPUs are added to a single one that has fewer."""
 MOST_GPUS = 1 << 10
 """GPUs up to which a machine is sought that fits."""
-ALIKE = 0.002
-"""Relative difference of TTFT below which the time per new token decides."""
+ALIKE = 0.03
+"""Relative difference of TTFT below which the time per new token decides: predictions are no better than that."""
 
 
 @dataclass(frozen=True, kw_only=True)

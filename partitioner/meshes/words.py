@@ -76,12 +76,9 @@ def reason(plan: Plan, candidate: Candidate) -> str:
     assert best is not None and best.ttft is not None and candidate.ttft is not None, candidate
     ratio = candidate.ttft.total / best.ttft.total
     if ratio <= 1 + ALIKE:
-        if candidate.token_s > best.token_s * (1 + ALIKE):
-            slower = candidate.token_s / best.token_s
-            return f"the first token as early, but {slower:.2f} times as long for each one after it"
-        return "as fast on more GPUs"
-    digits = 2 if ratio >= 1.01 else 3
-    return f"TTFT {ratio:.{digits}f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
+        slower = candidate.token_s / best.token_s
+        return f"TTFT {ratio:.2f} times as long, and {slower:.2f} times as long for each new token after it"
+    return f"TTFT {ratio:.2f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
 
 
 def _cause(plan: Plan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
