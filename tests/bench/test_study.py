@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.study import Run, Study, last_run, option
+from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
 
 STUDIES = (
     "auto_split",
@@ -162,3 +163,17 @@ def test_all_studies_are_tested_and_run_as_modules() -> None:
     command = [sys.executable, "-m", "benchmarks.studies.split_quality", "--help"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: python -m benchmarks.studies.split_quality")
+
+
+def test_a_study_writes_its_table_between_the_marks_of_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    study = replace(SQUARES, pictures={}, page="page.md")
+    study.main(["--lines", str(tmp_path / "squares.jsonl"), "--out", str(tmp_path)])
+    assert page.read_text(encoding="utf-8") == f"before\n{BEGIN}\n\n1 4\n\n{END}\nafter\n"
+
+
+def test_the_page_of_plans_has_the_tables_of_the_committed_lines() -> None:
+    study: Study = import_module("benchmarks.studies.scale").STUDY
+    found = lines.read(study.parser().get_default("lines"), option="--lines", kind=study.has)
+    assert study.table(found).rstrip() in (ROOT / "docs" / study.page).read_text(encoding="utf-8")

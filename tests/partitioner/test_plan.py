@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from launch.infer import INFER
 from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
 from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
 from partitioner.cost.fitted import FittedCost
@@ -390,6 +391,12 @@ def test_the_command_has_the_mesh_the_split_and_the_way_to_decode() -> None:
     assert "--nnodes=2" in command and "--nproc-per-node=8" in command and "ranks.tensor=4" in command
     assert "partition=ratios partition.ratios=[" in command and "decode=" in command
     assert plan_text(plan, run).count("\n") > 8
+    single = make_plan(size_of("llama-8b"), machine(8), Job(tokens=2097152, tensor=8))
+    assert "prefill.chunk_tokens=" in launch_command(single, run.model)
+    for each in (plan, single):
+        words = launch_command(each, run.model).partition("launch/infer.py ")[2].split()
+        infer = INFER.compose([word for word in words if not word.startswith("decode=")])
+        assert infer.ranks.tensor == each.candidates[0].num_shares
     assert json.loads(json.dumps(as_json(plan)))["gpus"] == 16
 
 
