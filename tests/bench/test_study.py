@@ -33,8 +33,8 @@ STUDIES = (
     "pyramid_relations",
     "retrieval_decode",
     "retrieval_quality",
-    "sharded_decode",
     "scale",
+    "sharded_decode",
     "split_quality",
 )
 
