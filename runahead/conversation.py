@@ -163,7 +163,7 @@ class Conversation:
             self.logits_BV,
             self._one_token_forward(),
             num_tokens=self.num_tokens,
-            on_step=lambda tokens: None,
+            on_step=lambda tokens: (),
         )
         self.num_tokens += decoded.num_steps - 1
         self.rows = [row.prompt + row.new_ids for row in rows]

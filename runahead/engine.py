@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.placement import Placement
 from runahead.decoding.together import choose_together
-from runahead.decoding.token_stream import TokenStream
+from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model, model_fingerprint
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
@@ -26,9 +26,6 @@ from runahead.report import Generation, GenerationBatch
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
-
-OnTokens = Callable[[list[int | None]], None]
-"""Receives the new token id of every row after each step, None for rows that have ended."""
 
 
 class Engine:
@@ -89,20 +86,23 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[list[int] | ReusingPrompt],
-        options: GenerationOptions | None = None,
+        options: GenerationOptions | Sequence[GenerationOptions] | None = None,
         *,
         on_tokens: OnTokens | None = None,
         record_timeline: bool = False,
         first_index: int = 0,
+        cancellable: bool = False,
     ) -> GenerationBatch:
         """Generate from all prompts at once, as one batch.
 
         Args:
             prompts: token ids, or prompts that reuse segments; the same on every rank.
-            options: generation options; greedy by default.
+            options: generation options; greedy by default. One for all prompts, whose seeds count up from its seed, or
+                one per prompt, with the prompt's seed.
             on_tokens: called on rank 0 with every step's new ids, None for rows that have ended.
             record_timeline: fill the result's spans.
             first_index: index of the first prompt among all of a run, which seeds its sampling.
+            cancellable: `on_tokens` may return rows to cancel, which end after the next step.
 
         Returns:
             the same result on every rank.
@@ -112,29 +112,40 @@ class Engine:
                 fit; or the KV cache does not fit in memory.
             PeerFailure: another rank is gone or silent.
         """
-        options, mesh = options or GenerationOptions(), self.ranks.mesh
+        mesh = self.ranks.mesh
         assert mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
-        if options.stop and self.model.tokenizer is None:
-            raise ValueError(f"generation.stop={options.stop} needs a tokenizer, and this model has none; leave it out")
+        rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
+        num_new = max((each.max_new_tokens for each, _ in rows), default=1)
+        stop = [text for each, _ in rows for text in each.stop]
+        if stop and self.model.tokenizer is None:
+            raise ValueError(f"generation.stop={stop} needs a tokenizer, and this model has none; leave it out")
         limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
-        check_prompts(prompts, limits, num_new=options.max_new_tokens)
+        check_prompts(prompts, limits, num_new=num_new)
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
         reuse = self._reuse(prompts)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
-        self._agree(prompts, options)  # before anything else that all ranks do together
+        self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
         partition = self._strategy.split(max(map(len, new_ids)), mesh.num_stages, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
-        num_new, gather = options.max_new_tokens - 1, None
+        gather = None
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
-            source = mesh.rank(self._strategy.first_token_stage(partition, mesh.num_stages), 0)
-            shards = None if reuse is not None else self._placement.shards(partition, batch=len(ids), num_new=num_new)
+            stage = self._strategy.first_token_stage(partition, mesh.num_stages)
+            source, shards = mesh.rank(stage, 0), None
+            if reuse is None:
+                shards = self._placement.shards(partition, batch=len(ids), num_new=num_new - 1)
             if shards is not None:
                 gather = self._placement.gathering(list(shards), len(ids))
-            # Rank 0 needs no messages of tokens that it decodes itself.
-            shown_by = 0 if shards is not None and 0 in shards else source
-            stream = TokenStream(self.ranks, source=shown_by, num_rows=len(prompts), on_tokens=on_tokens)
+            stages = [stage] if shards is None else list(shards)
+            stream = TokenStream(
+                self.ranks,
+                source=0 if 0 in stages else source,  # rank 0 needs no messages of tokens that it decodes itself
+                num_rows=len(prompts),
+                on_tokens=on_tokens,
+                decoders=[rank for each in stages for rank in mesh.members(each)],
+                cancellable=cancellable,
+            )
             with self.ranks.busy():
                 self._strategy.connect(self.ranks, partition, self.prefill)
                 if reuse is not None:
@@ -147,7 +158,7 @@ class Engine:
                 ranks=self.ranks,
                 batch=batch,
                 partition=partition,
-                capacity=batch.num_tokens + num_new,
+                capacity=batch.num_tokens + num_new - 1,
                 options=self.prefill,
                 policies=self.policies,
                 shards=shards,
@@ -157,7 +168,7 @@ class Engine:
             )
             prefilled = self._strategy.run(job)
             del job  # frees reused segments, of which decoding may have its own copies
-            decoded = self._decode(ids, options, prefilled, batch, stream, first_index, gather)
+            decoded = self._decode(ids, rows, prefilled, batch, stream, gather)
             stream.relay()
             prefilled.cache = None
             chunk_tokens = prefilled.report.chunk_tokens
@@ -188,7 +199,9 @@ class Engine:
             compute_s = [(each.prefill_s - each.wait_s) / rows for each in stages]
             self.partition.learn(partition, compute_s, [each.wait_s / rows for each in stages])
 
-    def _agree(self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions) -> None:
+    def _agree(
+        self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions | Sequence[GenerationOptions]
+    ) -> None:
         """Check that all ranks make the same call, since ranks with different work would wait forever."""
         if self.ranks.size == 1:
             return
@@ -204,7 +217,11 @@ class Engine:
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
         }
-        facts |= option_facts({"generation": options, "prefill": self.prefill, "decode": self.decode})
+        if isinstance(options, GenerationOptions):
+            facts |= option_facts({"generation": options})
+        else:
+            facts["the generation options"] = secret(options)
+        facts |= option_facts({"prefill": self.prefill, "decode": self.decode})
         self._require_same(facts)
 
     def _require_same(self, facts: dict[str, str]) -> None:
@@ -231,11 +248,10 @@ class Engine:
     def _decode(
         self,
         prompts: list[list[int]],
-        options: GenerationOptions,
+        options: list[tuple[GenerationOptions, int]],
         prefilled: Prefilled,
         batch: PromptBatch,
         stream: TokenStream,
-        first_index: int,
         gather: Gathering | None,
     ) -> Decoded | None:
         """Generate all tokens, on the ranks that have a KV cache; None on the others.
@@ -252,10 +268,7 @@ class Engine:
         if gather is not None:
             cache = ShardedCache(cache, gather)
         prefilled.cache = cache
-        rows = [
-            Row(self.model, prompt, options, seed=options.seed + first_index + index)
-            for index, prompt in enumerate(prompts)
-        ]
+        rows = [Row(self.model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
         forward = forward_over(
             self.model,
             cache,
@@ -318,6 +331,17 @@ class Engine:
             ranks=reports,
             spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],
         )
+
+
+def _row_options(
+    options: GenerationOptions | Sequence[GenerationOptions], num_rows: int, first_index: int
+) -> list[tuple[GenerationOptions, int]]:
+    """Options and seed of every row. Raises: ValueError: there are not as many options as rows."""
+    if isinstance(options, GenerationOptions):
+        return [(options, options.seed + first_index + index) for index in range(num_rows)]
+    if len(options) != num_rows:
+        raise ValueError(f"{num_rows} prompts were given with {len(options)} generation options; give one for each")
+    return [(each, each.seed) for each in options]
 
 
 def _top5(logits_V: torch.Tensor) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ class Row:
     Attributes:
         prompt, new_ids: token ids.
         device: where token ids go.
-        finish_reason: "eos", "stop", "length", or None while it goes on.
+        finish_reason: "eos", "stop", "length", "cancelled", or None while it goes on.
     """
 
     def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
@@ -46,6 +46,10 @@ class Row:
         elif len(self.new_ids) == self._options.max_new_tokens:
             self.finish_reason = "length"
         return token
+
+    def cancel(self) -> None:
+        """End the row, unless it has ended."""
+        self.finish_reason = self.finish_reason or "cancelled"
 
     @property
     def text(self) -> str:
@@ -81,7 +85,7 @@ def decode(
     forward: Forward,
     *,
     num_tokens: int,
-    on_step: Callable[[list[int | None]], None],
+    on_step: Callable[[list[int | None]], Iterable[int]],
     choose: Choose = choose_alone,
 ) -> Decoded:
     """Generate new tokens until every row has ended.
@@ -91,7 +95,7 @@ def decode(
         logits_BV: logits of the prompts' last tokens; None on a rank that is told the tokens.
         forward: of one new token per row.
         num_tokens: length of the padded prompt.
-        on_step: called with each step's tokens, None for rows that had ended before.
+        on_step: called with each step's tokens, None for rows that had ended before. Returns the rows to cancel.
         choose: chooses the next tokens.
     """
     step, first_token_s = 0, 0.0
@@ -101,7 +105,8 @@ def decode(
         tokens = [None if token is None else row.add(token) for row, token in zip(rows, chosen, strict=True)]
         now = time.perf_counter()
         first_token_s = first_token_s or now
-        on_step(tokens)
+        for row in on_step(tokens):
+            rows[row].cancel()
         step += 1
         if all(row.finish_reason is not None for row in rows):
             return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
