@@ -48,6 +48,7 @@ ROOMS = {
         ("thinning",),
         ("prefill", "decoding"),
         ("engine", "conversation"),
+        ("serving",),
         ("__init__",),
     ),
     "partitioner": (
@@ -60,7 +61,13 @@ ROOMS = {
         ("plan", "search", "show"),
         ("__init__",),
     ),
-    "launch": (("program",), ("inputs", "outputs"), ("infer", *(door.split(".")[1] for door in DOORS)), ("__init__",)),
+    "launch": (
+        ("program",),
+        ("inputs", "outputs"),
+        ("server",),
+        ("infer", "serve", *(door.split(".")[1] for door in DOORS)),
+        ("__init__",),
+    ),
     "benchmarks": (("harness", "network"), ("ttft",), ("doctor", "evaluation"), ("studies",), ("__init__",)),
 }
 """Folders and files of a package by level, lowest first. A room may import its own level and those below it."""

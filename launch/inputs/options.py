@@ -135,21 +135,24 @@ class RunOptions:
     def __post_init__(self) -> None:
         self.policy = checked(self.policy)
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
-        if self.prefill.name is PrefillName.tensor and self.ranks.tensor > 1:
-            raise ValueError(
-                f"prefill=tensor makes all ranks one stage, whatever ranks.tensor={self.ranks.tensor} says; leave "
-                "ranks.tensor out, or use prefill=single"
-            )
-        keeps_all = self.prefill.name in (PrefillName.tsp, PrefillName.zigzag)
-        if keeps_all and self.policy["name"] != "full":
-            raise ValueError(
-                f"policy={self.policy['name']} needs prefill=kv_runahead or prefill=single; "
-                f"prefill={self.prefill.name.name} keeps all keys and values"
-            )
-        name = self.policy["name"]
-        self.decode.check(self.prefill, None if name == "full" else f"policy={name}")
+        check_prefill(self.prefill, self.policy, self.ranks, self.decode)
         if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
             raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
+
+
+def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksOptions, decode: DecodeOptions) -> None:
+    """Check that a prefill goes with the policy, the stages of ranks and the way of decoding. Raises: ValueError."""
+    if prefill.name is PrefillName.tensor and ranks.tensor > 1:
+        raise ValueError(
+            f"prefill=tensor makes all ranks one stage, whatever ranks.tensor={ranks.tensor} says; leave "
+            "ranks.tensor out, or use prefill=single"
+        )
+    if prefill.name in (PrefillName.tsp, PrefillName.zigzag) and policy["name"] != "full":
+        raise ValueError(
+            f"policy={policy['name']} needs prefill=kv_runahead or prefill=single; "
+            f"prefill={prefill.name.name} keeps all keys and values"
+        )
+    decode.check(prefill, None if policy["name"] == "full" else f"policy={policy['name']}")
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:

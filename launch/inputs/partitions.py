@@ -6,7 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from launch.program.ending import say
@@ -15,11 +15,20 @@ from partitioner.auto.partition import AutoPartition
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
 from runahead import context
+from runahead.config import PrefillOptions
 from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 T = TypeVar("T")
+
+
+class SplitsPrompts(Protocol):
+    """Options of a run that say how its prompts are split."""
+
+    prefill: PrefillOptions
+    partition: PartitionOptions
+    policy: dict[str, Any]
 
 
 class TablePartition:
@@ -71,7 +80,7 @@ class AutoChoice:
         if isinstance(self.chosen, context.LearningPartitioner):
             self.chosen.learn(partition, compute_s, wait_s)
 
-    def choose(self, model: Model, ranks: Ranks, run: RunOptions) -> None:
+    def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""
         fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
         why_not = ranks.on_rank_0(
@@ -152,7 +161,7 @@ def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     return PARTITIONS[options.name](options, ranks)
 
 
-def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
+def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
     """Settle a partition on the loaded model: check a table, or choose what partition=auto splits by.
 
     Every rank makes the same call. A single stage has nothing to split.
@@ -165,7 +174,7 @@ def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunO
     check_table(partition, model, ranks, run)
 
 
-def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: RunOptions) -> None:
+def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
     """Check that a lookup table is for this run's model and device. Every rank makes the same call.
 
     A single stage has nothing to split and is not checked.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,9 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 GRACE_S = 3.0
 """Seconds in which the main thread may end by itself after a signal."""
+
+SAME_S = 2.0
+"""Seconds in which signals count as one: systemd signals all processes of a service, and torchrun its ranks again."""
 
 
 class Terminated(BaseException):
@@ -86,3 +90,40 @@ def signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def first_signal(call: Callable[[], object]) -> Iterator[None]:
+    """Call `call` at the first SIGTERM, SIGHUP or Ctrl-C in this block; one that comes later ends it as elsewhere.
+
+    Outside the main thread the block has no effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [*ENDING, signal.SIGINT]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    # Without it, the thread of `ending_signals` does not see the signals, and does not end the process after one.
+    before = signal.set_wakeup_fd(-1)
+    first_s: float | None = None
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = time.monotonic()
+            call()
+        elif time.monotonic() - first_s > SAME_S:
+            restore()
+            signal.raise_signal(number)
+
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,261 @@
+"""How many requests does a running server answer in time? TTFT, TPOT and inter-token latency over a sweep of rates.
+
+    torchrun --nproc-per-node=2 launch/serve.py model=smollm2 serve.max_waiting=1000 serve.max_per_client=1000 &
+    python -m benchmarks.studies.serving --workloads mixed --rates 0.05 0.1 0.2 --seconds 600
+
+Sessions arrive at random (Poisson) at each rate, whether or not earlier ones have been answered: an open loop. The
+definitions are those of `vllm bench serve`: TTFT is the time to the first token of a stream, TPOT is (the last token's
+time - TTFT) / (tokens - 1) of a request, and inter-token latencies are the times between a stream's events. A request
+is good if its TTFT is at most `--ttft` plus `--ttft_per_token` per prompt token, and its longest gap between events at
+most `--itl`; refused requests are not good. Prompts are random token ids, and answers have a fixed length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import legend
+from benchmarks.harness.study import Run, Study, newest, option
+from runahead.picture_style import dress, new_figure, png
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request of a session: its prompt, and the pause before it in seconds."""
+
+    ids: list[int]
+    pause_s: float = 0.0
+
+
+Session = list[Turn]
+Draw = random.Random
+
+
+def uniform(draw: Draw, length: int, vocabulary: int) -> Session:
+    """One prompt of this length."""
+    return [Turn(_ids(draw, length, vocabulary))]
+
+
+def mixed(draw: Draw, length: int, vocabulary: int) -> Session:
+    """One prompt: nine of ten have a sixteenth of the length."""
+    return uniform(draw, length if draw.random() < 0.1 else max(1, length // 16), vocabulary)
+
+
+def turns(draw: Draw, length: int, vocabulary: int) -> Session:
+    """Four turns over a growing text, with pauses of 5 s on average."""
+    text = _ids(draw, length, vocabulary)
+    return [Turn(text[: length * turn // 4], draw.expovariate(0.2) if turn > 1 else 0.0) for turn in range(1, 5)]
+
+
+def document(draw: Draw, length: int, vocabulary: int) -> Session:
+    """A question about the same document as all others ask about."""
+    return [Turn(_ids(random.Random(0), length, vocabulary) + _ids(draw, 16, vocabulary))]
+
+
+WORKLOADS: dict[str, Callable[[Draw, int, int], Session]] = {
+    each.__name__: each for each in (uniform, mixed, turns, document)
+}
+
+
+def _ids(draw: Draw, length: int, vocabulary: int) -> list[int]:
+    return draw.choices(range(vocabulary), k=length)
+
+
+@dataclass
+class Outcome:
+    """What became of one request: its status (0: no answer), and seconds after its start at which events came."""
+
+    prompt_tokens: int
+    status: int = 0
+    events_s: list[float] = field(default_factory=list)
+    new_tokens: int = 0
+
+    @property
+    def is_answered(self) -> bool:
+        return self.status == 200 and self.new_tokens > 0
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.events_s, self.events_s[1:], strict=False)]
+
+
+async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Outcome:
+    """Stream one answer, over a connection of its own."""
+    outcome, parts = Outcome(len(ids)), urlsplit(url)
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps({"prompt": ids, "max_tokens": new_tokens, "ignore_eos": True, **usage}).encode()
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        f"{authorization}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    began_s = time.perf_counter()
+    try:
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=2**24)
+        try:
+            writer.write(head.encode() + body)
+            status = int((await reader.readline()).split()[1])
+            async for line in reader:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return outcome
+                if event.get("usage"):
+                    outcome.new_tokens = event["usage"]["completion_tokens"]
+                elif event["choices"][0]["text"]:
+                    outcome.events_s.append(time.perf_counter() - began_s)
+            outcome.status = status
+        finally:
+            writer.close()
+    except (OSError, IndexError, ValueError):  # the server is gone
+        pass
+    return outcome
+
+
+async def load(
+    sessions: list[Session], starts_s: list[float], asking: Callable[[list[int]], Awaitable[Outcome]]
+) -> list[Outcome]:
+    """Outcomes of all requests. Each session begins at its time, whatever the others do."""
+    outcomes: list[Outcome] = []
+
+    async def run(session: Session, start_s: float) -> None:
+        await asyncio.sleep(start_s)
+        for turn in session:
+            await asyncio.sleep(turn.pause_s)
+            outcomes.append(await asking(turn.ids))
+
+    await asyncio.gather(*(run(session, start_s) for session, start_s in zip(sessions, starts_s, strict=True)))
+    return outcomes
+
+
+def measure(run: Run) -> Iterator[Line]:
+    """Measure one line per workload and rate."""
+    options = run.options
+    for workload in options.workloads:
+        for rate in options.rates:
+            draw = random.Random(f"{workload} {rate} {options.seed}")
+            starts_s, now_s = list[float](), draw.expovariate(rate)
+            while now_s < options.seconds:
+                starts_s.append(now_s)
+                now_s += draw.expovariate(rate)
+            sessions = [WORKLOADS[workload](draw, options.length, options.vocabulary) for _ in starts_s]
+            began_s = time.perf_counter()
+            outcomes = asyncio.run(
+                load(sessions, starts_s, lambda ids: ask(options.url, ids, options.new_tokens, options.key))
+            )
+            about = {"workload": workload, "rate": rate, "length": options.length, "new_tokens": options.new_tokens}
+            slo = {"ttft": options.ttft, "ttft_per_token": options.ttft_per_token, "itl": options.itl}
+            yield about | {"slo": slo} | summary(outcomes, time.perf_counter() - began_s, **slo)
+
+
+def summary(outcomes: list[Outcome], seconds: float, *, ttft: float, ttft_per_token: float, itl: float) -> Line:
+    """Figures of one run. Percentiles are None where nothing was answered."""
+    answered = [each for each in outcomes if each.is_answered]
+    good = [
+        each
+        for each in answered
+        if each.events_s
+        and each.events_s[0] <= ttft + ttft_per_token * each.prompt_tokens
+        and max(each.gaps_s, default=0.0) <= itl
+    ]
+    several = [each for each in answered if each.events_s and each.new_tokens > 1]
+    tpot_s = [(each.events_s[-1] - each.events_s[0]) / (each.new_tokens - 1) for each in several]
+    return {
+        "requests": len(outcomes),
+        "answered": len(answered),
+        "refused": sum(each.status in (429, 503) for each in outcomes),
+        "seconds": seconds,
+        "goodput": len(good) / seconds,
+        "ttft_s": percentiles([each.events_s[0] for each in answered if each.events_s]),
+        "tpot_s": percentiles(tpot_s),
+        "itl_s": percentiles([gap for each in answered for gap in each.gaps_s]),
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float | None]:
+    """Median, 90%, 99% and maximum."""
+    if not values:
+        return dict.fromkeys(("p50", "p90", "p99", "max"))
+    return {name: float(np.percentile(values, q)) for name, q in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100))}
+
+
+def table(found: list[Line]) -> str:
+    """A row per workload and rate."""
+    columns = (
+        "workload",
+        "rate",
+        "sent",
+        "answered",
+        "refused",
+        "goodput",
+        "TTFT p50",
+        "TTFT p99",
+        "ITL p99",
+        "ITL max",
+    )
+    rows = ["".join(f"{name:>10}" for name in columns)]
+    for line in _newest(found):
+        ttft, itl = line["ttft_s"], line["itl_s"]
+        times = ("-" if x is None else f"{x:.2f} s" for x in (ttft["p50"], ttft["p99"], itl["p99"], itl["max"]))
+        counts = (line["requests"], line["answered"], line["refused"], f"{line['goodput']:.3f}")
+        rows.append("".join(f"{cell:>10}" for cell in (line["workload"], f"{line['rate']:g}", *counts, *times)))
+    return "\n".join(rows)
+
+
+def picture(found: list[Line]) -> bytes:
+    """Goodput, TTFT and the longest gaps over the rate."""
+    figure = new_figure(11, 3.4)
+    panels = {
+        "goodput in requests per s": lambda line: line["goodput"],
+        "TTFT p99 in s": lambda line: line["ttft_s"]["p99"],
+        "inter-token latency p99 in s": lambda line: line["itl_s"]["p99"],
+    }
+    for axes, (name, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for workload in dict.fromkeys(line["workload"] for line in _newest(found)):
+            points = sorted((x["rate"], value(x)) for x in _newest(found) if x["workload"] == workload and value(x))
+            rates, values = [rate for rate, _ in points], [value for _, value in points]
+            axes.plot(rates, values, marker="o", label=workload)
+        dress(axes, x="sessions per s", y=name)
+    legend(axes)
+    return png(figure)
+
+
+def _newest(found: list[Line]) -> list[Line]:
+    return list(newest(found, "workload", "rate", "length").values())
+
+
+STUDY = Study(
+    name="serving",
+    text=__doc__,
+    has="goodput",
+    measure=measure,
+    table=table,
+    pictures={"serving.png": picture},
+    options={
+        "url": option("http://127.0.0.1:8000", "address of the server"),
+        "key": option(None, "its key"),
+        "workloads": option(list(WORKLOADS), "workloads", choices=list(WORKLOADS)),
+        "rates": option([0.05, 0.1, 0.2], "sessions per second"),
+        "seconds": option(300.0, "time in which sessions arrive, per workload and rate"),
+        "length": option(4000, "longest prompt in tokens"),
+        "vocabulary": option(10_000, "prompts are drawn from the token ids below it"),
+        "new_tokens": option(128, "tokens of an answer"),
+        "ttft": option(1.0, "most seconds to the first token of a good request"),
+        "ttft_per_token": option(0.01, "and per token of its prompt"),
+        "itl": option(1.0, "longest gap between events of a good request, in seconds"),
+        "seed": option(0, "of arrivals and prompts"),
+    },
+)
+
+if __name__ == "__main__":
+    STUDY.main()

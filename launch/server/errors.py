@@ -1,0 +1,56 @@
+"""Errors of the API, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+"""Type of an error by status; all others are invalid_request_error."""
+
+
+class APIError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        param: field of the request that is wrong; None if it is none.
+        code: OpenAI's code.
+        headers: more headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(param: str, rule: str) -> APIError:
+    """The error for a field with a wrong value."""
+    return APIError(400, f"'{param}' {rule}", param=param)
+
+
+def shown(text: str, length: int = 60) -> str:
+    """A client's text in a message: printable, and shortened."""
+    text = "".join(character if character.isprintable() else " " for character in text[: length + 1])
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def dumps(value: Any) -> bytes:
+    """JSON in one line of ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode()

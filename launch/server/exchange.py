@@ -1,0 +1,102 @@
+"""One request between two threads: the scheduler's, which makes its tokens, and the event loop's, which sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from launch.server.answers import RowText
+from launch.server.metrics import Metrics
+
+
+class Exchange:
+    """Listener of one request. What is attributes is read and written in the event loop's thread only.
+
+    Text that was not sent yet is kept per row, so a slow client costs the memory of one answer.
+
+    Attributes:
+        rows: text of each row so far.
+        started: its prefill has begun.
+        failure: why there is no answer; None so far.
+        first_token_s: `time.monotonic` of the first token; None before it.
+    """
+
+    def __init__(self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int) -> None:
+        self.rows, self._metrics, self._num_prompt_tokens = rows, metrics, num_prompt_tokens
+        self.arrived_s = time.monotonic()
+        self.started = False
+        self.failure: str | None = None
+        self.first_token_s: float | None = None
+        self._last_s = 0.0
+        self._unsent = [""] * len(rows)
+        self._changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.failure is not None or all(row.finish_reason is not None for row in self.rows)
+
+    async def changed(self, timeout_s: float | None) -> bool:
+        """Wait until something has changed since the last call; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    def take(self) -> list[str]:
+        """Text of each row that was not taken before."""
+        taken, self._unsent = self._unsent, [""] * len(self.rows)
+        return taken
+
+    # From the scheduler's thread.
+
+    def on_start(self) -> None:
+        self._post(lambda: self._start(time.monotonic()))
+
+    def on_tokens(self, tokens: Sequence[int | None]) -> None:
+        now, tokens = time.monotonic(), list(tokens)
+        self._post(lambda: self._add(tokens, now))
+
+    def on_end(self) -> None:
+        self._post(lambda: None if self.is_over else self._fail("the answer has no end"))
+
+    def on_failure(self, reason: str) -> None:
+        self._post(lambda: None if self.is_over else self._fail(reason))
+
+    def _post(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and the request with it
+            self._loop.call_soon_threadsafe(call)
+
+    # In the event loop's thread.
+
+    def _start(self, now: float) -> None:
+        self.started = True
+        self._metrics.histograms["request_queue_time_seconds"].add(now - self.arrived_s)
+        self._changed.set()
+
+    def _add(self, tokens: list[int | None], now: float) -> None:
+        histograms, counters = self._metrics.histograms, self._metrics.counters
+        if self.first_token_s is None:
+            self.first_token_s = now
+            histograms["time_to_first_token_seconds"].add(now - self.arrived_s)
+            counters["prompt_tokens_total"] += self._num_prompt_tokens
+        else:
+            histograms["inter_token_latency_seconds"].add(now - self._last_s)
+        self._last_s = now
+        for index, token in enumerate(tokens):
+            if token is not None:
+                counters["generation_tokens_total"] += 1
+                self._unsent[index] += self.rows[index].add(token)
+        if self.is_over:
+            histograms["e2e_request_latency_seconds"].add(now - self.arrived_s)
+        self._changed.set()
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._changed.set()

@@ -1,0 +1,154 @@
+"""The HTTP server: uvicorn in a thread of its own, with limits on connections and on how long a request may take."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from launch.server.errors import APIError, dumps
+from launch.server.options import ServeOptions
+from runahead.failures import first_line
+
+KEEP_ALIVE_S = 30
+"""Seconds for which a connection without a request is kept."""
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket of this address, which does not listen yet. Raises: ValueError: it cannot be used."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(kind, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        remedy = "use another serve.port or serve.host"
+        raise ValueError(f"cannot listen on serve.host={host} serve.port={port}: {reason}; {remedy}") from error
+    return bound
+
+
+class HTTPServer:
+    """Serves an ASGI application in a thread.
+
+    Args:
+        bound: the socket to listen on.
+        on_end: called when the thread ends by itself.
+    """
+
+    def __init__(self, app: ASGIApp, bound: socket.socket, options: ServeOptions, on_end: Callable[[], object]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_protocol(options),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+            h11_max_incomplete_event_size=options.max_header_bytes,
+        )
+        self._server, self._bound, self._on_end = uvicorn.Server(config), bound, on_end
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Take no more connections, let the answers that are complete be sent, and end the thread."""
+        self._server.should_exit = True
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            print(f"the HTTP server has failed: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+        finally:
+            self._on_end()
+
+    async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(_tell)
+        await self._server.serve(sockets=[self._bound])
+
+
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Print an error that nobody has caught, in one line."""
+    error = context.get("exception")
+    about = "" if error is None else f": {type(error).__name__}: {first_line(error)}"
+    print(f"{context.get('message', 'error')}{about}", file=sys.stderr)
+
+
+def _protocol(options: ServeOptions) -> type[H11Protocol]:
+    """uvicorn's connection, with limits."""
+
+    class Connection(H11Protocol):
+        """One connection. It is closed if a request's header does not arrive in time."""
+
+        _header_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            # Each request of this connection finds it in its state.
+            self.app_state = {"abort": transport.abort}
+            super().connection_made(transport)
+            if len(self.connections) > options.max_connections:
+                error = APIError(503, "too many connections are open; try again later")
+                self._refuse(503, error)
+            else:
+                self._await_header()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if self._is_idle and self._header_timer is None:
+                self._await_header()
+            super().data_received(data)
+            if not self._is_idle:
+                self._end_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_timer()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, APIError(400, "this is no HTTP request, or its header is too large"))
+
+        @property
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _await_header(self) -> None:
+            self._header_timer = self.loop.call_later(options.read_timeout_s, self.transport.abort)
+
+        def _end_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+        def _refuse(self, status: int, error: APIError) -> None:
+            body = dumps(error.body)
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            try:
+                start = self.conn.send(h11.Response(status_code=status, headers=headers))
+            except h11.LocalProtocolError:  # in the middle of an answer
+                self.transport.abort()
+                return
+            self.transport.write((start or b"") + body)
+            self.transport.close()
+
+    return Connection

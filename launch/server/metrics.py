@@ -1,0 +1,70 @@
+"""Metrics of the server in Prometheus' text format, under the names that vLLM gave them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import accumulate
+
+LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
+SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of buckets, in seconds."""
+
+
+class Histogram:
+    """Counts of values up to each of some bounds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> list[str]:
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        totals = list(accumulate(self._counts))
+        buckets = [f'{name}_bucket{{le="{bound}"}} {total}' for bound, total in zip(bounds, totals, strict=True)]
+        return [*buckets, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
+
+
+class Metrics:
+    """Counters and histograms of a server. All calls come from the thread of its event loop."""
+
+    HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+        "time_to_first_token_seconds": ("From arrival to the first token.", LONG_S),
+        "request_queue_time_seconds": ("From arrival to the beginning of the prefill.", LONG_S),
+        "inter_token_latency_seconds": ("Between two tokens of a row.", SHORT_S),
+        "e2e_request_latency_seconds": ("From arrival to the last token.", LONG_S),
+    }
+    COUNTERS: Mapping[str, str] = {
+        "prompt_tokens_total": "Tokens of prompts whose prefill is done.",
+        "generation_tokens_total": "New tokens.",
+    }
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in self.HISTOGRAMS.items()}
+        self.counters = dict.fromkeys(self.COUNTERS, 0)
+        self._ended: dict[str, int] = {}
+
+    def ended(self, how: str) -> None:
+        """Count a request that has ended: "stop", "length", "cancelled", "failed" or its status."""
+        self._ended[how] = self._ended.get(how, 0) + 1
+
+    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
+        """All metrics, and gauges with their help and value."""
+        lines: list[str] = []
+
+        def head(name: str, about: str, kind: str) -> str:
+            lines.extend((f"# HELP runahead:{name} {about}", f"# TYPE runahead:{name} {kind}"))
+            return f"runahead:{name}"
+
+        for name, (about, value) in gauges.items():
+            lines.append(f"{head(name, about, 'gauge')} {value:g}")
+        for name, about in self.COUNTERS.items():
+            lines.append(f"{head(name, about, 'counter')} {self.counters[name]}")
+        name = head("requests_total", "Requests by how they ended.", "counter")
+        lines.extend(f'{name}{{ended="{how}"}} {count}' for how, count in sorted(self._ended.items()))
+        for name, (about, _) in self.HISTOGRAMS.items():
+            lines.extend(self.histograms[name].lines(head(name, about, "histogram")))
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,116 @@
+"""Options of launch/serve.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.inputs.options import PartitionOptions, check_prefill
+from launch.inputs.policies import checked
+from runahead.config import (
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    ModelOptions,
+    PrefillOptions,
+    RanksOptions,
+    require,
+)
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(kw_only=True)
+class ServeOptions:
+    """Address, limits and log of the server.
+
+    Attributes:
+        api_key_file: file of keys, one per line; None takes every request.
+        model_name: the model's name in the API; None is the name under which it was loaded.
+        batch: most rows (answers) that are generated at once.
+        batch_tokens: most prompt tokens, padding included, of several requests in one batch.
+        batch_wait_s: seconds that a request waits for others that may share its batch.
+        max_tokens: most tokens of prompt and answer of a batch; None is what fits into memory.
+        max_waiting: most requests that wait.
+        max_per_client: most requests of one key and address, waiting or running.
+        max_ttft_s: a request whose first token is predicted later is refused; None refuses none.
+        max_body_bytes, max_header_bytes: largest request.
+        max_connections: most open connections.
+        read_timeout_s: seconds in which a request must have arrived.
+        write_timeout_s: seconds after which a client that reads nothing is given up.
+        ping_s: seconds between comments in a stream that has no tokens yet.
+        drain_s: seconds after SIGTERM in which requests that were taken may be answered.
+        log: a line per request on standard error.
+        log_prompts: these lines have the prompt's text.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str | None = None
+    model_name: str | None = None
+    batch: int = 8
+    batch_tokens: int = 4096
+    batch_wait_s: float = 0.01
+    max_tokens: int | None = None
+    max_waiting: int = 64
+    max_per_client: int = 32
+    max_ttft_s: float | None = None
+    max_body_bytes: int = 4 * 2**20
+    max_header_bytes: int = 16 * 2**10
+    max_connections: int = 512
+    read_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    ping_s: float = 10.0
+    drain_s: float = 25.0
+    log: bool = True
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.host), "serve.host", self.host, "must be an address")
+        require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
+        counts = ("batch", "batch_tokens", "max_waiting", "max_per_client", "max_body_bytes", "max_connections")
+        for name in counts:
+            require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
+        require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
+        for name in ("max_tokens", "max_ttft_s"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, f"serve.{name}", value, "must be above 0")
+        for name in ("read_timeout_s", "write_timeout_s", "ping_s", "drain_s"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"serve.{name}", value, "must be a number of seconds above 0")
+        rule = "must be a number of seconds from 0 to 10"
+        require(0 <= self.batch_wait_s <= 10, "serve.batch_wait_s", self.batch_wait_s, rule)
+
+
+@dataclass(kw_only=True)
+class ServeRun:
+    """One run of launch/serve.py.
+
+    Attributes:
+        policy: as in launch/infer.py.
+        decode: `last` by default, since `auto` would time both ways while a request of a new length waits.
+        generation: what a request gets that does not say otherwise.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    serve: ServeOptions = field(default_factory=ServeOptions)
+    ranks: RanksOptions = field(default_factory=RanksOptions)
+    prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
+    policy: dict[str, Any] = field(default_factory=dict)
+    decode: DecodeOptions = field(default_factory=lambda: DecodeOptions(name=DecodeName.last))
+    generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=512))
+
+    def __post_init__(self) -> None:
+        self.policy = checked(self.policy)
+        if self.policy["name"] == "prompt_cache":
+            raise ValueError("policy=prompt_cache is not served yet; use launch/infer.py, or another policy")
+        check_prefill(self.prefill, self.policy, self.ranks, self.decode)
+
+
+def open_to_others(run: ServeRun) -> list[str]:
+    """A sentence if other machines can use the server without a key."""
+    if run.serve.api_key_file is not None or run.serve.host in LOCAL_HOSTS:
+        return []
+    return [f"serve.host={run.serve.host} without serve.api_key_file: whoever reaches this address can use the server"]

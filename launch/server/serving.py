@@ -1,0 +1,148 @@
+"""A server from its options to its end: model and engine on all ranks, HTTP on rank 0."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+from launch.inputs.partitions import partitioner, settle
+from launch.inputs.policies import rank_policies
+from launch.inputs.policy_file import load_files
+from launch.program.ending import end_with, say
+from launch.program.signals import Terminated, first_signal
+from launch.server.api import API
+from launch.server.http import HTTPServer, bound_socket
+from launch.server.keys import Keys
+from launch.server.options import ServeRun
+from runahead.config import GenerationOptions, PrefillName
+from runahead.engine import Engine
+from runahead.model import loading
+from runahead.model.loading.memory import available_bytes, free_device_bytes
+from runahead.model.model import Model
+from runahead.model.shares import check_shares, load_model
+from runahead.ranks.ranks import Ranks
+from runahead.serving.estimate import TimeEstimate
+from runahead.serving.scheduler import QueueLimits, Scheduler, follow
+
+MEMORY_SHARE = 0.7
+"""Share of the free memory that the KV cache of a batch may take; the rest is for what a forward computes."""
+
+WARM_UP_TOKENS = (64, 512)
+"""Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
+
+LAST_ANSWERS_S = 5.0
+LAST_ERRORS_S = 2.0
+"""Seconds in which clients are told that the server has failed; its own end begins 3 s after a failure is known."""
+
+
+def serve(run: ServeRun, ranks: Ranks) -> None:
+    """Serve until SIGTERM or Ctrl-C. Every rank makes the same call.
+
+    Raises:
+        ValueError, OSError: for a user's mistakes.
+        SharedError: for mistakes that rank 0 reports.
+        PeerFailure: another rank is gone or silent; waiting clients were told.
+    """
+    if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
+        ranks.arrange(ranks.size)
+    load_files(run.policy, ranks)
+    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
+    partition = partitioner(run.partition, ranks)
+    front: list[tuple[socket.socket, Keys, Any]] = []
+    ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh.num_shares)))
+    model = load_model(run.model, ranks)
+    if run.prefill.takes_partition:
+        settle(partition, model, ranks, run)
+    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, decode=run.decode)
+    estimate = _warm_up(engine)
+    max_tokens = run.serve.max_tokens or min(ranks.gather(_tokens_that_fit(model, ranks), "the free memory"))
+    if ranks.rank == 0:
+        [(bound, keys, tokenizer)] = front
+        _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer)
+    else:
+        asked = threading.Event()
+        with first_signal(asked.set):
+            follow(engine, asked.is_set)
+
+
+def _prepare(run: ServeRun, num_shares: int) -> tuple[socket.socket, Keys, Any]:
+    """Whatever can go wrong before the weights are loaded: address, keys, config, tokenizer. Rank 0 calls it."""
+    keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
+    bound = bound_socket(run.serve.host, run.serve.port)
+    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    check_shares(config, num_shares)
+    return bound, keys, loading.load_tokenizer(run.model)
+
+
+def _warm_up(engine: Engine) -> TimeEstimate:
+    """Times of two prompts without meaning. Every rank makes the same call."""
+    estimate, most = TimeEstimate(), engine.model.max_positions or max(WARM_UP_TOKENS)
+    for length in WARM_UP_TOKENS:
+        ids = [number % engine.model.vocab_size for number in range(max(1, min(length, most - 2)))]
+        for _ in range(2):  # the first of a length may set things up
+            result = engine.generate([ids], GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True))
+        estimate.learn([len(ids)], result.ttft_s, result.tpot_s, [1])
+    return estimate
+
+
+def _tokens_that_fit(model: Model, ranks: Ranks) -> int:
+    """Tokens whose keys and values fit into this rank's free memory."""
+    free = free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
+    return int(MEMORY_SHARE * free / sum(shape.bytes_per_token() for shape in model.kv_shapes))
+
+
+def _serve_clients(
+    run: ServeRun,
+    engine: Engine,
+    estimate: TimeEstimate,
+    max_tokens: int,
+    bound: socket.socket,
+    keys: Keys,
+    tokenizer: Any,
+) -> None:
+    options, model = run.serve, engine.model
+    limits = QueueLimits(
+        batch=options.batch,
+        batch_tokens=options.batch_tokens,
+        batch_wait_s=options.batch_wait_s,
+        max_tokens=max_tokens,
+        max_waiting=options.max_waiting,
+        max_per_client=options.max_per_client,
+        max_ttft_s=options.max_ttft_s,
+    )
+    scheduler = Scheduler(engine, limits, estimate)
+    api = API(
+        scheduler,
+        tokenizer=tokenizer,
+        eos_ids=model.eos_token_ids,
+        model=options.model_name or model.name,
+        options=options,
+        defaults=run.generation,
+        keys=keys,
+    )
+    http = HTTPServer(api.app, bound, options, on_end=scheduler.drain)
+
+    # A thread, as the main one may be in a long call.
+    end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
+    end.daemon = True
+
+    def drain() -> None:
+        counts = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
+        os.write(2, f"draining: {counts}, {options.drain_s:g} s at most\n".encode())  # print() is not reentrant
+        scheduler.drain()
+        end.start()
+
+    with first_signal(drain):
+        http.start()
+        address = f"{options.host}:{bound.getsockname()[1]}"
+        say(f"serving {api.model} on http://{address}, at most {max_tokens:,} tokens of prompts and answers at a time")
+        try:
+            scheduler.run()
+        except BaseException:
+            http.stop(LAST_ERRORS_S)
+            raise
+        http.stop(LAST_ANSWERS_S)
+        end.cancel()

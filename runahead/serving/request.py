@@ -1,0 +1,56 @@
+"""A request as the scheduler knows it: rows of token ids with options, and who listens to its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from runahead.config import GenerationOptions
+
+
+class Listener(Protocol):
+    """Receives what happens to a request. The calls come from the scheduler's thread and must return at once."""
+
+    def on_start(self) -> None:
+        """Its prefill begins."""
+
+    def on_tokens(self, tokens: Sequence[int | None]) -> None:
+        """A new token of each row, None for rows that have ended."""
+
+    def on_end(self) -> None:
+        """All rows have ended."""
+
+    def on_failure(self, reason: str) -> None:
+        """It will not be answered, or not further."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One request: rows that are generated at once.
+
+    Attributes:
+        prompts: token ids of each row.
+        options: options of each row.
+        listener: who receives the tokens.
+        client: whose request it is, for the limit of requests per client.
+        cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
+        arrived_s: `time.monotonic` of its arrival.
+    """
+
+    prompts: list[list[int]]
+    options: list[GenerationOptions]
+    listener: Listener
+    client: str = ""
+    cancelled: bool = False
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row in tokens."""
+        return max(map(len, self.prompts))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return max(each.max_new_tokens for each in self.options)

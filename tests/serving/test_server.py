@@ -1,0 +1,227 @@
+"""launch/serve.py as a user runs it: two ranks, a tiny random model, a real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from openai import OpenAI
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.serve import HELP, SERVE
+from launch.server.options import ServeOptions, ServeRun
+from runahead.model.loading.smollm2 import cache_folder
+from tests.serving.fakes import chat_tokenizer, until
+from tests.warm_program import WarmProgram
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "the letters of the captain to his sister, from the ice. " * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder, tokenizer = tmp_path_factory.mktemp("model"), chat_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Job:
+    """A server whose ranks are forked from a process that has imported the runtime."""
+
+    def __init__(self, *options: str, ranks: int = 2) -> None:
+        self.port, store = free_port(), free_port()
+        self._folder = tempfile.TemporaryDirectory()
+        given = [f"serve.port={self.port}", "ranks.threads=1", "partition=even", *options]
+        self.ranks = []
+        for rank in range(ranks):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store),
+                "OMP_NUM_THREADS": "1",
+            }
+            folder = Path(self._folder.name) / str(rank)
+            folder.mkdir()
+            self.ranks.append(WarmProgram(ROOT / "launch" / "serve.py", given, environment, folder))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def wait_until_ready(self, seconds: float = 120.0) -> None:
+        def is_ready() -> bool:
+            assert all(rank.status is None for rank in self.ranks), [rank.errors for rank in self.ranks]
+            try:
+                return self.client.get("/ready").status_code == 200
+            except httpx2.HTTPError:
+                return False
+
+        until(is_ready, seconds)
+
+    def post(self, body: dict[str, Any], path: str = "/v1/completions") -> httpx2.Response:
+        return self.client.post(path, json=body)
+
+    def metric(self, name: str) -> float:
+        lines = dict(line.rsplit(" ", 1) for line in self.client.get("/metrics").text.splitlines())
+        return float(lines[name])
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.status is None:
+                rank.kill()
+        self._folder.cleanup()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def job(*options: str, **how: Any) -> Iterator[Job]:
+    running = Job(*options, **how)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.kill()
+
+
+def options(model: str, *more: str) -> list[str]:
+    return ["model=hf", f"model.path={model}", "serve.batch_wait_s=0.05", "serve.ping_s=0.2", *more]
+
+
+def test_options_are_those_of_conf():
+    assert SERVE.compose([]) == ServeRun()
+
+
+def test_help_and_page_name_every_option():
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    for option in fields(ServeOptions):
+        assert f"serve.{option.name}" in HELP
+        assert f"`serve.{option.name}`" in page
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("serve.port=70000", "serve.port=70000 must be from 0"),
+        ("serve.batch=0", "serve.batch=0 must be at least 1"),
+        ("serve.drain_s=0", "serve.drain_s=0.0 must be a number of seconds above 0"),
+        ("policy=prompt_cache", "policy=prompt_cache is not served yet"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(argument, message):
+    with pytest.raises(ValueError, match=message):
+        SERVE.read([argument])
+
+
+def test_two_ranks_answer_stream_cancel_and_drain(model):
+    with job(*options(model)) as server:
+        asked = {"prompt": TEXT, "max_tokens": 24}
+        alone = server.post(asked).json()
+        assert alone["usage"]["completion_tokens"] == 24
+        stream = server.post(asked | {"stream": True}).text
+        events = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == alone["choices"][0]["text"]
+
+        several = server.post({"prompt": [TEXT, "the ice", TEXT[:200]], "max_tokens": 24}).json()
+        assert several["choices"][0]["text"] == alone["choices"][0]["text"]
+        sampled = [
+            server.post({"prompt": "the ice", "temperature": 1, "seed": 5, "n": n, "max_tokens": 9}).json()
+            for n in (1, 3)
+        ]
+        assert sampled[0]["choices"][0]["text"] == sampled[1]["choices"][0]["text"]
+        assert len({choice["text"] for choice in sampled[1]["choices"]}) == 3
+
+        client = OpenAI(base_url=server.url + "/v1", api_key="none")
+        said = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=3)
+        assert said.usage.completion_tokens == 3
+
+        too_long = server.post({"prompt": [5] * 3000})
+        assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
+
+        endless = {"prompt": "the ice", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        before = server.metric("runahead:generation_tokens_total")
+        with server.client.stream("POST", "/v1/completions", json=endless) as response:
+            next(response.iter_lines())
+        until(lambda: server.metric("runahead:num_requests_running") == 0)
+        made = server.metric("runahead:generation_tokens_total") - before
+        assert 1 <= made < 1500, "a cancelled request was generated to its end"
+
+        with server.client.stream("POST", "/v1/completions", json=endless | {"max_tokens": 300}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for rank in server.ranks:  # twice, as systemd and torchrun together do
+                os.kill(rank.pid, signal.SIGTERM)
+                os.kill(rank.pid, signal.SIGTERM)
+            until(lambda: server.client.get("/ready").status_code == 503)
+            assert server.post(asked).status_code == 503
+            assert "data: [DONE]" in list(lines)
+        assert [rank.wait(60) for rank in server.ranks] == [0, 0]
+        assert "draining: 1 running, 0 waiting" in server.ranks[0].errors
+
+
+def test_a_killed_rank_is_a_503_and_the_end(model):
+    with job(*options(model, "ranks.timeout_s=5")) as server:
+        time.sleep(3)  # idle for longer than a heartbeat, and than half of ranks.timeout_s
+        endless = {"prompt": "the ice", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=endless) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.ranks[1].kill()
+            rest = list(lines)
+        assert "data: [DONE]" not in rest
+        assert any("server has failed" in line and "rank 1" in line for line in rest)
+        assert server.ranks[0].wait(60) == 1
+        assert "[rank 0/2] rank 1 has ended" in server.ranks[0].errors
+
+
+@pytest.mark.slow
+def test_the_curl_lines_of_the_page_run_on_the_real_model():
+    assert cache_folder().exists()
+    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    lines = page.replace("\\\n", " ").splitlines()
+    commands = [line.strip() for line in lines if line.startswith("    curl ")]
+    assert len(commands) == 2
+    with job("model=smollm2") as server:
+        for command in commands:
+            run = subprocess.run(
+                command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+                shell=True,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=200,
+            )
+            if "-N" in command:
+                assert run.stdout.rstrip().endswith("data: [DONE]")
+            else:
+                assert "Shelley" in json.loads(run.stdout)["choices"][0]["message"]["content"]
