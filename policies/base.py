@@ -107,6 +107,9 @@ class Policy:
     narrows: ClassVar[bool] = False
     """Whether `narrow` may drop tokens."""
 
+    compares_by_kv_head: ClassVar[bool] = False
+    """Whether what is kept or fetched for a KV head depends on all query heads that share it."""
+
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         """Number of tokens of a chunk that each layer computes; ranks have to know it of each other's chunks.
 

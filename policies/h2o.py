@@ -7,6 +7,7 @@ earlier ranks do not have the cache that is cut back.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class H2O(Scorer):
     Attributes:
         recent_share: share of the budget for the last tokens.
     """
+
+    compares_by_kv_head: ClassVar[bool] = True
 
     recent_share: float = 0.5
 

@@ -23,6 +23,7 @@ class Offload(Retriever):
 
     min_tokens: int | None = 0
 
+    compares_by_kv_head: ClassVar[bool] = False
     asks: ClassVar[bool] = False
 
     def looks_ahead_on(self, device: torch.device) -> bool:

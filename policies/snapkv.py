@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
@@ -29,6 +30,8 @@ class SnapKV(Scorer):
         kernel: width of the pooling, an odd number of tokens.
         pooling: maximum or mean of the votes in that width.
     """
+
+    compares_by_kv_head: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 7

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 
 from partitioner.cost.known_gpus import NAMES, KnownGPU, known_gpu
 from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.options import MAX_RANKS, MAX_TOKENS
 from policies.byte_size import num_bytes
-from runahead.config import ModelOptions, choice, require
-
-
-class Decode(Enum):
-    """Where new tokens are computed: on the last stage, on all of them, or on what suits the plan."""
-
-    auto = "auto"
-    last = "last"
-    sharded = "sharded"
+from runahead.config import DecodeOptions, ModelOptions, require
 
 
 @dataclass(kw_only=True)
@@ -99,6 +90,7 @@ class PlanRun:
     ranks: PlanRanks = field(default_factory=PlanRanks)
     link: PlanLinks = field(default_factory=PlanLinks)
     efficiency: Efficiency = field(default_factory=Efficiency)
+    decode: DecodeOptions = field(default_factory=DecodeOptions)
     gpus: int = 1
     nodes: int = 1
     tokens: int | None = None
@@ -110,12 +102,10 @@ class PlanRun:
     bandwidth: str | None = None
     compute: str | None = None
     reserve: str = "2GiB"
-    decode: Decode = Decode.auto
     report: str | None = None
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        self.decode = choice("decode", Decode, self.decode)
         require(1 <= self.gpus <= MAX_RANKS, "gpus", self.gpus, f"must be from 1 to {MAX_RANKS:,}")
         require(1 <= self.nodes <= self.gpus, "nodes", self.nodes, "must be at least 1 and at most the number of GPUs")
         require(self.gpus % self.nodes == 0, "gpus", self.gpus, f"must be a multiple of nodes={self.nodes}")

@@ -7,10 +7,10 @@ from pathlib import Path
 from partitioner.cost.measured import MeasuredCost
 from partitioner.meshes.machine import Device, Machine
 from partitioner.meshes.model_size import ModelSize
-from partitioner.meshes.options import Decode, PlanRun
+from partitioner.meshes.options import PlanRun
 from partitioner.meshes.plan import Job
 from policies.byte_size import num_bytes
-from runahead.config import PrefillOptions
+from runahead.config import DecodeName, PrefillOptions
 from runahead.failures import first_line
 from runahead.files import read_user_file
 
@@ -50,7 +50,7 @@ def job_of(run: PlanRun) -> Job:
         batch=run.batch,
         new_tokens=run.new_tokens,
         tensor=run.ranks.tensor,
-        sharded=None if run.decode is Decode.auto else run.decode is Decode.sharded,
+        sharded=None if run.decode.name is DecodeName.auto else run.decode.name is DecodeName.sharded,
         reserve=num_bytes(run.reserve, "reserve"),
         layers_in_flight=PrefillOptions().layers_in_flight,
     )

@@ -29,7 +29,7 @@ from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
 from runahead.model.loading.memory import PeakMemory
-from runahead.model.loading.sharing import Shares, local_part, share_model
+from runahead.model.loading.sharing import Shares, copies_of_heads, local_part, share_model
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
@@ -157,6 +157,11 @@ class Model:
     def num_shards(self) -> int:
         """Number of ranks that hold the model together."""
         return 1 if self.shares is None else self.shares.count
+
+    @property
+    def copies_kv_heads(self) -> bool:
+        """Whether several shares have the same KV head, each with some of its query heads."""
+        return bool(copies_of_heads(self.module))
 
     def _run(self, forward: Callable[[], Tensor]) -> Tensor:
         return forward() if self.shares is None else self.shares.run(forward)

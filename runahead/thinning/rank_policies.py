@@ -97,6 +97,14 @@ class RankPolicies:
             )
         self.rotaries(model)
         self._check_retrieval(model)
+        for policy in policies:
+            if policy.compares_by_kv_head and model.copies_kv_heads:
+                kv_heads = model.config.num_key_value_heads
+                raise ValueError(
+                    f"policy {type(policy).__name__} compares what all query heads of a KV head attend to, and with "
+                    f"{model.num_shards} ranks that share the {kv_heads} KV heads of model {model.name} these are on "
+                    f"different ranks; use at most ranks.tensor={kv_heads}, or another policy"
+                )
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:
             if policy.narrows and has_windows:

@@ -72,6 +72,7 @@ def inject(fault: dict[str, Any]) -> None:
     from runahead.decoding.token_stream import TokenStream
     from runahead.kv_transfer.copy import CopyTransfer
     from runahead.kv_transfer.gloo import GlooTransfer
+    from runahead.model import shares
     from runahead.model.model import Model
     from runahead.prefill.chain_attention import ChainAttention
     from runahead.prefill.tsp import TSPAttention
@@ -93,13 +94,7 @@ def inject(fault: dict[str, Any]) -> None:
 
     match fault["moment"]:
         case "load":
-            load = Model.load
-
-            def load_with_fault(*args: Any, **kwargs: Any) -> Model:
-                once()
-                return load(*args, **kwargs)
-
-            Model.load = load_with_fault  # type: ignore[method-assign]
+            before(shares, "load_model", lambda *_: once())
         case "prefill":
             for attention in (ChainAttention, TSPAttention, ZigzagAttention):
                 before(attention, "attend", at_layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.infer import INFER, infer
+from policies import POLICIES
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.model.loading import memory, recipes
@@ -20,6 +22,7 @@ from runahead.model.loading.sharing import bytes_of, local_part, share_model
 from runahead.model.model import load_weights
 from runahead.model.shares import load_model, shares_of
 from runahead.report import MemoryReport
+from runahead.thinning.rank_policies import RankPolicies
 
 TENSOR = PrefillOptions(name=PrefillName.tensor)
 
@@ -69,6 +72,18 @@ def tokens_of_shares(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tup
     model = shared_model(options, ranks)
     batch = Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=6, ignore_eos=True))
     return batch.generations[0].new_token_ids, [shape.num_kv_heads for shape in model.kv_shapes]
+
+
+def refused_policies(ranks: Ranks, options: ModelOptions, names: list[str]) -> list[str]:
+    """Which of these policies do not run on this rank's share."""
+    model, refused = shared_model(options, ranks), []
+    for name in names:
+        try:
+            RankPolicies(last=[POLICIES[name]()]).check(model)
+        except ValueError as error:
+            assert re.search(r"heads of a|KV head", str(error)) and "ranks.tensor=" in str(error), error
+            refused.append(name)
+    return refused
 
 
 def fingerprints(ranks: Ranks, options: ModelOptions) -> tuple[str, str]:
