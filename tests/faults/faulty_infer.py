@@ -72,7 +72,7 @@ def inject(fault: dict[str, Any]) -> None:
     from runahead.decoding.token_stream import TokenStream
     from runahead.kv_transfer.copy import CopyTransfer
     from runahead.kv_transfer.gloo import GlooTransfer
-    from runahead.model import shares
+    from runahead.model import loading
     from runahead.model.model import Model
     from runahead.prefill.chain_attention import ChainAttention
     from runahead.prefill.tsp import TSPAttention
@@ -94,7 +94,7 @@ def inject(fault: dict[str, Any]) -> None:
 
     match fault["moment"]:
         case "load":
-            before(shares, "load_model", lambda *_: once())
+            before(loading, "load", lambda *_, **__: once())
         case "prefill":
             for attention in (ChainAttention, TSPAttention, ZigzagAttention):
                 before(attention, "attend", at_layer)
