@@ -49,7 +49,7 @@ demo: $(STAMP)
 # Tests that measure the rates of links or have the GPU go one by one; the others side by side, a file in one process,
 # those first that take longest (tests/conftest.py). 5: nothing was selected.
 ALONE := $(wildcard tests/network/test_shaped_network.py tests/gpu)
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: check
 	$(IN_VENV) -m pytest -m 'not slow' $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(IN_VENV) -m pytest -m 'not slow' $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs that tests interrupt inherit it
 
 LONGEST = (
+    "tests/faults/test_drill.py",
+    "tests/doctor/test_doctor.py",
     "tests/slurm/",
     "tests/bench/test_bench.py",
     "tests/policies/test_relations.py",
@@ -37,14 +40,12 @@ LONGEST = (
 """Files that take long, the longest first: what begins last decides when all are done."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run side by side: all of a file in one process, and the longest files first."""
-    if not getattr(config.option, "loadgroup", False):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, a file in one process: the longest files first."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}
     items.sort(key=places.__getitem__)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)

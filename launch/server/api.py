@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,7 +29,7 @@ from launch.server.keys import Keys
 from launch.server.metrics import Metrics
 from launch.server.options import ServeOptions
 from launch.server.prompts import prompts_of
-from runahead.config import GenerationOptions
+from runahead.config import MAX_SEED, GenerationOptions
 from runahead.failures import first_line
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Refused, Scheduler
@@ -122,12 +123,17 @@ class API:
         async with self._body(request) as body:
             read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat)
         n = len(read.options)
+        rows = [
+            options if read.chose_seed else replace(options, seed=(options.seed + number * n) % (MAX_SEED + 1))
+            for number in range(len(prompts))
+            for options in read.options
+        ]
         queued = Request(
             prompts=[ids for ids in prompts for _ in range(n)],
-            options=[options for _ in prompts for options in read.options],
+            options=rows,
             listener=(
                 exchange := Exchange(
-                    [RowText(self._tokenizer, self._eos_ids, options) for _ in prompts for options in read.options],
+                    [RowText(self._tokenizer, self._eos_ids, options) for options in rows],
                     self.metrics,
                     num_prompt_tokens=sum(map(len, prompts)),
                 )

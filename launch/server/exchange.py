@@ -81,6 +81,8 @@ class Exchange:
         self._changed.set()
 
     def _add(self, tokens: list[int | None], now: float) -> None:
+        if all(token is None for token in tokens):  # its rows have ended, and others of the batch go on
+            return
         histograms, counters = self._metrics.histograms, self._metrics.counters
         if self.first_token_s is None:
             self.first_token_s = now

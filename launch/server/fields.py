@@ -62,7 +62,7 @@ class Common:
     Attributes:
         model: the name that the client asked for; None if it named none.
         options: of each of the `n` answers to a prompt, whose seeds count up.
-        chose_length: whether the client gave max_tokens.
+        chose_length, chose_seed: whether the client gave max_tokens, and seed.
         stream: tokens are sent as they come.
         include_usage: a stream ends with its usage.
     """
@@ -70,6 +70,7 @@ class Common:
     model: str | None
     options: list[GenerationOptions]
     chose_length: bool
+    chose_seed: bool
     stream: bool
     include_usage: bool
 
@@ -190,7 +191,7 @@ def _common(fields: _Fields, defaults: GenerationOptions) -> dict[str, Any]:
     model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
     stream = fields.flag("stream")
     usage = _stream_options(fields, stream)
-    options, chose_length = _generation(fields, defaults)
+    options, chose_length, chose_seed = _generation(fields, defaults)
     n = fields.number("n", 1, 128, whole=True) or 1
     seed = options.seed
     rows = [replace(options, seed=(seed + number) % (MAX_SEED + 1)) for number in range(n)]
@@ -199,6 +200,7 @@ def _common(fields: _Fields, defaults: GenerationOptions) -> dict[str, Any]:
         "model": model,
         "options": rows,
         "chose_length": chose_length,
+        "chose_seed": chose_seed,
         "stream": stream,
         "include_usage": usage,
     }
@@ -222,7 +224,7 @@ def _stream_options(fields: _Fields, stream: bool) -> bool:
     return bool(usage)
 
 
-def _generation(fields: _Fields, defaults: GenerationOptions) -> tuple[GenerationOptions, bool]:
+def _generation(fields: _Fields, defaults: GenerationOptions) -> tuple[GenerationOptions, bool, bool]:
     """Options of one answer, and whether the client gave its length."""
     lengths = {
         name: fields.number(name, 1, MAX_NEW_TOKENS, whole=True) for name in ("max_completion_tokens", "max_tokens")
@@ -254,7 +256,7 @@ def _generation(fields: _Fields, defaults: GenerationOptions) -> tuple[Generatio
         stop=defaults.stop if stops is None else stops,
         ignore_eos=fields.flag("ignore_eos") or defaults.ignore_eos,
     )
-    return chosen, bool(given)
+    return chosen, bool(given), seed is not None
 
 
 def _stops(fields: _Fields) -> list[str] | None:

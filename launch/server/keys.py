@@ -34,7 +34,7 @@ class Keys:
         """
         name = f"serve.api_key_file={path}"
         try:
-            lines = read_user_file(path).decode().splitlines()
+            lines = read_user_file(path).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not text; give a file with a key per line") from error
         keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

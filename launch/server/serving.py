@@ -21,14 +21,14 @@ from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_device_bytes
-from runahead.model.model import Model
+from runahead.model.model import Model, activation_bytes
 from runahead.model.shares import check_shares, load_model
 from runahead.ranks.ranks import Ranks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.scheduler import QueueLimits, Scheduler, follow
 
-MEMORY_SHARE = 0.7
-"""Share of the free memory that the KV cache of a batch may take; the rest is for what a forward computes."""
+MEMORY_SHARE = 0.8
+"""Share of the free memory that the KV cache of a batch and its activations may take."""
 
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
@@ -89,9 +89,10 @@ def _warm_up(engine: Engine) -> TimeEstimate:
 
 
 def _tokens_that_fit(model: Model, ranks: Ranks) -> int:
-    """Tokens whose keys and values fit into this rank's free memory."""
+    """Tokens whose keys, values and activations fit into this rank's free memory, all computed at once."""
     free = free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
-    return int(MEMORY_SHARE * free / sum(shape.bytes_per_token() for shape in model.kv_shapes))
+    kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+    return int(MEMORY_SHARE * free / (kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)))
 
 
 def _serve_clients(
@@ -144,5 +145,5 @@ def _serve_clients(
         except BaseException:
             http.stop(LAST_ERRORS_S)
             raise
-        http.stop(LAST_ANSWERS_S)
         end.cancel()
+        http.stop(LAST_ANSWERS_S)

@@ -197,7 +197,9 @@ def meshes(size: ModelSize, machine: Machine, job: Job) -> Iterator[tuple[int, i
         if job.tensor in (None, num_shares):
             num_stages = machine.num_gpus // num_shares
             while num_stages >= 1:
-                yield num_stages, num_shares
+                num_ranks = num_stages * num_shares
+                if num_ranks <= machine.per_node or num_ranks % machine.per_node == 0:  # as torchrun starts them
+                    yield num_stages, num_shares
                 num_stages //= 2
 
 

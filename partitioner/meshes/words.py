@@ -8,7 +8,7 @@ from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
 from partitioner.meshes.plan import ALIKE, Candidate, Plan, Seconds
-from runahead.config import ModelName, ModelOptions
+from runahead.config import DType, ModelName, ModelOptions
 from runahead.picture_style import seconds
 
 COLUMNS = (
@@ -143,6 +143,9 @@ def launch_command(plan: Plan, model: ModelOptions) -> str:
         words.append(f"model.path={model.path}")
     elif model.name is ModelName.random:
         words.append(f"model.config={model.config}")
+    given = {"dtype": model.dtype.name, "layers": model.layers, "trust_remote_code": model.trust_remote_code}
+    defaults = {"dtype": DType.auto.name, "layers": None, "trust_remote_code": False}
+    words += [f"model.{name}={str(value).lower()}" for name, value in given.items() if value != defaults[name]]
     words.append("prompt.file=<text>")
     if best.num_shares > 1:
         words.append(f"ranks.tensor={best.num_shares}")

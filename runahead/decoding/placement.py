@@ -89,12 +89,13 @@ class Placement:
             return chosen
         weights = sum(parameter.nbytes for parameter in self._model.module.parameters())
         device = self._ranks.device
-        free = available_bytes() if device.type == "cpu" else free_device_bytes(device)
+        free = available_bytes() // self._ranks.local_size if device.type == "cpu" else free_device_bytes(device)
         by_rank = self._ranks.gather((free, weights), "the free memory")  # so that all ranks choose the same
         if self._must_shard(chosen, batch, [free for free, _ in by_rank]):
             return chosen
         weights = max(weights for _, weights in by_rank)
-        return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights) else None
+        room = min(free for free, _ in by_rank)
+        return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights, room) else None
 
     def gathering(self, chain: Sequence[int], batch: int) -> Gathering | None:
         """The gathering of this rank's share of these stages for a batch; None on a rank of another stage."""
@@ -112,11 +113,14 @@ class Placement:
         each_fits = all(needed[stage] <= free[stage] for stage in chosen)
         return each_fits and sum(needed.values()) > free[list(chosen)[-1]]
 
-    def _is_faster(self, partition: ContextPartition, chosen: dict[int, Shard], batch: int, weights: int) -> bool:
+    def _is_faster(
+        self, partition: ContextPartition, chosen: dict[int, Shard], batch: int, weights: int, room: int
+    ) -> bool:
         """Whether a decoding step is faster sharded, by what was timed, or is timed now.
 
         Args:
             weights: bytes of the weights that a rank reads.
+            room: bytes that are free on every rank.
         """
         if self._ranks.backend == "nccl":
             return False  # sharded decoding over NCCL was only ever run on virtual GPUs
@@ -131,7 +135,7 @@ class Placement:
             if timing.batch == batch and timing.gain_s <= 0 and timing.num_tokens >= num_tokens:
                 return False
         longest = (self._model.max_positions or num_tokens + ROUNDS * STEPS) - ROUNDS * STEPS
-        timed = max(len(chosen), min(num_tokens, longest, TIMED_BYTES // token_bytes))
+        timed = max(len(chosen), min(num_tokens, longest, min(TIMED_BYTES, room // 2) // token_bytes))
         gain_s = self._timing(partition, timed, batch).gain_s
         if gain_s <= 0 and timed < num_tokens:  # extrapolated, along the line through a second length
             shorter = self._timing(partition, max(len(chosen), timed // 4), batch)

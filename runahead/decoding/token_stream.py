@@ -42,6 +42,7 @@ class TokenStream:
     ) -> None:
         self._ranks, self._source, self._num_rows = ranks, source, num_rows
         self._on_tokens = on_tokens or (lambda tokens: None)
+        self._cancellable = cancellable
         self._answered = [rank for rank in decoders if rank != 0] if cancellable else []
         self._num_sent = 0
         self._own_answer: list[int] = []
@@ -80,6 +81,8 @@ class TokenStream:
         """Show a step's tokens on rank 0, and answer the ranks that decode. Returns the rows to cancel."""
         with self._ranks.busy():  # a reader of the output that pauses must not count as silence
             cancelled = list(self._on_tokens(tokens) or ())
+        if not self._cancellable:
+            return []
         for rank in self._answered:
             self._post([int(row in cancelled) for row in range(self._num_rows)], rank, ANSWER_TAG)
         return cancelled

@@ -142,10 +142,10 @@ class BackendGathering(Gathering):
         gathered = sent.new_empty(len(self.members), *sent.shape)
         gathered[self.position] = sent
         group = self.ranks.kv_group
+        others = [(place, peer) for place, peer in enumerate(self.members) if place != self.position]
 
-        def exchange() -> None:
+        def exchange() -> None:  # without `self`, which the thread would keep
             with torch.inference_mode():  # as in the thread that computes; the mode is a thread's own
-                others = [(place, peer) for place, peer in enumerate(self.members) if place != self.position]
                 works = [dist.irecv(gathered[place], peer, group, TAG) for place, peer in others]
                 works += [dist.isend(sent, peer, group, TAG) for _, peer in others]
                 for work in works:
@@ -210,7 +210,7 @@ def _gathering(ranks: Ranks, members: Sequence[int], num_bytes: int) -> Gatherin
     if ranks.backend == "nccl":
         ranks.nccl_between_stages()  # every rank makes it
         return NcclGathering(ranks, members) if is_member else None
-    if ranks.device.type == "cpu" and ranks.map_memory():
+    if all(ranks.gather(ranks.device.type == "cpu", "the devices")) and ranks.map_memory():
         room_bytes = -(-max(num_bytes, 1) // LINE) * LINE
         memory = _shared_memory(ranks, members, MappedGathering.num_bytes(len(members), room_bytes))
         if memory is not None:

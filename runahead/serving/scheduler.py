@@ -215,7 +215,7 @@ class Scheduler:
                     _tell(self._engine, Check())
                     if any(_asked_to_end(self._engine, self._draining)):
                         self.drain()
-                checked_s = time.monotonic()
+                    checked_s = time.monotonic()
             _tell(self._engine, End())
         except BaseException as error:
             self._fail(f"the server has failed: {first_line(error)}")
@@ -226,16 +226,16 @@ class Scheduler:
         ranks = self._engine.ranks
         check_at = checked_s + min(CHECK_S, ranks.timeout_s / 2)
         while True:
+            if time.monotonic() >= check_at and ranks.size > 1:
+                return []
             with self._lock:
                 wait_s = self._batch_wait_s()
                 if self._waiting and wait_s <= 0:
                     self._running, self._started_s = self._choose(), time.monotonic()
                     self._waiting = [each for each in self._waiting if each not in self._running]
                     return self._running
-            if self._draining and not self._waiting:
-                return None
-            if time.monotonic() >= check_at and ranks.size > 1:
-                return []
+                if self._draining and not self._waiting:
+                    return None
             ranks.progress()
             try:
                 look_s = min(LOOK_S, ranks.timeout_s / 4)

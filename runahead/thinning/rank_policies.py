@@ -96,7 +96,6 @@ class RankPolicies:
                 "cache policies change which key is where; use policy=full"
             )
         self.rotaries(model)
-        self._check_retrieval(model)
         for policy in policies:
             if policy.compares_by_kv_head and model.copies_kv_heads:
                 kv_heads = model.config.num_key_value_heads
@@ -105,6 +104,7 @@ class RankPolicies:
                     f"{model.num_shards} ranks that share the {kv_heads} KV heads of model {model.name} these are on "
                     f"different ranks; use at most ranks.tensor={kv_heads}, or another policy"
                 )
+        self._check_retrieval(model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:
             if policy.narrows and has_windows:

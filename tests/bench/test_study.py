@@ -34,6 +34,7 @@ STUDIES = (
     "retrieval_decode",
     "retrieval_quality",
     "scale",
+    "serving",
     "sharded_decode",
     "split_quality",
 )

@@ -155,7 +155,7 @@ def check_folder(files: Files, folder: Path) -> Outcome:
 def check_gguf(content: bytes, folder: Path) -> Outcome:
     path = folder / "tiny.gguf"
     path.write_bytes(content)
-    with patch.dict(os.environ, {"RUNAHEAD_CACHE": str(folder / "cache")}):
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"RUNAHEAD_CACHE": cache}):
         return check_model(path, folder)
 
 

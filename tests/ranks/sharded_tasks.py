@@ -125,7 +125,7 @@ def auto(
     chosen = []
     with (
         mock.patch.object(placement.Placement, "_timing", timing),
-        mock.patch.object(placement, "available_bytes", lambda: free[ranks.rank]),
+        mock.patch.object(placement, "available_bytes", lambda: free[ranks.rank] * ranks.local_size),
         mock.patch.object(placement, "LEAST_BYTES", 100),
         mock.patch.object(placement, "LEAST_SHARE", 0.0),
         mock.patch.object(placement, "TIMED_BYTES", 60 * sum(s.bytes_per_token() for s in model.kv_shapes)),

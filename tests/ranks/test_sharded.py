@@ -168,7 +168,8 @@ def test_each_new_token_is_stored_once_where_there_are_fewest() -> None:
         ([1 << 40] * 2, {60: -0.1, 15: -2.0}, [100, 61], "sl", [60, 15]),
         # No rank but the first could store everything, and each its share.
         ([1 << 40, 60_000], {}, [100], "s", []),
-        ([1 << 40, 100], {100: -1.0, 60: -1.0, 15: -1.0}, [100], "l", [60, 15]),
+        # Neither way has room, nor has a measurement at more than a token per rank.
+        ([1 << 40, 100], {2: -1.0}, [100], "l", [2]),
     ],
 )
 def test_auto_chooses_by_what_was_timed_and_by_memory(

@@ -35,7 +35,7 @@ def alone() -> list[int]:
     ids = torch.tensor([IDS])
     logits = model.forward(ids, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
     forward = forward_over(model, cache, [], pads=[0], prompt_tokens=NUM_TOKENS)
-    decode([row], logits, forward, num_tokens=NUM_TOKENS, on_step=lambda tokens: None)
+    decode([row], logits, forward, num_tokens=NUM_TOKENS, on_step=lambda tokens: [])
     return row.new_ids
 
 
@@ -78,7 +78,7 @@ def answers(boundaries: tuple[int, ...], choose: Choose) -> list[list[int] | Non
                 prefilled.logits_BV,
                 forward,
                 num_tokens=NUM_TOKENS,
-                on_step=lambda tokens: None,
+                on_step=lambda tokens: [],
                 choose=choose_together(gather),
             )
         return row.new_ids

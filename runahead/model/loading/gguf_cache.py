@@ -33,7 +33,7 @@ VERSION = 1
 """Raised when conversions made before must not be used any more."""
 
 SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Number and size of the blocks, spread evenly over a file, that its key covers, beside its first and last MiB."""
+"""Number and size of the blocks, spread evenly over a file, that its key covers."""
 
 ABOUT = "converted.json"
 """File in a conversion that names its source."""

@@ -68,8 +68,8 @@ class _Timespec(ctypes.Structure):
 def fence() -> None:
     """Order the memory accesses before against those after, for processors that may swap them, such as Arm's."""
     for _ in range(2):  # accesses before a release stay before it, those after an acquisition stay after it
-        _FENCE.acquire()
-        _FENCE.release()
+        with _FENCE:
+            pass
 
 
 class Cell:
