@@ -161,6 +161,7 @@ def free_port() -> int:
 
 
 @pytest.mark.usefixtures("netns")
+@pytest.mark.slow
 def test_a_slow_link_is_named(model: Path, tmp_path: Path) -> None:
     """Two hosts under torchrun whose card says 10 Gbit/s and whose link carries 0.02."""
     with ShapedNetwork(gbps=0.02) as network:

@@ -39,7 +39,12 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="delay of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=3, seconds=1.0),
             marks=pytest.mark.slow,
         ),
-        Drill(kind="delay of a rank", size=4, rank=1, moment="send", prefill="kv_runahead copy", layer=3, seconds=1.0),
+        pytest.param(
+            Drill(
+                kind="delay of a rank", size=4, rank=1, moment="send", prefill="kv_runahead copy", layer=3, seconds=1.0
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Drill(kind="kill -9 of a rank", size=4, rank=2, moment="prefill", prefill="kv_runahead copy", layer=1),
             marks=pytest.mark.slow,
@@ -53,7 +58,10 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="delay of a rank", size=6, tensor=2, rank=2, moment="decode", seconds=1.0),
             marks=pytest.mark.slow,
         ),
-        Drill(kind="kill -9 of a rank", rank=0, moment="decode", prefill=SHARDED),
+        pytest.param(
+            Drill(kind="kill -9 of a rank", rank=0, moment="decode", prefill=SHARDED),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Drill(kind="stop of a rank", size=3, rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow
         ),

@@ -192,6 +192,7 @@ def test_a_benchmark_has_its_rounds_once(cluster: Cluster, model: list[str], tmp
     assert (line["variant"], len(line["runs"])) == ("single", 2)
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_two_nodes(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")  # beside the job that waits
     few = ("doctor.lengths=[64]", "doctor.rounds=1", "doctor.faults=false")
