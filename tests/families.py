@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 VOCAB_SIZE = 97
 WINDOW = 16
@@ -309,3 +317,21 @@ def oracle_tokens(name: str, ids: tuple[int, ...], num_new: int, **options: Any)
 
 def largest_difference(ours: Sequence[float] | Tensor, theirs: Tensor) -> float:
     return (torch.as_tensor(ours, dtype=torch.float64) - theirs.double()).abs().max().item()
+
+
+def save_tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **sizes: Any) -> str:
+    """Save a random Llama and its tokenizer into a folder, and return the folder, for `model.path=`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+        **{"max_position_embeddings": 512} | sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -166,6 +167,12 @@ def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]
     example = default[0] if several else default
     given: dict[str, Any] = {"default": default, "help": help, "type": str if example is None else type(example)}
     return given | ({"nargs": "+"} if several else {}) | more
+
+
+def times_as_fast(own: Sequence[float], other: Sequence[float], name: str) -> str:
+    """How many times as fast one variant was as another, called `name`, by the seconds of the same rounds."""
+    ratios = [theirs / ours for ours, theirs in zip(own, other, strict=True)]
+    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) times as fast as {name}"
 
 
 def newest(found: Sequence[Line], *names: str) -> dict[tuple[Any, ...], Line]:

@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Run, Study, newest, option
+from benchmarks.harness.study import Run, Study, newest, option, times_as_fast
 from partitioner.auto.balance import Balance
 from partitioner.auto.partition import AutoPartition
 from partitioner.auto.slowness import Slowness
@@ -149,10 +149,9 @@ def table(found: list[Line]) -> str:
             f"then {line['centre'] / length:.3f}; best fixed {line['boundaries'][best][1] / length:.3f} ({best})"
         )
         for name in dict.fromkeys([best, *(each for each in ("first guess", "zigzag") if each in seconds)]):
-            ratios = [other / auto for other, auto in zip(seconds[name], seconds[AUTO], strict=True)]
             told.append(
-                f"  auto {median(seconds[AUTO]):.3f} s, {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) "
-                f"times as fast as {name}, {median(seconds[name]):.3f} s; n = {len(ratios)}"
+                f"  auto {median(seconds[AUTO]):.3f} s, {times_as_fast(seconds[AUTO], seconds[name], name)}, "
+                f"{median(seconds[name]):.3f} s; n = {len(seconds[AUTO])}"
             )
     return "\n".join(told)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Run, Study, newest, option
+from benchmarks.harness.study import Run, Study, newest, option, times_as_fast
 from benchmarks.studies.auto_split import pin_to_a_core
 from runahead import (
     DecodeOptions,
@@ -98,11 +98,10 @@ def table(found: list[Line]) -> str:
             f"{median(seconds['last']) * 1e3:.1f} ms per token; tokens are {'' if line['same_tokens'] else 'NOT '}equal"
         )
         for name in ("sharded", "auto"):
-            ratios = [last / other for last, other in zip(seconds["last"], seconds[name], strict=True)]
             chosen = f" (chose {line['auto']})" if name == "auto" else ""
             told.append(
-                f"  {name}{chosen} {median(seconds[name]) * 1e3:.1f} ms, {median(ratios):.3f} ({min(ratios):.3f} to "
-                f"{max(ratios):.3f}) times as fast as last; n = {len(ratios)}"
+                f"  {name}{chosen} {median(seconds[name]) * 1e3:.1f} ms, "
+                f"{times_as_fast(seconds[name], seconds['last'], 'last')}; n = {len(seconds[name])}"
             )
         bytes_agree = line["kv_peak_bytes"] == line["expected_bytes"]
         told.append(

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.infer import main as infer
 from policies.prompt_cache.encode import main as encode
+from tests.families import save_tiny_llama
 from tests.prompt_cache.serving import chatting
 from tests.ranks.test_infer import Exited, torchrun
 
@@ -46,23 +45,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = chatting(CHAT)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), chatting(CHAT), initializer_range=0.3)
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.infer import main
 from runahead.engine import Engine
+from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
 
 INFER = str(Path(__file__).resolve().parents[2] / "launch" / "infer.py")
@@ -41,22 +40,7 @@ def exits(monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     """A tiny random model with a tokenizer; its text is gibberish of valid and broken characters."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = byte_level()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), byte_level())
 
 
 def options(model: str, *more: str) -> list[str]:

@@ -17,13 +17,12 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 from openai import OpenAI
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.serve import HELP, SERVE
 from launch.server.options import ServeOptions, ServeRun
 from runahead.model.loading.smollm2 import cache_folder
+from tests.families import save_tiny_llama
 from tests.serving.fakes import chat_tokenizer, until
 from tests.warm_program import WarmProgram
 
@@ -33,21 +32,7 @@ TEXT = "the letters of the captain to his sister, from the ice. " * 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    folder, tokenizer = tmp_path_factory.mktemp("model"), chat_tokenizer()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), chat_tokenizer(), max_position_embeddings=2048)
 
 
 class Job:
