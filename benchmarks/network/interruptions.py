@@ -32,8 +32,12 @@ def signals_raise() -> Iterator[None]:
 
 
 @contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Defer signals that arrive in this block to its end."""
+def signals_deferred() -> Iterator[list[int]]:
+    """Defer signals that arrive in this block to its end. Yields the numbers of those that have arrived.
+
+    A block that waits looks at them and ends, since an exception that is raised anywhere may do harm: in the middle of
+    `Popen.poll()` it leaves a lock behind that `Popen.wait()` takes.
+    """
     received: list[int] = []
     replaced = {}
     for number in (signal.SIGINT, *ENDING):
@@ -41,7 +45,7 @@ def signals_deferred() -> Iterator[None]:
             replaced[number] = handler
             signal.signal(number, lambda number, frame: received.append(number))
     try:
-        yield
+        yield received
     finally:
         for number, handler in replaced.items():
             signal.signal(number, handler)

@@ -36,13 +36,12 @@ def run_in(
     environment = QUIET | os.environ | interface | dict(env or {})
     with signals_raise(), ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in network.hosts[1:]]
-        try:
-            for host, output in enumerate([None, *outputs]):
-                command = [*_command(network, host, nproc_per_host), *args]
-                with signals_deferred():
+        with signals_deferred() as interrupted:
+            try:
+                for host, output in enumerate([None, *outputs]):
                     # In a session of its own: Ctrl-C reaches only this process, which ends all of them.
                     process = subprocess.Popen(
-                        command,
+                        [*_command(network, host, nproc_per_host), *args],
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -50,9 +49,8 @@ def run_in(
                         start_new_session=True,
                     )
                     hosts.append(process)
-            status = _wait(hosts)
-        finally:
-            with signals_deferred():
+                status = _wait(hosts, interrupted)
+            finally:
                 _end(network, hosts)
         for host, output in enumerate(outputs, start=1):
             output.seek(0)
@@ -81,11 +79,14 @@ def _command(network: ShapedNetwork, host: int, nproc_per_host: int) -> list[str
     ]
 
 
-def _wait(hosts: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or until `LAST_WORDS_S` after one failed. Returns the first failure's exit status."""
+def _wait(hosts: list[subprocess.Popen[bytes]], interrupted: Sequence[int]) -> int:
+    """Wait until all have ended, or `LAST_WORDS_S` after one failed, or `interrupted` has a signal.
+
+    Returns the first failure's exit status.
+    """
     status = 0
     deadline = float("inf")
-    while any(host.poll() is None for host in hosts) and time.monotonic() < deadline:
+    while not interrupted and any(host.poll() is None for host in hosts) and time.monotonic() < deadline:
         failed = [code for host in hosts if (code := host.poll())]
         if failed and not status:
             status = failed[0]

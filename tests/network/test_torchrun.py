@@ -80,18 +80,27 @@ def test_a_failing_host_ends_all_and_shows_its_output(program, tmp_path, capfd):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, number, status):
-    command = [sys.executable, "-m", "benchmarks.network", "gbps=1", "--", program[0], "wait", program[1]]
+    command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.network", "gbps=1", "--"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        with (tmp_path / "stderr").open("w") as stderr:
+            running = subprocess.Popen(
+                [*command, program[0], "wait", program[1]], stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
+            )
     finally:
         signal.signal(signal.SIGINT, before)
-    assert running.stdout.readline() == "rank 0 is done\n"
-    ours = f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"
-    assert len(list(namespaces.FOLDER.glob(ours))) == 2
-    running.send_signal(number)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == status
+    with running:
+        assert running.stdout.readline() == "rank 0 is done\n"
+        ours = f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"
+        assert len(list(namespaces.FOLDER.glob(ours))) == 2
+        running.send_signal(number)
+        try:
+            running.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGABRT)  # so that it says where it waits
+            running.wait()
+    said = (tmp_path / "stderr").read_text()
+    assert running.returncode == status, said
     assert said == ("interrupted\n" if number == signal.SIGINT else "")
     assert not list(namespaces.FOLDER.glob(ours))
     assert not any(map(runs, pids(tmp_path)))
