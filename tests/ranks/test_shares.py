@@ -201,13 +201,14 @@ def test_peak_memory_while_loading_is_as_predicted(rank_pools: RankPools, wide: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "num_tokens"), [("kv_runahead", 512), ("tensor", 512), ("tensor", 1536)])
-def test_peak_memory_of_a_process_is_as_predicted(wide: Path, prefill: str, num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [512, 1536])
+@pytest.mark.parametrize("num_shares", [1, 2, 4])
+def test_peak_memory_of_a_process_is_as_predicted(wide: Path, num_shares: int, num_tokens: int) -> None:
     config = WIDE | {"num_key_value_heads": 8, "intermediate_size": 2816}
     (wide / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "launch/infer.py"]
-    command += ["model=random", f"model.config={wide}", f"prompt.random_tokens={num_tokens}", f"prefill={prefill}"]
-    command += ["partition=even"] if prefill == "kv_runahead" else []
+    command += ["model=random", f"model.config={wide}", f"prompt.random_tokens={num_tokens}"]
+    command += [f"ranks.tensor={num_shares}", "partition=even"]
     command += ["generation.max_new_tokens=3", "ranks.device=cpu", "ranks.threads=1", f"report={wide / 'report.json'}"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for rank in json.loads((wide / "report.json").read_text())["ranks"]:
