@@ -89,7 +89,11 @@ def expected(prompt: list[int]) -> tuple[list[int], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "transfer"), [([0.6, 0.4], Transfer.relay), ([0.3, 0.3, 0.4], Transfer.direct)], ids=["two", "three"]
+    ("ratios", "transfer"),
+    [
+        pytest.param([0.6, 0.4], Transfer.relay, id="two"),
+        pytest.param([0.3, 0.3, 0.4], Transfer.direct, id="three", marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_tokens_equal_transformers(
     rank_pools: RankPools,
