@@ -95,7 +95,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, 
         assert len(list(namespaces.FOLDER.glob(ours))) == 2
         running.send_signal(number)
         try:
-            running.wait(timeout=60)
+            running.wait(timeout=150)
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGABRT)  # so that it says where it waits
             running.wait()
