@@ -61,15 +61,15 @@ class ContextPartition:
         return [rank for rank, length in enumerate(self.chunk_lengths) if length]
 
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
-        """Check that the partition is for this prompt and this many ranks, and return it.
+        """Check that the partition is for this prompt and this many ranks (or stages of several ranks), and return it.
 
         Raises:
             ValueError: it has another number of chunks or tokens.
         """
         if self.num_ranks != num_ranks:
             raise ValueError(
-                f"context partition has {self.num_ranks} chunks but {num_ranks} ranks were started; "
-                f"use --nproc-per-node {self.num_ranks} or partition=even"
+                f"context partition has {self.num_ranks} chunks but the chain has {num_ranks} stages; give "
+                "each stage (one rank, or ranks.tensor ranks) one chunk, which may be empty, or use partition=even"
             )
         if self.num_tokens != num_tokens:
             raise ValueError(f"context partition covers {self.num_tokens} tokens but the prompt has {num_tokens}")
@@ -81,24 +81,34 @@ def even(num_tokens: int, num_ranks: int) -> ContextPartition:
     return ContextPartition(boundaries=tuple(num_tokens * i // num_ranks for i in range(num_ranks + 1)))
 
 
-def from_ratios(ratios: Sequence[float]) -> Partitioner:
-    """Partitioner with a fixed share of the prompt per rank, rounded to whole tokens.
+def from_ratios(ratios: Sequence[float], *, ranks_per_stage: int = 1) -> Partitioner:
+    """Partitioner with a fixed share of the prompt per rank, or per stage of several ranks, rounded to whole tokens.
+
+    Args:
+        ranks_per_stage: ranks that share a model, for messages.
 
     Raises:
         ValueError: a ratio is negative or not finite, they do not sum to 1 (within 1e-3), or their number
-            is not the number of ranks.
+            is not the number of ranks or stages.
     """
+    each = "rank" if ranks_per_stage == 1 else "stage"
     shares = [float(ratio) for ratio in ratios]
     if not shares or any(not 0.0 <= share <= 1.0 for share in shares) or abs(sum(shares) - 1.0) > 1e-3:
-        raise ValueError(f"partition.ratios={shares} must be shares in [0, 1], one per rank, that sum to 1")
+        raise ValueError(f"partition.ratios={shares} must be shares in [0, 1], one per {each}, that sum to 1")
 
     def partition(num_tokens: int, num_ranks: int) -> ContextPartition:
         if len(shares) != num_ranks:
             raise ValueError(
-                f"partition.ratios has {len(shares)} shares but {num_ranks} ranks were started; "
-                f"use --nproc-per-node {len(shares)} or partition=even"
+                f"partition.ratios has {len(shares)} shares for {places(num_ranks, ranks_per_stage)}; "
+                f"use --nproc-per-node {len(shares) * ranks_per_stage} or partition=even"
             )
         ends = [round(num_tokens * sum(shares[: i + 1]) / sum(shares)) for i in range(num_ranks)]
         return ContextPartition(boundaries=(0, *ends))
 
     return partition
+
+
+def places(number: int, ranks_per_stage: int) -> str:
+    """So many places in a chain, in messages: "4 ranks", or "4 stages of 2 ranks"."""
+    each = f"{number} {'rank' if ranks_per_stage == 1 else 'stage'}" + "s" * (number != 1)
+    return each if ranks_per_stage == 1 else f"{each} of {ranks_per_stage} ranks"

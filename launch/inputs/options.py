@@ -76,7 +76,7 @@ class PartitionOptions:
     """Split of the prompt over ranks.
 
     Attributes:
-        ratios: share of each rank, in rank order; they add up to 1.
+        ratios: share of each rank, or stage of `ranks.tensor` ranks, in order; they add up to 1.
         table: lookup table of the partitioner; partition=auto uses it if it is for this model and device.
         force: whether to use a table that was made for another model or device.
         learn: whether partition=auto corrects the split by every prompt.
@@ -91,7 +91,9 @@ class PartitionOptions:
     def __post_init__(self) -> None:
         self.name = choice("partition", PartitionName, self.name)
         if self.name is PartitionName.ratios and not self.ratios:
-            raise ValueError("partition=ratios needs partition.ratios=[...], one share per rank, such as [0.6,0.4]")
+            raise ValueError(
+                "partition=ratios needs partition.ratios=[...], one share per rank or stage, such as [0.6,0.4]"
+            )
         if self.name is PartitionName.table and not self.table:
             raise ValueError("partition=table needs partition.table=<json file>")
         if self.name is not PartitionName.ratios and self.ratios is not None:

@@ -113,7 +113,8 @@ def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str
     """Describe the model, device and ranks (stages) of a table that does not fit; None if it fits."""
     found = table.fingerprint.differences(fingerprint)
     if num_ranks not in table.ranks():
-        found.append(f"{', '.join(map(str, table.ranks()))} ranks, not {num_ranks}")
+        noun = "ranks" if fingerprint.tensor == 1 else "stages"
+        found.append(f"{', '.join(map(str, table.ranks()))} {noun}, not {num_ranks}")
     return "; ".join(found) or None
 
 
@@ -144,7 +145,9 @@ def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
 PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Partitioner]] = {
     PartitionName.auto: _auto,
     PartitionName.even: lambda options, ranks: context.even,
-    PartitionName.ratios: lambda options, ranks: context.from_ratios(options.ratios or []),
+    PartitionName.ratios: lambda options, ranks: context.from_ratios(
+        options.ratios or [], ranks_per_stage=ranks.num_shares
+    ),
     PartitionName.table: _table,
 }
 

@@ -16,7 +16,7 @@ from itertools import accumulate, groupby, pairwise
 from partitioner.table.entry import Entry, from_shares, scaled
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.format import parse_table, table_json
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, places
 from runahead.files import read_user_file, write_whole
 
 SHORTEST_CHUNK = 16
@@ -139,11 +139,11 @@ class LookupTable:
             raise ValueError(f"a prompt of {length} tokens cannot be split")
         entries = self.entries_for(ranks)
         if not entries:
-            raise ValueError(self._no_entries(f"{ranks} ranks" if ranks > 1 else "1 rank"))
+            raise ValueError(self._no_entries(self._places(ranks)))
         below, above = _neighbours(entries, length)
         if below is above:
             if below.length != length:
-                shortest_and_longest = f"{entries[0].length} to {entries[-1].length} tokens on {ranks} ranks"
+                shortest_and_longest = f"{entries[0].length} to {entries[-1].length} tokens on {self._places(ranks)}"
                 warnings.warn(
                     f"{self.source} has splits for {shortest_and_longest}; a prompt of {length} tokens is split as one "
                     f"of {below.length} is",
@@ -164,7 +164,7 @@ class LookupTable:
         """
         allowed = [ranks for ranks in self.ranks() if max_ranks is None or ranks <= max_ranks]
         if not allowed:
-            raise ValueError(self._no_entries(f"up to {max_ranks} ranks"))
+            raise ValueError(self._no_entries(f"up to {self._places(max_ranks or 0)}"))
         distances, costs = {}, {}
         for ranks in allowed:
             below, above = _neighbours(self.entries_for(ranks), length)
@@ -188,7 +188,7 @@ class LookupTable:
         most = max(self.ranks(), default=num_ranks)
         if num_ranks > most:
             warnings.warn(
-                f"{self.source} has splits for up to {most} ranks; {num_ranks - most} of {num_ranks} stay idle",
+                f"{self.source} has splits for up to {self._places(most)}; {num_ranks - most} of {num_ranks} stay idle",
                 TableWarning,
                 stacklevel=2,
             )
@@ -199,6 +199,9 @@ class LookupTable:
         """The paper's name of the split that `partition` gives: "KVR-S" for an entry of the table, else "KVR-P"."""
         below, _ = _neighbours(self.entries_for(self.best_ranks(length, num_ranks)), length)
         return "KVR-S" if below.length == length else "KVR-P"
+
+    def _places(self, ranks: int) -> str:
+        return places(ranks, self.fingerprint.tensor)
 
     def _no_entries(self, wanted: str) -> str:
         have = ", ".join(map(str, self.ranks()))

@@ -224,7 +224,7 @@ def test_variants_that_disagree_fail_loudly_and_keep_nothing(
         (["bench.lengths=[512]"], "bench.lengths goes up to 512 tokens, but the model has 512 positions"),
         (
             ["partition=ratios", "partition.ratios=[0.5,0.3,0.2]", "bench.variants=[kv_runahead]"],
-            "3 shares but 1",
+            "partition.ratios has 3 shares for 1 rank; use --nproc-per-node 3",
         ),
         (["bench.compute=/dev/null"], "bench.compute=/dev/null cannot be read"),
     ],

@@ -275,6 +275,19 @@ def test_more_ranks_than_the_table_knows_warn() -> None:
     assert partition.chunk_lengths == [50, 50, 0, 0]
 
 
+def test_a_table_of_stages_speaks_of_stages() -> None:
+    made = replace(FINGERPRINT, tensor=2)
+    table = LookupTable(made, [entry([0, 50, 100]), entry([0, 30, 60, 100])])
+    with pytest.warns(TableWarning, match="splits for up to 3 stages of 2 ranks; 1 of 4 stay idle"):
+        table.partition(100, 4)
+    with pytest.raises(ValueError, match=r"no split for 4 stages of 2 ranks; start as many as .* \(2, 3\)"):
+        table.lookup(100, 4)
+    with pytest.raises(ValueError, match="no split for up to 1 stage of 2 ranks"):
+        table.best_ranks(100, 1)
+    with pytest.warns(TableWarning, match="100 to 100 tokens on 2 stages of 2 ranks; a prompt of 90"):
+        table.lookup(90, 2)
+
+
 def test_partitions_have_the_papers_names() -> None:
     table = table_of(entry([0, 100, 200]), entry([0, 200, 400]), entry([0, 300], ttft_s=9.0))
     assert table.kvr_name(200, 2) == "KVR-S"

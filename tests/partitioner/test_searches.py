@@ -207,7 +207,7 @@ def test_a_grid_over_many_ranks_names_the_other_method():
 
 
 def test_a_seed_must_fit():
-    with pytest.raises(ValueError, match="has 2 chunks but 3 ranks"):
+    with pytest.raises(ValueError, match="has 2 chunks but the chain has 3 stages"):
         seeded_search(bowl(1, 2), 10, 3, min_stride=1, seed=even(10, 2))
     with pytest.raises(ValueError, match="covers 9 tokens but the prompt has 10"):
         seeded_search(bowl(1, 2), 10, 3, min_stride=1, seed=even(9, 3))

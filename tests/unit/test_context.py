@@ -49,7 +49,7 @@ class TestContextPartition:
     def test_partition_of_other_ranks_or_tokens_is_refused_with_both_numbers(self) -> None:
         partition = ContextPartition(boundaries=(0, 3, 5, 9))
         assert partition.check(9, 3) is partition
-        with pytest.raises(ValueError, match="has 3 chunks but 4 ranks were started; use --nproc-per-node 3"):
+        with pytest.raises(ValueError, match="has 3 chunks but the chain has 4 stages; give each stage .* one chunk"):
             partition.check(9, 4)
         with pytest.raises(ValueError, match="covers 9 tokens but the prompt has 10"):
             partition.check(10, 3)
@@ -83,5 +83,11 @@ class TestFromRatios:
             from_ratios(shares)
 
     def test_one_share_per_rank(self) -> None:
-        with pytest.raises(ValueError, match="has 2 shares but 3 ranks were started; use --nproc-per-node 2"):
+        with pytest.raises(ValueError, match="has 2 shares for 3 ranks; use --nproc-per-node 2"):
             from_ratios([0.5, 0.5])(10, 3)
+
+    def test_one_share_per_stage_of_several_ranks(self) -> None:
+        with pytest.raises(ValueError, match="has 2 shares for 3 stages of 4 ranks; use --nproc-per-node 8"):
+            from_ratios([0.5, 0.5], ranks_per_stage=4)(10, 3)
+        with pytest.raises(ValueError, match="one per stage, that sum to 1"):
+            from_ratios([0.5, 0.6], ranks_per_stage=4)

@@ -45,7 +45,7 @@ def test_prompt_may_fill_all_positions(engine: Engine) -> None:
 
 def test_partition_for_other_ranks_is_refused(engine: Engine) -> None:
     other = Engine(engine.model, engine.ranks, partition=from_ratios([0.5, 0.5]))
-    with pytest.raises(ValueError, match="has 2 shares but 1 ranks were started; use --nproc-per-node 2"):
+    with pytest.raises(ValueError, match="has 2 shares for 1 rank; use --nproc-per-node 2"):
         other.generate([[5, 6]])
 
 
