@@ -75,8 +75,8 @@ ROOMS = {
 MOST_FILES = 16
 """Python files of a folder at most."""
 
-OTHER_LIMITS = {"runahead": 10, "policies": inf, "benchmarks/studies": inf}
-"""policies/ has one file per method, benchmarks/studies/ one per question."""
+OTHER_LIMITS = {"runahead": 10, "policies": inf}
+"""policies/ has one file per method."""
 
 
 def violations(source: str, path: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The harness of a study: options, resuming, JSON lines, tables and pictures.
 
-A module of benchmarks/studies/ has its question in the docstring, a generator that measures, and a table and pictures
-made from the measured lines alone. `Study.main` does the rest, the same for all:
+A module of benchmarks/studies/, or of a folder in it, has its question in the docstring, a generator that measures, and
+a table and pictures made from the measured lines alone. `Study.main` does the rest, the same for all:
 
     python -m benchmarks.studies.<name> [its options] [--lines FILE] [--out FOLDER] [--draw-only]
 """
@@ -73,7 +73,8 @@ class Study:
     """A question, the generator that measures it, and the table and pictures made from its lines.
 
     Attributes:
-        name: name of the module in benchmarks/studies/; its lines are in benchmarks/results/<name>.jsonl.
+        name: name of the module in benchmarks/studies/, such as ranks.prediction; its lines are in
+            benchmarks/results/prediction.jsonl.
         text: the module's docstring, which --help shows.
         has: a field that every line has.
         options: keyword arguments of `add_argument`, as `option` makes them, by the option's name.
@@ -137,7 +138,7 @@ class Study:
         )
         for name, about in self.options.items():
             parser.add_argument(f"--{name}", **about)
-        default = ROOT / "benchmarks" / "results" / f"{self.name}.jsonl"
+        default = ROOT / "benchmarks" / "results" / f"{self.name.rpartition('.')[2]}.jsonl"
         parser.add_argument("--lines", default=str(default), metavar="FILE", help="JSON lines, read and appended to")
         parser.add_argument("--out", default=str(ROOT / "docs"), metavar="FOLDER", help="folder for the pictures")
         parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines; measure nothing")

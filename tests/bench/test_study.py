@@ -19,24 +19,24 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
 
 STUDIES = (
-    "auto_split",
     "infinigen_relations.__main__",
     "interpolation",
     "kvpress.__main__",
-    "llama_cpp",
-    "mesh_prediction",
     "offloading",
     "paper_relations.__main__",
-    "prediction",
     "prompt_cache",
     "prompt_cache_quality",
     "pyramid_relations",
+    "ranks.auto_split",
+    "ranks.llama_cpp",
+    "ranks.mesh_prediction",
+    "ranks.prediction",
+    "ranks.sharded_decode",
+    "ranks.split_quality",
     "retrieval_decode",
     "retrieval_quality",
     "scale",
     "serving",
-    "sharded_decode",
-    "split_quality",
 )
 
 
@@ -161,9 +161,9 @@ def test_all_studies_are_tested_and_run_as_modules() -> None:
     found = [path for path in folder.rglob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8")]
     names = {".".join(path.relative_to(folder).with_suffix("").parts) for path in found}
     assert names == set(STUDIES)
-    command = [sys.executable, "-m", "benchmarks.studies.split_quality", "--help"]
+    command = [sys.executable, "-m", "benchmarks.studies.ranks.split_quality", "--help"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: python -m benchmarks.studies.split_quality")
+    assert done.stdout.startswith("usage: python -m benchmarks.studies.ranks.split_quality")
 
 
 def test_a_study_writes_its_table_between_the_marks_of_its_page(tmp_path: Path) -> None:

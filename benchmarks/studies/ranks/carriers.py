@@ -1,6 +1,6 @@
 """Time of a prefill over each carrier of prefill.carrier, in turn: TTFT, and a rank's time in sends and waits.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.carriers --tokens 2048 --rounds 5
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.carriers --tokens 2048 --rounds 5
 
 Weights are random, of the shape of SmolLM2-135M; --layers takes fewer layers. Rank 0 prints medians and each round.
 """

@@ -1,6 +1,6 @@
 """Simulated against measured TTFT of two live ranks, with the simulation based on one device's compute.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.prediction --lengths 1024 2048 4096 --ratios 0.5 0.55 0.6 0.65 0.7
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.prediction --lengths 1024 4096 --ratios 0.5 0.6 0.7
 
 Measures compute and runs every split, in turn, round after round, so that drift of the machine's speed affects all
 alike; then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl
@@ -99,7 +99,7 @@ def picture(found: list[Line]) -> bytes:
 
 
 STUDY = Study(
-    name="prediction",
+    name="ranks.prediction",
     text=__doc__,
     has="predicted_s",
     measure=measure,

@@ -1,6 +1,6 @@
 """Is decoding faster where the keys and values lie, and does decode=auto take the faster way? On two live ranks.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.sharded_decode
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.sharded_decode
 
 For each length and split of the prompt, decode=last, sharded and auto answer the same prompt in turn (A B C A B C ...),
 prefill included; ranks are pinned to a core each. Appends a JSON line per length and split to
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, newest, option, times_as_fast
-from benchmarks.studies.auto_split import pin_to_a_core
+from benchmarks.studies.ranks.auto_split import pin_to_a_core
 from runahead import (
     DecodeOptions,
     Engine,
@@ -112,7 +112,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="sharded_decode",
+    name="ranks.sharded_decode",
     text=__doc__,
     has="tpot_s",
     measure=measure,

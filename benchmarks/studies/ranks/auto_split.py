@@ -1,6 +1,6 @@
 """Is partition=auto as fast as the best split, and is a wrong split mended in three prompts? On two live ranks.
 
-    torchrun --nproc-per-node=2 -m benchmarks.studies.auto_split --lengths 1024 2048 4096 8000
+    torchrun --nproc-per-node=2 -m benchmarks.studies.ranks.auto_split --lengths 1024 2048 4096 8000
 
 Three situations, each from nothing learned: `ready` (the first guess), `wrong` (the first split is wrong by a tenth of
 the prompt) and `slowed` (after three prompts a busy loop at nice 3 starts on the core of one rank). Ranks are pinned to
@@ -157,7 +157,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="auto_split",
+    name="ranks.auto_split",
     text=__doc__,
     has="learning",
     measure=measure,
