@@ -21,7 +21,8 @@ from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_device_bytes
-from runahead.model.model import Model, activation_bytes
+from runahead.model.memory import activation_bytes
+from runahead.model.model import Model
 from runahead.model.shares import check_shares, load_model
 from runahead.ranks.ranks import Ranks
 from runahead.serving.estimate import TimeEstimate

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +29,7 @@ from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.sharing import Shares, copies_of_heads, local_part, share_model
+from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.narrowing import decoder_layers, narrowing
 from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
@@ -39,8 +39,6 @@ from runahead.rotary import Rotary, find_rotaries
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
-FIRST_RUN_BYTES = 32 * 10**6
-"""Memory that libraries take when they first compute and send: code that is read in, and buffers (fitted, on a CPU)."""
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
 
@@ -189,13 +187,7 @@ class Model:
         if self.memory is None or self._peak is None:
             return None
         activations = num_tokens * activation_bytes(self.config, self.dtype, self.num_shards)
-        activations += FIRST_RUN_BYTES if self.device.type == "cpu" else 0
-        call_bytes = self.memory.base_bytes + self.memory.weights_bytes + kv_bytes + activations
-        return replace(
-            self.memory,
-            peak_bytes=self._peak.peak_bytes(),
-            predicted_peak_bytes=max(self.memory.predicted_load_peak_bytes, call_bytes),
-        )
+        return memory_after_call(self.memory, self._peak, self.device, kv_bytes=kv_bytes, activations=activations)
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
@@ -475,17 +467,6 @@ def load_weights(
         ranks_on_host=ranks_on_host,
         shares=shares,
     )
-
-
-def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> int:
-    """Estimate of a forward's activations per token in bytes: 11 of the hidden size, and 4 of a share's MLP.
-
-    The factors were fitted to the resident memory of a Llama on a CPU (docs/loading.md). They hold the residual, norms,
-    queries while they are rotated, and gate, up and their product; and what the allocator keeps between layers.
-    """
-    width = int(config.hidden_size)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-    return (11 * width + 4 * inner // num_shares) * dtype.itemsize
 
 
 def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:

@@ -1,0 +1,46 @@
+"""Memory that calls of a model take: an estimate of the activations, beside the measured peak of the process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runahead.model.loading.memory import PeakMemory
+from runahead.report import MemoryReport
+
+FIRST_RUN_BYTES = 32 * 10**6
+"""Memory that libraries take when they first compute and send: code that is read in, and buffers (fitted, on a CPU)."""
+
+
+def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> int:
+    """Estimate of a forward's activations per token in bytes: 11 of the hidden size, and 4 of a share's MLP.
+
+    The factors were fitted to the resident memory of a Llama on a CPU (docs/loading.md). They hold the residual, norms,
+    queries while they are rotated, and gate, up and their product; and what the allocator keeps between layers.
+    """
+    width = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    return (11 * width + 4 * inner // num_shares) * dtype.itemsize
+
+
+def memory_after_call(
+    loaded: MemoryReport, peak: PeakMemory, device: torch.device, *, kv_bytes: int, activations: int
+) -> MemoryReport:
+    """The memory of a rank that loaded a model, with the measured and the predicted peak of a call.
+
+    Args:
+        loaded: memory while the weights were loaded.
+        peak: of the process, from then until now.
+        device: where the model is.
+        kv_bytes: peak of the call's KV cache.
+        activations: most bytes of its activations at a time, as estimated.
+    """
+    first_run = FIRST_RUN_BYTES if device.type == "cpu" else 0
+    call_bytes = loaded.base_bytes + loaded.weights_bytes + kv_bytes + activations + first_run
+    return replace(
+        loaded,
+        peak_bytes=peak.peak_bytes(),
+        predicted_peak_bytes=max(loaded.predicted_load_peak_bytes, call_bytes),
+    )
