@@ -80,7 +80,7 @@ OTHER_LIMITS = {"runahead": 10, "policies": inf}
 
 
 def violations(source: str, path: str) -> list[str]:
-    """What is wrong with the module at `path` (relative to the root, with slashes), one sentence each."""
+    """Faults of the module at `path` (relative to the root, with slashes), one sentence each."""
     module, is_package = module_name(path)
     package = module.split(".")[0]
     tree = ast.parse(source, filename=path)

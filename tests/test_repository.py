@@ -101,7 +101,7 @@ def has_code(source: str) -> bool:
 
 
 def repository_files() -> list[Path]:
-    """What the repository holds, or would with the next commit; without git, what no tool left behind."""
+    """Files of the repository, or of its next commit; without git, all that no tool left behind."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -72,7 +72,7 @@ def _ids(draw: Draw, length: int, vocabulary: int) -> list[int]:
 
 @dataclass
 class Outcome:
-    """What became of one request: its status (0: no answer), and seconds after its start at which events came."""
+    """Outcome of one request: its status (0: no answer), and seconds after its start at which events came."""
 
     prompt_tokens: int
     status: int = 0

@@ -72,7 +72,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What a plan has to know of a model.
+    """Sizes of a model, as far as a plan depends on them.
 
     Attributes:
         item_bytes: bytes of a number in weights, activations, keys and values.

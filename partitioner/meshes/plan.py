@@ -43,7 +43,7 @@ ALIKE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned for.
+    """The work that is planned for: prompts, new tokens, and limits of the mesh.
 
     Attributes:
         tokens: length of the prompts.
@@ -77,7 +77,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the ranks of a mesh hold if they decode in one way.
+    """Memory of the ranks of a mesh under one way to decode.
 
     Attributes:
         sharded: whether decoding is sharded.
@@ -278,7 +278,7 @@ def _fitting(size: ModelSize, machine: Machine, job: Job, num_shares: int, parti
 
 
 def _ways(size: ModelSize, memory_bytes: int, job: Job, num_shares: int, partition: ContextPartition) -> Iterator[Held]:
-    """What ranks hold by each way to decode. A single stage has one way, and computes pieces if it has to."""
+    """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
     is_single = len(partition.chain) == 1
     ways = [False, True] if job.sharded is None else [job.sharded]
     for sharded in [False] if is_single else ways:

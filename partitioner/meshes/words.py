@@ -82,7 +82,7 @@ def reason(plan: Plan, candidate: Candidate) -> str:
 
 
 def _cause(plan: Plan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
-    """What a slower candidate spends most of its additional time with."""
+    """The cause of most of a slower candidate's additional time."""
     machine = plan.machine
     more = {name: getattr(ttft, name) - getattr(best, name) for name in ("compute", "allreduce", "wait")}
     largest = max(more, key=lambda name: more[name])
@@ -209,7 +209,7 @@ def bits(link: Link) -> str:
 
 
 def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
-    """What the figures rest on, a line each.
+    """The assumptions behind the figures, a line each.
 
     Args:
         shares: shares of the stated figures that are assumed to be reached, by name.

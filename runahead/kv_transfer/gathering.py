@@ -27,7 +27,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
 
 ATTENTION = "the attention"
-"""What a member that comes late owes the others, for messages."""
+"""Name of the tensor that a late member owes the others, for messages."""
 
 SPIN_S = 3e-4
 """Seconds in which a member asks again and again before it sleeps: to be woken takes longer than most waits last."""

@@ -1,4 +1,4 @@
-"""What is drawn and told of InfiniGen's relations comes from lines alone, and a text's samples are put together."""
+"""Pictures and tables of InfiniGen's relations come from lines alone, and a text's samples are put together."""
 
 from __future__ import annotations
 

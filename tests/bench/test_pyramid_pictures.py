@@ -1,4 +1,4 @@
-"""What is drawn and told of the pyramid comes from lines alone, and from samples that every policy has."""
+"""Pictures and tables of the pyramid come from lines alone, and from samples that every policy has."""
 
 from __future__ import annotations
 

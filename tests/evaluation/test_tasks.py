@@ -1,4 +1,4 @@
-"""What the tasks measure, against transformers' own logits and by what must hold for any model."""
+"""Measurements of the tasks, against transformers' own logits and by what must hold for any model."""
 
 from __future__ import annotations
 

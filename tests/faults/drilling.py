@@ -26,12 +26,12 @@ ALLOWED_S = TIMEOUT_S + 5.0
 STARVED_BITS_PER_S = 500
 NEW_TOKENS = 24
 KEPT = '{"kept": true}'
-"""What a report of an earlier run holds."""
+"""Content of an earlier run's report."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a drill.
+    """Outcome of a drill.
 
     Attributes:
         problems: what was not as it should be, one sentence each.
@@ -162,7 +162,7 @@ class Drilling:
         outcome.lines = [line.replace(str(job.folder), "...") for line in job.lines]
 
     def _look(self, drill: Drill, job: Job, outcome: Outcome) -> None:
-        """What was said, and what is left."""
+        """Look at the messages of the ranks, and at what they have left behind."""
         problems = outcome.problems
         if drill.is_answered:
             if any(outcome.statuses):
@@ -183,7 +183,7 @@ class Drilling:
                 (job.folder / "stderr").write_text(job.errors)
 
     def answer(self) -> str:
-        """What two ranks say that nothing happens to."""
+        """The answer of two ranks that nothing happens to."""
         if self._answer is None:
             plain = Drill(kind="delay of a rank", rank=-1)
             folder = self._folder / "plain"
@@ -204,17 +204,17 @@ NAMED = {
     "Ctrl-C": "interrupted",
     "SIGTERM to the launcher": "SIGTERM",
 }
-"""What some line is to say."""
+"""A pattern that some line has to match, by kind of fault."""
 
 WAITED = (
     r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the attention of rank \d|the next token of rank \d"
     r"|the end of the generation)"
 )
-"""What both ranks say when the link between them is gone."""
+"""A pattern of what both ranks say when the link between them is gone."""
 
 
 def said_wrong(drill: Drill, lines: list[str]) -> list[str]:
-    """What the ranks ought to have said and did not."""
+    """Messages that the ranks ought to have printed and did not."""
     if drill.kind == "kill -9 of the launcher":
         return []
     if not lines:

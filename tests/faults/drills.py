@@ -1,4 +1,4 @@
-"""What is drilled: every drill follows from a seed and a number."""
+"""The drills: each follows from a seed and a number."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Drill:
 
     @property
     def fault(self) -> dict[str, Any] | None:
-        """What tests/faults/faulty_infer.py is to do."""
+        """Orders for tests/faults/faulty_infer.py."""
         if self.kind == "full disk" and self.file == "fault report":
             return {"rank": self.rank, "moment": self.moment, "layer": self.layer, "do": "raise"}
         if self.kind in DISK_KINDS or self.kind == "NaN in weights":

@@ -48,8 +48,8 @@ WARM_SHARE = 0.2
 """Of the prompts: the longest is among them, and by their end a rank has taken all the memory that it needs."""
 
 GROWTH, GROWTH_MIB = 0.03, 16.0
-"""What memory may grow by after that: an allocator never fits all lengths equally well. A leak of 1 MiB per prompt is
-15 times as much."""
+"""Growth of memory that is allowed after that, since an allocator never fits all lengths equally well. A leak of 1 MiB
+per prompt is 15 times as much."""
 
 SAMPLE_S = 0.2
 
@@ -64,7 +64,7 @@ class Prompts:
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run wrote, and the memory of its ranks.
+    """Output of a run, and the memory of its ranks.
 
     Attributes:
         memory_mib: by rank, (lines on standard output so far, MiB that are the rank's own) over time.
@@ -227,7 +227,7 @@ def anonymous_mib(process: int) -> float | None:
 
 
 def missing(whole: Run, prompts: Prompts) -> list[str]:
-    """What is lost, out of order, or wrongly taken for invalid."""
+    """Prompts that are lost, out of order, or wrongly taken for invalid."""
     count = len(prompts.lines)
     if whole.status != 0:
         return [f"status {whole.status}: {whole.errors[-500:]}"]

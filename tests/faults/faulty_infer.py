@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 NEEDED_BYTES = 1 << 28
-"""What a layer of a long prompt would ask for."""
+"""Memory that a layer of a long prompt would ask for."""
 
 LATEST_S = 20.0
 

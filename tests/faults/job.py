@@ -196,7 +196,7 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        """What the ranks said on standard error, without the launcher's pages."""
+        """Lines of the ranks on standard error, without the launcher's pages."""
         own = self.errors.splitlines()
         return (
             own

@@ -21,7 +21,7 @@ MOST_PROBLEMS = 20
 
 @dataclass(kw_only=True)
 class Batch:
-    """What became of a batch.
+    """Outcome of a batch of inputs.
 
     Attributes:
         problems: the input and what is wrong with what became of it.
@@ -87,7 +87,7 @@ def run_batch(
 
 
 def checked(target: Target, value: Any, folder: Path) -> Outcome:
-    """What became of one input, in an empty folder."""
+    """Give one input to its reader, in an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return target.check(value, folder)

@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 """Seconds for one input. All take milliseconds but those that load a model; a machine may be busy."""
 
 GROWTH_BYTES = 2**29
-"""What one input may raise the process's peak of memory by."""
+"""Bytes by which one input may raise the process's peak of memory."""
 
 LONGEST_LINE = 5000
 """Characters; paths and values of users are in it."""
@@ -47,7 +47,7 @@ class Ended(BaseException):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of an input.
+    """Outcome of one input.
 
     Attributes:
         line: what its user was told; "" if it was taken.
@@ -139,7 +139,7 @@ def run_main(
 
 
 def _told(error: BaseException, names: Sequence[str]) -> Outcome:
-    """What the end of a program says, and what is wrong with it."""
+    """The last line of a program that ended, and its faults."""
     line = _end_of_program(error)
     told = Outcome(accepted=False, line=line)
     if type(error) not in (ValueError, PMLError) and not isinstance(error, OSError):
@@ -214,7 +214,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Watch:
-    """What happens meanwhile that no file may cause."""
+    """Events that no file may cause, seen while one is read."""
 
     problems: list[str] = field(default_factory=list)
     too_long: bool = False
@@ -268,7 +268,7 @@ class Output:
 
 @contextmanager
 def printed() -> Iterator[Output]:
-    """What goes to standard error in this block, also from libraries that are not in Python; stdout goes nowhere."""
+    """Catch standard error in this block, also from libraries that are not in Python; stdout goes nowhere."""
     output = Output()
     sys.stdout.flush()
     sys.stderr.flush()

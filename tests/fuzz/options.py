@@ -1,4 +1,4 @@
-"""What is typed behind a program's name: options of all programs, sizes, and whole runs under such options."""
+"""Arguments of all programs: options, sizes, and whole runs under such options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a path may lead to that is no file: every reader is given each of these."""
+"""Paths that lead to no file: every reader is given each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the partitioner and the benchmarks keep on disk: tables, records of searches, measured compute, lines."""
+"""Files of the partitioner and the benchmarks: tables, records of searches, measured compute, lines."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def check_compute(content: bytes, folder: Path) -> Outcome:
 
 
 def check_points(content: bytes, folder: Path) -> Outcome:
-    """What is damaged is left out: it is measured again."""
+    """Damaged points are left out, and measured again."""
     path = folder / "points.jsonl"
     path.write_bytes(content)
     points = Points(path, POINT["purpose"])

@@ -1,4 +1,4 @@
-"""What is fuzzed: a reader, inputs for it, and what has to be true of each."""
+"""Targets of the fuzzer: a reader, inputs for it, and what has to be true of each."""
 
 from __future__ import annotations
 

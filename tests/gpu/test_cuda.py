@@ -1,4 +1,4 @@
-"""What only a GPU can show: fused kernels, a prefill and decoding on the device, staging and NCCL between two."""
+"""Tests that need a GPU: fused kernels, a prefill and decoding on the device, staging and NCCL between two."""
 
 from __future__ import annotations
 

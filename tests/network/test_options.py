@@ -1,4 +1,4 @@
-"""What is refused, and what a network is called: needs no root."""
+"""Refused options, and names of networks: needs no root."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What KV-Runahead is compared with: bytes, balance, and where each wins."""
+"""The methods that KV-Runahead is compared with: bytes, balance, and where each wins."""
 
 from dataclasses import replace
 

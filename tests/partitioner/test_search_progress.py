@@ -1,4 +1,4 @@
-"""What is left of a search is estimated from its strides, and shrinks to nothing."""
+"""The rest of a search is estimated from its strides, and shrinks to nothing."""
 
 from __future__ import annotations
 

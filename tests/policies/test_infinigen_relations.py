@@ -1,4 +1,4 @@
-"""What InfiniGen rests on, on a real model and a real text: relations with margins, not values.
+"""Assumptions of InfiniGen, on a real model and a real text: relations with margins, not values.
 
 Queries of a few layers, behind a prompt, from the input of the layer before; the measure is the attention probability
 on what 5% of the prompt's tokens, chosen by some columns of the keys, hold.

@@ -1,4 +1,4 @@
-"""What policies do to a real model on a real text: relations with margins, not values.
+"""Effects of policies on a real model and a real text: relations with margins, not values.
 
 A passage, other text, the passage again: perplexity of the text that follows hides what a policy lost of the passage,
 and the loss of the passage's second time (copy-NLL) shows it.

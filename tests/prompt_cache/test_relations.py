@@ -1,4 +1,4 @@
-"""What reuse of modules does to a real model on a real text: relations with margins, not values.
+"""Effects of reused modules on a real model and a real text: relations with margins, not values.
 
 A context of six modules, whose first one holds a passage. Perplexity of the text that follows hides what independent
 modules lose, and the loss of the passage's second time (copy-NLL) shows it.

@@ -1,4 +1,4 @@
-"""What ranks do in test_mesh.py: top-level functions, since they run in other processes."""
+"""Tasks of ranks in test_mesh.py: top-level functions, since they run in other processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def generate(
     decode: DecodeName = DecodeName.auto,
     **sizes: Any,
 ) -> tuple[GenerationBatch, Steps]:
-    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there. Chunks are even by default."""
+    """Result of `Engine.generate` on this rank, and the calls of `on_tokens` there. Chunks are even by default."""
     steps: Steps = []
     with arranged(ranks, num_shares), throughout(torch.float64):
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
@@ -122,7 +122,7 @@ def split_by_auto(
 
 
 def search_table(ranks: Ranks, num_shares: int, overrides: list[str]) -> tuple[int, list[tuple[int, ...]]]:
-    """What ranks.tensor the table of a search holds, and its boundaries."""
+    """The ranks.tensor in the table of a search, and its boundaries."""
     with arranged(ranks, num_shares):
         table = search(SEARCH.compose(overrides), ranks)
     return table.fingerprint.tensor, [entry.boundaries for entry in table.entries]

@@ -1,4 +1,4 @@
-"""What ranks do in test_peers.py: top-level functions, since they run in other processes."""
+"""Tasks of ranks in test_peers.py: top-level functions, since they run in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks run for the tests of cache policies."""
+"""Tasks of ranks in the tests of cache policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generate(
     num_new: int = 4,
     prefill: PrefillOptions | None = None,
 ) -> GenerationBatch:
-    """What `Engine.generate` returns under policies."""
+    """Result of `Engine.generate` under policies."""
     model = tiny_model(family)
     engine = Engine(
         model,

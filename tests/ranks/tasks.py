@@ -1,4 +1,4 @@
-"""What the ranks of a `RankPool` run for the tests: top-level functions, since they run in other processes."""
+"""Tasks of the ranks of a `RankPool`: top-level functions, since they run in other processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> Model:
 
 @dataclass(kw_only=True)
 class PrefillOutcome:
-    """What one rank has after a prefill. Logits (B, V) as lists, on the last rank of the chain only."""
+    """Outcome of a prefill on one rank. Logits (B, V) as lists, on the last rank of the chain only."""
 
     logits: list[list[float]] | None
     holds_cache: bool
@@ -100,7 +100,7 @@ def generate(
     eos: list[int] | None = None,
     decode: DecodeName = DecodeName.auto,
 ) -> tuple[GenerationBatch, Steps]:
-    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there.
+    """Result of `Engine.generate` on this rank, and the calls of `on_tokens` there.
 
     Chunks are even by default; `eos` are the tokens that end a row, none by default.
     """
@@ -118,7 +118,7 @@ def generate(
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What is alive in this process."""
+    """Bytes of tensors and number of threads in this process."""
 
     tensor_bytes: int
     num_threads: int
@@ -134,7 +134,7 @@ class Footprint:
 def footprints_over_calls(
     ranks: Ranks, family: str, batches: list[list[list[int]]], options: GenerationOptions, rounds: list[int]
 ) -> list[Footprint]:
-    """What is alive after so many rounds, in each of which one engine generates from every batch."""
+    """Footprints after so many rounds, in each of which one engine generates from every batch."""
     engine = Engine(tiny_model(family), ranks)
     footprints = []
     with only_new_objects():

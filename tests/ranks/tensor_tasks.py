@@ -1,4 +1,4 @@
-"""What ranks do in test_tensor.py: top-level functions, since they run in other processes."""
+"""Tasks of ranks in test_tensor.py: top-level functions, since they run in other processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def generate(
     options: GenerationOptions,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[GenerationBatch, Steps]:
-    """What `Engine.generate` returns on this rank, and what it told `on_tokens` there."""
+    """Result of `Engine.generate` on this rank, and the calls of `on_tokens` there."""
     steps: Steps = []
     with arranged(ranks):
         engine = Engine(shared_model(ranks, family, dtype, ranks.size), ranks, prefill=TENSOR)

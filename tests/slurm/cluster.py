@@ -126,7 +126,7 @@ class Cluster:
                 daemon.wait()
 
     def ask(self, *command: str) -> str:
-        """What a command prints, whether it succeeds or not."""
+        """Standard output of a command, whether it succeeds or not."""
         return self.run(*command).stdout
 
     def run(self, *command: str | Path, folder: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ def test_libraries_and_code_are_facts() -> None:
 
 
 def present(path: Path, facts: list[dict[str, str]], patience_s: float = 10.0) -> list[list[Presence] | Exception]:
-    """What `meet` gives or raises for each of these ranks, which come at once."""
+    """Results or errors of `meet` for each of these ranks, which come at once."""
 
     def come(rank: int) -> list[Presence] | Exception:
         store = dist.FileStore(str(path), len(facts))

@@ -252,7 +252,7 @@ class TestAttend:
 
 
 class TestTerms:
-    """What families add to plain attention."""
+    """Terms that families add to plain attention."""
 
     @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
     @given(q_start=starts, num_queries=lengths)

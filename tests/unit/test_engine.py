@@ -1,4 +1,4 @@
-"""What the engine refuses before any work starts: with the value, the rule and the remedy, in one line."""
+"""Refusals of the engine before any work starts: with the value, the rule and the remedy, in one line."""
 
 from __future__ import annotations
 

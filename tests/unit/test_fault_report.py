@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it has to end can be read, and names no folder of one machine."""
+"""The report that a rank leaves behind when it has to end can be read, and names no folder of one machine."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_single_list_of_ids_is_one_prompt_and_is_refused(tmp_path):
 
 
 def checked(*, num_new: int) -> Callable[[list[int]], None]:
-    """What a run checks of each prompt, with a model of 5 positions."""
+    """A run's check of each prompt, with a model of 5 positions."""
     return lambda ids: check_prompts([ids], PromptLimits(max_positions=5), num_new=num_new, names=["the prompt"])
 
 

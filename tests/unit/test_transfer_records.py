@@ -1,4 +1,4 @@
-"""What is said of a layer's messages is what became of them."""
+"""Records of a layer's messages say what became of them."""
 
 from __future__ import annotations
 

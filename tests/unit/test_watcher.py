@@ -14,7 +14,7 @@ STEP_S = 0.1
 
 
 class Counters(SimpleNamespace):
-    """What a heartbeat has seen of three ranks; this is rank 2."""
+    """A heartbeat's view of three ranks; this is rank 2."""
 
     def __init__(self) -> None:
         super().__init__(seen=[0, 0, 0], seen_work=[0, 0, 0], asking_since=None, times_asked=0)

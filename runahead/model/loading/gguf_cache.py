@@ -94,7 +94,7 @@ def _folder(key: str, dtype: torch.dtype) -> Path:
 
 
 def _key(source: Checkpoint) -> str:
-    """What tells a file from others: size, time of change, and part of its content; and what it is read with."""
+    """Key of a file: its size, time of change and part of its content, and the versions that it is read with."""
     assert source.gguf is not None
     path = source.folder / source.gguf
     about = path.stat()

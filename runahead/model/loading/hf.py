@@ -37,7 +37,7 @@ MAX_VOCABULARY = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMaker:
-    """What a model is made of.
+    """Everything that a model is built from.
 
     Attributes:
         config: transformers' config.
