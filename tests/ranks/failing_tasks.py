@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,9 +128,34 @@ def slow_decode(ranks: Ranks, seconds_per_token: float, num_tokens: int) -> tupl
     return result.generations[0].finish_reason, time.monotonic() - began
 
 
-def stop_receiving(ranks: Ranks, num_tokens: int) -> tuple[str, float]:
-    """The last rank is slow to take K,V: how far ahead did rank 0 get? Returns the layers that it opened by then."""
+STANDSTILL_S = 0.5
+"""Time after which a wait counts as one that does not end by itself."""
+
+
+def stop_receiving(ranks: Ranks, num_tokens: int, release: str) -> tuple[str, int]:
+    """The last rank takes no K,V until rank 0 has come to a standstill. Returns the layers that rank 0 opened by then.
+
+    Args:
+        release: file that rank 0 makes then, for which the last rank waits.
+    """
     opened: list[int] = []
+    seen: list[int] = []
+    released, over = Path(release), threading.Event()
+
+    def stand_still() -> None:
+        while not released.exists():
+            ranks.progress()  # alive, and at work on something else
+            time.sleep(0.01)
+
+    def watch() -> None:
+        wait, since_s = None, time.monotonic()
+        while not seen and not over.wait(0.01):
+            if not opened or ranks.waiting_for is None or ranks.waiting_for is not wait:
+                wait, since_s = ranks.waiting_for, time.monotonic()
+            elif time.monotonic() - since_s > STANDSTILL_S:
+                seen.append(len(opened))
+                released.touch()
+
     if ranks.rank == 0:
         for carrier in (gloo.GlooTransfer, copy.CopyTransfer):
 
@@ -138,13 +164,12 @@ def stop_receiving(ranks: Ranks, num_tokens: int) -> tuple[str, float]:
                 opened.append(layer)
 
             carrier.open = counted  # type: ignore[method-assign]
-    seen: list[int] = []
-    if ranks.rank == 1:
-        _in_layer(0, lambda: time.sleep(0.7))
+        threading.Thread(target=watch, daemon=True).start()
     else:
-        threading.Timer(0.5, lambda: seen.append(len(opened))).start()
+        _in_layer(0, stand_still)
     outcome, _ = generate(ranks, num_tokens)
-    return outcome, float(seen[0]) if seen else -1.0
+    over.set()
+    return outcome, seen[0] if seen else -1
 
 
 SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)

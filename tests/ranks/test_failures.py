@@ -108,8 +108,8 @@ def test_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3, store=store)
 
 
-def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool) -> None:
-    (outcome, opened), _ = pool.run(failing_tasks.stop_receiving, 30)
+def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool, tmp_path: Path) -> None:
+    (outcome, opened), _ = pool.run(failing_tasks.stop_receiving, 30, str(tmp_path / "release"))
     assert outcome == "ok"
     # Three layers' receives are posted ahead there, and three more layers wait in the slots here.
     assert 3 <= opened <= 6 < failing_tasks.NUM_LAYERS
