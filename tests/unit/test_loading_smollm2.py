@@ -166,7 +166,7 @@ def test_of_several_processes_one_makes_it(tmp_path: Path) -> None:
     processes = [subprocess.Popen(command, cwd=root) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert len((tmp_path / "cache" / "makers").read_text().splitlines()) == 1
-    assert not (tmp_path / "cache" / "model.partial").exists()
+    assert not list((tmp_path / "cache").glob("*.partial"))
 
 
 def test_failed_attempt_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
@@ -181,11 +181,50 @@ def test_failed_attempt_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path)
 
 
 def test_remains_of_a_killed_process_are_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / "model.partial" / "pip").mkdir(parents=True)
-    (tmp_path / "model.partial" / "half a wheel").write_bytes(b"x")
+    remains = folders.work_folder(tmp_path / "model")
+    (remains / "pip").mkdir(parents=True)
+    (remains / "half a wheel").write_bytes(b"x")
     folder = obtain(tmp_path / "model", fill, label="model")
     assert [file.name for file in folder.iterdir()] == ["config.json"]
-    assert not (tmp_path / "model.partial").exists()
+    assert not remains.exists()
+
+
+def test_another_hosts_work_is_left_alone_until_it_is_old(tmp_path: Path) -> None:
+    for host, age_s in (("busy", 60.0), ("dead", 2 * folders.ABANDONED_S)):
+        work = tmp_path / f"model.{host}.partial"
+        (work / "model").mkdir(parents=True)
+        (work / "model" / "weights").write_bytes(b"half")
+        for path in (work / "model" / "weights", work / "model", work):
+            os.utime(path, (time.time() - age_s,) * 2)
+    os.utime(tmp_path / "model.busy.partial", (0, 0))  # only the weights are still written to
+    obtain(tmp_path / "model", fill, label="model")
+    assert [work.name for work in tmp_path.glob("*.partial")] == ["model.busy.partial"]
+
+
+def test_of_two_hosts_without_common_locks_the_first_wins(tmp_path: Path) -> None:
+    def be_late(work: Path) -> Path:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("of the other host")
+        return fill(work)
+
+    folder = obtain(tmp_path / "model", be_late, label="model")
+    assert (folder / "config.json").read_text() == "of the other host"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_all_files_are_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, replace = set[str](), os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: written.add(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def checked(made: Path, folder: Path) -> None:
+        assert written == {str(made), str(made / "config.json")}
+        replace(made, folder)
+
+    monkeypatch.setattr(os, "replace", checked)
+    obtain(tmp_path / "model", fill, label="model")
+    assert written
 
 
 def test_waiting_process_shows_the_progress_of_the_one_that_works(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,6 +19,9 @@ from runahead.model.loading.quiet import one_line
 
 WATCH_SECONDS = 0.5
 """Seconds between two updates of a progress bar."""
+
+ABANDONED_S = 24 * 3600
+"""Seconds without a change after which another host's work folder counts as what a killed process left."""
 
 
 def cache_folder() -> Path:
@@ -36,7 +41,8 @@ def obtain(
     """Return `folder`, after making it if it does not exist. One of several processes makes it, the others wait.
 
     It appears complete or not at all: `make(work)` fills an empty work folder beside it, and returns the folder in
-    there that is renamed. The next process removes what a killed one left.
+    there that is renamed once it is on the disk. The next process removes what a killed one left. Hosts that share the
+    cache folder may share no locks, so each has a work folder of its own, and the first that is ready wins.
 
     Args:
         label: what is made, for messages.
@@ -48,16 +54,18 @@ def obtain(
     """
     if folder.is_dir():
         return folder
-    work = folder.with_name(f"{folder.name}.partial")
+    work = work_folder(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with progress(work), FileLock(folder.with_name(f"{folder.name}.lock")):
             if folder.is_dir():
                 return folder
-            shutil.rmtree(work, ignore_errors=True)
+            _remove_remains(folder)
             try:
                 work.mkdir()
-                os.replace(make(work), folder)
+                made = make(work)
+                _write_out(made)
+                _put(made, folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
@@ -67,6 +75,45 @@ def obtain(
             f"{label} cannot be kept in {folder.parent} ({one_line(error)}); set RUNAHEAD_CACHE to a folder with room"
         ) from error
     return folder
+
+
+def work_folder(folder: Path) -> Path:
+    """Where this host makes `folder`."""
+    return folder.with_name(f"{folder.name}.{socket.gethostname()}.partial")
+
+
+def _remove_remains(folder: Path) -> None:
+    """Remove work folders that killed processes left: this host's, and those of others that changed long ago."""
+    for work in folder.parent.glob(f"{folder.name}.*partial"):
+        if work == work_folder(folder) or time.time() - _changed_s(work) > ABANDONED_S:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _changed_s(folder: Path) -> float:
+    """Time of the last change in a folder, which another host may be filling."""
+    last_s = 0.0
+    for path in [folder, *folder.rglob("*")]:
+        with suppress(OSError):  # gone in between
+            last_s = max(last_s, path.stat().st_mtime)
+    return last_s
+
+
+def _write_out(folder: Path) -> None:
+    """Wait until a folder is on the disk: a crash after the rename would otherwise leave it with empty files."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _put(made: Path, folder: Path) -> None:
+    try:
+        os.replace(made, folder)
+    except OSError:
+        if not folder.is_dir():  # another host was faster
+            raise
 
 
 def require_room_for(work: Path, num_bytes: int, *, label: str) -> None:
