@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -149,6 +150,38 @@ def test_unwritable_cache_is_a_warning(path: Path, tmp_path: Path, monkeypatch: 
     with pytest.warns(UserWarning, match="set RUNAHEAD_CACHE to a folder with room; until then every process unpacks"):
         loaded = load_hf(path)
     assert torch.equal(loaded.module.model.norm.weight, saved.model.norm.weight)
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def full_disk_in_rust(*_: Any, **__: Any) -> Any:
+    raise Exception("No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("place", "fail", "reason"),
+    [
+        ("os.pwrite", full_disk, "Disk quota exceeded"),
+        ("os.fsync", full_disk, "Disk quota exceeded"),
+        ("transformers.TokenizersBackend._save_pretrained", full_disk_in_rust, "No space left on device"),
+    ],
+)
+def test_a_disk_that_fills_up_meanwhile_is_a_warning(
+    place: str, fail: Any, reason: str, path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = write_gguf(path)
+    remedy = "set RUNAHEAD_CACHE to a folder with room; until then every process unpacks"
+    with monkeypatch.context() as patch:
+        patch.setattr(place, fail)
+        with pytest.warns(UserWarning, match=rf"as safetensors cannot be kept in .*gguf .*{reason}.*{remedy}"):
+            loaded = load_hf(path)
+    weights = loaded.module.state_dict()
+    assert all(torch.equal(weights[name], expected) for name, expected in saved.state_dict().items())
+    assert conversions(cache) == []
+    load_hf(path)
+    assert len(conversions(cache)) == 1
 
 
 def test_missing_room_is_told_with_the_bytes_needed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -141,9 +142,11 @@ def _convert(make: hf.ModelMaker, empty: PreTrainedModel, folder: Path) -> Path:
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         write_whole(folder / ABOUT, json.dumps({"path": _source_path(make.checkpoint)}))
-    except (OSError, ValueError):
-        raise
     except Exception as error:  # transformers may raise anything for settings that it does not expect
+        if (unwritten := spill.error or _system_error(error)) is not None:
+            raise OSError(unwritten.errno, unwritten.strerror) from error
+        if isinstance(error, (OSError, ValueError)):
+            raise
         label = make.checkpoint.label
         raise ValueError(f"{label} cannot be converted: {one_line(error)}; {make.checkpoint.cure}") from error
     finally:
@@ -152,12 +155,21 @@ def _convert(make: hf.ModelMaker, empty: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+def _system_error(error: Exception) -> OSError | None:
+    """The error of the operating system that a library in Rust names in its message, such as a full disk."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
 class Spill:
     """A safetensors file that a model's weights are moved to while transformers loads them, one by one.
 
     Args:
         path: the file; it is made.
         tensors: what it will hold, by name, without memory.
+
+    Attributes:
+        error: why a weight could not be written; transformers may raise another error then, or none.
     """
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
@@ -170,6 +182,7 @@ class Spill:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 64)  # aligns the data
         start = 8 + len(text)
+        self.error: OSError | None = None
         self._file = path.open("x+b")
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.truncate(start + end)
@@ -224,6 +237,10 @@ class Spill:
             return None
         data = memoryview(tensor.to(place.dtype).contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
         while data:
-            written = os.pwrite(self._file.fileno(), data[:MOST_WRITTEN], offset)
+            try:
+                written = os.pwrite(self._file.fileno(), data[:MOST_WRITTEN], offset)
+            except OSError as error:
+                self.error = error
+                raise
             data, offset = data[written:], offset + written
         return place
