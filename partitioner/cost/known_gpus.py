@@ -46,17 +46,25 @@ KNOWN = {
     r"A100.*80GB": _gpu(80, 2039, 312, 12 * NVLINK_BPS),
     r"A100": _gpu(40, 1555, 312, 12 * NVLINK_BPS),
     r"L40S": _gpu(48, 864, 362, PCIE4_BPS),
-    r"L4\b": _gpu(24, 300, 121, PCIE4_BPS),
-    r"A10\b": _gpu(24, 600, 125, PCIE4_BPS),
+    r"L4": _gpu(24, 300, 121, PCIE4_BPS),
+    r"A10": _gpu(24, 600, 125, PCIE4_BPS),
     r"RTX 4090": _gpu(24, 1008, 165, PCIE4_BPS),
     r"RTX 3090": _gpu(24, 936, 71, PCIE4_BPS),
 }
-"""By a pattern of the name that CUDA gives; the first that fits counts."""
+"""By a pattern of words of the name that CUDA gives; the first that fits counts."""
 
-NAMES = [pattern.replace(".*", " ").replace(r"\b", "") for pattern in KNOWN]
+NAMES = [pattern.replace(".*", " ") for pattern in KNOWN]
 """A name that each pattern finds, for messages."""
+
+OTHERS = re.compile(r"\b(?:D|Ti|Max-Q|Laptop|MIG)\b", re.IGNORECASE)
+"""Words that make a name that of another GPU, or of a part of one, with other figures."""
 
 
 def known_gpu(name: str) -> KnownGPU | None:
-    """Figures of the GPU of that name, in any case; None for one that is not in the table, and for CPUs."""
-    return next((gpu for pattern, gpu in KNOWN.items() if re.search(pattern, name, re.IGNORECASE)), None)
+    """Figures of the GPU of that name, in any case; None for one that is not in the table, and for CPUs.
+
+    Whole words count: an RTX A1000 is no A100, and a GH200 no H200.
+    """
+    if OTHERS.search(name):
+        return None
+    return next((gpu for pattern, gpu in KNOWN.items() if re.search(rf"\b{pattern}\b", name, re.IGNORECASE)), None)

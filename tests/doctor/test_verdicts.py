@@ -36,7 +36,7 @@ from benchmarks.doctor.picture import picture
 from benchmarks.doctor.speed import Race, check_race, check_tokens
 from benchmarks.ttft.comparison import Spread
 from launch.doctor import DOCTOR, main
-from partitioner.cost.known_gpus import known_gpu
+from partitioner.cost.known_gpus import KNOWN, NAMES, known_gpu
 from runahead.config import ModelOptions, RanksOptions
 
 ETH = Interface(name="eth0", is_up=True, mbps=10_000)
@@ -275,6 +275,44 @@ def test_known_gpus_are_found_by_their_names() -> None:
     names = ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"]
     assert [known_gpu(name).memory_Bps / 1e9 for name in names] == [2000, 3350, 2039, 1555]  # type: ignore[union-attr]
     assert known_gpu("cpu") is None and known_gpu("NVIDIA L40") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "memory_GBps", "tflops"),
+    [
+        ("NVIDIA L40S", 48, 864, 362),
+        ("NVIDIA L4", 24, 300, 121),
+        ("NVIDIA A10", 24, 600, 125),
+        ("a100 80gb", 80, 2039, 312),
+    ],
+)
+def test_figures_are_those_of_the_whole_name(name: str, gib: int, memory_GBps: float, tflops: float) -> None:
+    known = known_gpu(name)
+    assert known is not None
+    found = known.memory_bytes / 2**30, known.memory_Bps / 1e9, known.matmul_flops / 1e12
+    assert found == (gib, memory_GBps, tflops)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "NVIDIA A100X",
+        "NVIDIA A10G",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GB200",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ],
+)
+def test_a_gpu_with_a_similar_name_is_not_known(name: str) -> None:
+    assert known_gpu(name) is None
+
+
+def test_every_name_that_is_offered_is_known() -> None:
+    assert [known_gpu(name) for name in NAMES] == list(KNOWN.values())
 
 
 def test_rounding_is_exact_and_other_logits_are_not() -> None:
