@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from partitioner.table.fingerprint import ModelShape, mlp_dim_of
-from runahead.config import DType, ModelOptions
+from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.loading import hf
@@ -91,8 +91,11 @@ class ModelSize:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: ModelOptions) -> ModelSize:
+    def of(cls, options: ModelOptions, *, on_gpus: bool = False) -> ModelSize:
         """Read the sizes from a model's config, without its weights.
+
+        Args:
+            on_gpus: it will run on GPUs, which have another dtype than CPUs for quantised weights.
 
         Raises:
             ValueError, OSError: there is no such model, or it is one that cannot be planned for; one line.
@@ -105,9 +108,7 @@ class ModelSize:
                 f"{label} is a mixture of experts, whose compute depends on the text; measure it with "
                 "python -m partitioner.search"
             )
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        if options.dtype is not DType.auto:
-            dtype = getattr(torch, options.dtype.name)
+        dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         heads = int(text.num_attention_heads)
         kv_heads = _kv_heads(text) or heads

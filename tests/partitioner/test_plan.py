@@ -7,10 +7,12 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +41,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.families import build, prompt
+from tests.unit.test_loading_gguf import write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -100,6 +103,28 @@ def test_shares_of_all_weights_are_the_whole_and_heads_are_repeated_where_they_a
     # 16 shares of 8 KV heads: two ranks have the same one.
     assert size.kv_bytes_per_token(16) == size.kv_bytes_per_token(8)
     assert size.weight_bytes(16) > size.weight_bytes(8) / 2
+
+
+@pytest.mark.parametrize(
+    ("forms", "on_gpus", "expected"),
+    [
+        (None, False, ("float16", 2)),  # those of the file
+        (None, True, ("float16", 2)),
+        (["Q8_0", "F32"], False, ("float32", 4)),
+        (["Q8_0", "F32"], True, ("bfloat16", 2)),
+    ],
+)
+def test_a_gguf_file_is_planned_in_the_dtype_that_it_runs_in(
+    forms: list[str] | None, on_gpus: bool, expected: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, form=GGMLQuantizationType.F16)
+    if forms is not None:
+        header = SimpleNamespace(tensors=dict(enumerate(forms)))
+        monkeypatch.setattr("runahead.model.loading.checkpoint.read_gguf", lambda checkpoint: header)
+    size = ModelSize.of(ModelOptions(name="hf", path=str(path)), on_gpus=on_gpus)  # type: ignore[arg-type]
+    assert (size.dtype, size.item_bytes) == expected
+    assert {weight.item_bytes for weight in size.weights} == {expected[1]}
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:

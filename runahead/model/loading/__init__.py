@@ -159,6 +159,16 @@ def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     return hf.read_config(_small_files(FINDERS[options.name](options, weights=False, progress=progress)), options)
 
 
+def expected_dtype(options: ModelOptions, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype in which `load` would have the weights on a device, as far as it follows from the small files.
+
+    Raises:
+        ValueError, OSError: as for `load`.
+    """
+    source = FINDERS[options.name](options, weights=False, progress=False)
+    return _dtype(options, config, source, {}, device)
+
+
 def load_tokenizer(options: ModelOptions) -> Any | None:
     """Load a model's tokenizer, without its weights; None if it has none.
 
