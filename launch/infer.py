@@ -114,7 +114,7 @@ def infer(
     from launch.inputs.partitions import settle
     from launch.inputs.policies import prompt_cache_options
     from launch.outputs.answers import Answers, AnswerStream
-    from launch.outputs.summary import summary
+    from launch.outputs.summary import dtype_hint, summary
     from runahead.engine import Engine
     from runahead.model.shares import load_model
     from runahead.reuse.store import SegmentStore, StoreLimits
@@ -171,7 +171,8 @@ def infer(
         answers.write_skipped()
     ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
     if ranks.rank == 0:
-        sys.stderr.write(summary(batches, skipped=prompts.skipped))
+        hint = dtype_hint(run.model.dtype, model.dtype, model.device)
+        sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint))
     return batches
 
 

@@ -125,7 +125,7 @@ class ModelOptions:
         path: local folder, hub id or GGUF file of model=hf.
         config: model folder or config.json of model=random.
         dtype: of weights, keys and values; auto is the checkpoint's, float32 for quantised GGUF files on a CPU and
-            bfloat16 on a GPU. On CPUs with instructions for bfloat16 that is the faster choice too.
+            bfloat16 on a GPU.
         seed: seed of the weights of model=random.
         layers: number of layers of model=random, in place of the config's.
     """

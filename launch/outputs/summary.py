@@ -6,14 +6,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median_high
 
+import torch
+
+from runahead.config import DType
+from runahead.ranks.devices import multiplies_bfloat16
 from runahead.report import GenerationBatch
 
 
-def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | None = None) -> str:
+def summary(
+    batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | None = None, dtype: str | None = None
+) -> str:
     """Figures of a run, one per line: of several batches, medians of times and maxima of peaks.
 
     Args:
         skipped: for each prompt that was left out, by index, what is wrong with it.
+        dtype: `dtype_hint`.
     """
     first = batches[0]
     generations = [generation for batch in batches for generation in batch.generations]
@@ -33,6 +40,8 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     num_ranks, num_shares = len(first.ranks), 1 + max(rank.share or 0 for rank in first.ranks)
     stages = "" if num_shares == 1 else f", {num_ranks // num_shares} x {num_shares} that share a model"
     rows["ranks"] = f"{num_ranks}{stages}"
+    if dtype is not None:
+        rows["dtype"] = dtype
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
     rows["chunks"] = widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")
     rows["TTFT"] = _times([(batch.ttft_s, batch.warm) for batch in batches])
@@ -57,6 +66,16 @@ def summary(batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | 
     rows |= _reuse_rows(batches)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def dtype_hint(asked: DType, dtype: torch.dtype, device: torch.device) -> str | None:
+    """A hint where model.dtype=auto leaves bfloat16 instructions of a processor unused; None elsewhere.
+
+    The checkpoint's dtype stays the default: bfloat16 has 8 bits of precision, so other tokens may be chosen.
+    """
+    if asked is not DType.auto or dtype is not torch.float32 or not multiplies_bfloat16(device):
+        return None
+    return "float32 (auto); model.dtype=bfloat16 is faster on this processor, and less precise"
 
 
 def _reuse_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:

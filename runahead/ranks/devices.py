@@ -18,6 +18,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_MMAP_THRESHOLD = 32 << 20
 LARGEST_INT = 2**31 - 1
 
+BFLOAT16 = ("amx_bf16", "avx512_bf16")
+"""Instructions for products of bfloat16 numbers, by torch's names."""
+
 
 def choose_device(wanted: Device, local_rank: int, local_size: int) -> torch.device:
     """Choose this rank's device: GPU number `local_rank`, or the CPU.
@@ -96,6 +99,11 @@ def default_threads(local_size: int) -> int:
     """Intra-op threads per rank: an even share of the processors that this process may use."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_size)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether this is a processor with instructions for products of bfloat16 matrices."""
+    return device.type == "cpu" and any(torch.cpu.get_capabilities().get(name, False) for name in BFLOAT16)
 
 
 def keep_freed_memory() -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.infer import main
 from runahead.engine import Engine
@@ -60,7 +61,9 @@ def our_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("[rank ")]
 
 
-def test_standard_output_is_the_answer_and_the_report_tells_the_rest(model, tmp_path, capfd):
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_standard_output_is_the_answer_and_the_report_tells_the_rest(model, tmp_path, capfd, monkeypatch, has_bfloat16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_bfloat16})
     path = tmp_path / "run.json"
     assert main(options(model, f"prompt.text={TEXT}", f"report={path}", f"timeline={tmp_path / 'trace.json'}")) == 0
     out, err = capfd.readouterr()
@@ -73,6 +76,7 @@ def test_standard_output_is_the_answer_and_the_report_tells_the_rest(model, tmp_
         "prompt tokens",
         "new tokens",
         "ranks",
+        *(["dtype"] if has_bfloat16 else []),
         "chunks",
         "TTFT",
         "TPOT",

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import stat
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from launch.outputs.summary import summary
+from launch.outputs.summary import dtype_hint, summary
 from runahead import files
-from runahead.config import PrefillOptions
+from runahead.config import DType, PrefillOptions
 from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, report_json
 
@@ -126,6 +128,19 @@ def test_summary_tells_the_figures_of_one_prompt():
     for figure in ("4,096", "6 + 4 tokens", "0.500 s (cold)", "20.0 ms", "2.0 KiB", "3.0 MiB, 3.0 MiB"):
         assert figure in text
     assert len(text.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "avx512_f"])
+def test_summary_says_where_bfloat16_would_be_faster(name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", name: True})
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    hint = dtype_hint(DType.auto, torch.float32, cpu)
+    assert (hint is not None) == (name != "avx512_f")
+    told = r"dtype +float32 \(auto\); model.dtype=bfloat16 is faster on this processor"
+    assert (re.search(told, summary([batch(generation())], dtype=hint)) is not None) == (name != "avx512_f")
+    assert dtype_hint(DType.float32, torch.float32, cpu) is None
+    assert dtype_hint(DType.auto, torch.bfloat16, cpu) is None
+    assert dtype_hint(DType.auto, torch.float32, gpu) is None
 
 
 def test_summary_of_ranks_that_share_a_model():
