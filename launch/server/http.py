@@ -90,13 +90,37 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     print(f"{context.get('message', 'error')}{about}", file=sys.stderr)
 
 
+class BoundedConnection(h11.Connection):
+    """h11's parser, whose limit also holds for a header that arrives at once."""
+
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and _header_bytes(event) > self._max_header_bytes:
+            raise h11.RemoteProtocolError("the header is too large")
+        return event
+
+
+def _header_bytes(request: h11.Request) -> int:
+    lines = sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers)
+    return len(request.method) + len(request.target) + lines
+
+
 def _protocol(options: ServeOptions) -> type[H11Protocol]:
     """uvicorn's connection, with limits."""
 
     class Connection(H11Protocol):
-        """One connection. It is closed if a request's header does not arrive in time."""
+        """One connection. It is closed if a request's header does not arrive in time, or its client reads nothing."""
 
         _header_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            self.conn = BoundedConnection(options.max_header_bytes)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             # Each request of this connection finds it in its state.
@@ -117,8 +141,25 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
             if not self._is_idle:
                 self._end_timer()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._await_reader()
+
+        def resume_writing(self) -> None:
+            self._end_write_timer()
+            super().resume_writing()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._await_reader_of_rest()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._await_reader_of_rest()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_timer()
+            self._end_write_timer()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
@@ -136,6 +177,20 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
                 self._header_timer.cancel()
                 self._header_timer = None
 
+        def _await_reader(self) -> None:
+            if self._write_timer is None:
+                self._write_timer = self.loop.call_later(options.write_timeout_s, self.transport.abort)
+
+        def _await_reader_of_rest(self) -> None:
+            """Bound the time in which a closing connection waits for its client to read what is left."""
+            if self.transport.is_closing():
+                self._await_reader()
+
+        def _end_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+
         def _refuse(self, status: int, error: APIError) -> None:
             body = dumps(error.body)
             headers = [
@@ -150,5 +205,6 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
                 return
             self.transport.write((start or b"") + body)
             self.transport.close()
+            self._await_reader_of_rest()
 
     return Connection

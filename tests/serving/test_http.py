@@ -1,0 +1,82 @@
+"""Limits of a connection: headers that are too large, and clients that read nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from launch.server import http
+from tests.serving.fakes import Served, serving, until
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@contextmanager
+def client_of(served: Served) -> Iterator[socket.socket]:
+    """A connection with little room for what it has not read."""
+    with socket.socket() as connection:
+        connection.settimeout(10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", served.port))
+        yield connection
+
+
+def num_connections(served: Served) -> int:
+    return len(served.http._server.server_state.connections)
+
+
+def answer_bytes(served: Served) -> int:
+    """Bytes of the answer to `HEALTH`."""
+    with client_of(served) as connection:
+        connection.sendall(HEALTH)
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(4096)
+        return len(answer)
+
+
+def read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes and (part := connection.recv(65536)):
+        data += part
+    return data
+
+
+def test_a_client_that_asks_again_and_again_and_reads_nothing_is_given_up() -> None:
+    with serving(write_timeout_s=0.5) as served, client_of(served) as connection:
+        connection.sendall(2000 * HEALTH)
+        until(lambda: num_connections(served) == 1)
+        until(lambda: num_connections(served) == 0)
+
+
+def test_a_client_that_reads_late_gets_all_its_answers() -> None:
+    with serving(write_timeout_s=20.0) as served:
+        size = answer_bytes(served)
+        with client_of(served) as connection:
+            connection.sendall(1000 * HEALTH)
+            until(lambda: any(each.flow.write_paused for each in served.http._server.server_state.connections))
+            assert read(connection, 1000 * size).count(b"HTTP/1.1 200") == 1000
+
+
+def test_an_idle_connection_with_unread_answers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.2)
+    with serving(write_timeout_s=0.5) as served:
+        num = 50_000 // answer_bytes(served)  # less than makes the server pause, more than the sockets take
+        with client_of(served) as connection:
+            connection.sendall(num * HEALTH)
+            until(lambda: num_connections(served) == 1)
+            until(lambda: num_connections(served) == 0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_header_larger_than_allowed_is_refused_however_it_arrives(parts: int) -> None:
+    with serving(max_header_bytes=2048) as served:
+        for num_bytes, status in ((1500, b"200"), (2100, b"400"), (3900, b"400")):
+            header = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * num_bytes + b"\r\n\r\n"
+            with client_of(served) as connection:
+                for part in range(parts):
+                    connection.sendall(header[part * len(header) // parts : (part + 1) * len(header) // parts])
+                assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
