@@ -120,6 +120,10 @@ class KVStore:
     def advance(self) -> None:
         """Called after each decoding step, if steps repeat: all layers have appended its token."""
 
+    def agreed(self, fine_1: Tensor) -> Tensor:
+        """Whether `fine_1` (1,) is 1 on all ranks that store parts of the text; each of them calls this."""
+        return fine_1
+
     def for_decoding(self) -> KVStore:
         """The same tokens in the form that single new tokens attend to fastest."""
         return self

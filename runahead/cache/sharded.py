@@ -76,7 +76,7 @@ class ShardedCache(KVStore):
     layers: Sequence[ShardedLayer]
 
     def __init__(self, own: KVStore, gather: Gather) -> None:
-        self._own = own
+        self._own, self._gather = own, gather
         self.layers = [ShardedLayer(layer, gather) for layer in own.layers]
 
     @property
@@ -95,6 +95,9 @@ class ShardedCache(KVStore):
 
     def advance(self) -> None:
         self._own.advance()
+
+    def agreed(self, fine_1: Tensor) -> Tensor:
+        return self._gather(fine_1).amin(dim=0)
 
     def describe_decoding(self, report: RankReport) -> None:
         self._own.describe_decoding(report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.shard import ShardCache
 from runahead.failures import first_line
 from runahead.model.model import Model, PrefillEndsHere
-from runahead.ranks.accelerator import accelerator_for
+from runahead.ranks.accelerator import Accelerator, accelerator_for
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
 
@@ -64,9 +65,13 @@ def forward_over(
     if cache.repeats_steps:
         return FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, attention=attention)
     if not policies:
+        steps = count(1)
 
         def over_all(ids_B1: Tensor, start: int) -> Tensor:
-            return _logits(model, ids_B1, attention(cache, start=start, pads=pads, phase=Phase.decode))
+            logits_BV = _logits(model, ids_B1, attention(cache, start=start, pads=pads, phase=Phase.decode))
+            if next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
+                agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
+            return logits_BV
 
         return over_all
     assert isinstance(cache, KeptCache), type(cache)
@@ -100,10 +105,20 @@ def _logits(model: Model, ids_B1: Tensor, attention: CausalAttention) -> Tensor:
     return torch.empty(len(ids_B1), 0, device=ids_B1.device)
 
 
+def agreed(cache: KVStore, model: Model, *, is_fine: bool) -> Tensor:
+    """Whether it is so on all ranks that store the text, as 0 or 1 on the device (1,)."""
+    return cache.agreed(torch.tensor([int(is_fine)], device=model.device))
+
+
 class FixedForward:
     """Forward over a cache of fixed shape: the same operations on the same tensors in every step.
 
-    A GPU replays it as one graph after two steps: one launch in place of some 40 per layer.
+    A GPU replays it as one graph after three steps: one launch in place of some 40 per layer.
+
+    Where several ranks store the text, the graph holds their exchanges, and NCCL wants an operation to be captured on
+    all ranks or on none (its user guide, "Using NCCL with CUDA Graphs"). So no step is computed twice, since the others
+    would take its exchanges for the next ones; and a rank that cannot capture tells the others at the end of the step.
+    They read that in the next one, when the host has waited for the device anyway.
     """
 
     WARM_UP = 2
@@ -124,24 +139,39 @@ class FixedForward:
         self._gpu = accelerator_for(model.device)
         self._num_steps = 0
         self._replay: Callable[[], Tensor] | None = None
+        self._agreed_1: Tensor | None = None  # whether all ranks can go on towards a graph
 
     def __call__(self, ids_B1: Tensor, start: int) -> Tensor:
         """Logits (B, V), which the next call may overwrite."""
         self._ids_B1.copy_(ids_B1)
         self._num_steps += 1
+        if self._agreed_1 is not None:
+            if not self._agreed_1.item():
+                self._gpu = self._replay = None
+            self._agreed_1 = None
+        if self._replay is not None:
+            return self._replay()
         if self._gpu is None or self._num_steps < self.WARM_UP:
             return self._step()
-        if self._replay is None:
-            try:
-                if self._num_steps == self.WARM_UP:
-                    with self._gpu.refusing_waits():  # a capture that fails half-way may leave traces in torch
-                        return self._step()
-                self._replay = self._gpu.capture(self._step)
-            except RuntimeError as error:  # the family's code does what a graph cannot hold
-                warnings.warn(f"decoding runs without a CUDA graph: {first_line(error)}", stacklevel=2)
-                self._gpu = None
-                return self._step()  # nothing was counted, so the step is computed anew
-        return self._replay()
+        if self._num_steps == self.WARM_UP:
+            with self._gpu.noting_waits() as waits:  # a capture that fails half-way may leave traces in torch
+                logits_BV = self._step()
+            reason = waits[0] if waits else None
+        else:
+            reason = self._capture(self._gpu)
+            logits_BV = self._step()  # a capture runs nothing
+        if reason is not None:
+            warnings.warn(f"decoding runs without a CUDA graph: {reason}", stacklevel=2)
+        self._agreed_1 = agreed(self._cache, self._model, is_fine=reason is None)
+        return logits_BV
+
+    def _capture(self, gpu: Accelerator) -> str | None:
+        """Capture a step, without running it; returns why that failed, if it did."""
+        try:
+            self._replay = gpu.capture(self._step)
+        except RuntimeError as error:  # the family's code does what a graph cannot hold
+            return first_line(error)
+        return None
 
     def _step(self) -> Tensor:
         """One step over the buffers. Nothing in it may depend on the number of the step but what is on the device."""

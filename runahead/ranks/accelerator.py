@@ -6,6 +6,7 @@ So tests can put a virtual device in its place.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,6 +41,12 @@ CONNECTIONS, DEFAULT_CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTION
 
 OTHER_STREAMS = 4
 """Streams of a rank besides those of its links: compute, posting of receives, passing on, timeline."""
+
+WAITED = "called a synchronizing CUDA operation"
+"""What torch warns of where the host waits for a GPU, if it was asked to."""
+
+NO_DETECTOR = "Synchronization debug mode is a prototype"
+"""What torch warns of when it is asked to."""
 
 
 class Communicator:
@@ -118,14 +125,21 @@ class Accelerator:
         torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def refusing_waits(self) -> Iterator[None]:
-        """Context manager in which an operation that waits for the GPU raises a RuntimeError instead."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+    def noting_waits(self) -> Iterator[list[str]]:
+        """Context manager that fills its list, at the end, with operations in which the host waited for the GPU."""
+        before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield waits
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for each in told:
+            if WAITED in str(each.message):
+                waits.append(WAITED)
+            elif NO_DETECTOR not in str(each.message):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
     def capture(self, step: Callable[[], T]) -> Callable[[], T]:
         """Capture the work that `step` queues as one graph, without running it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +16,7 @@ from runahead.attention.partial import attend_sequences
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import FixedCache
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.sharded import ShardedCache
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.model.model import Model
 from runahead.report import RankReport
@@ -91,35 +92,111 @@ def test_the_bytes_are_those_of_the_slabs(pads: list[int]) -> None:
 
 
 class Gpu:
-    """An accelerator that captures a step by keeping it, or cannot."""
+    """An accelerator that captures a step by keeping it, or cannot, or notes that the host has waited."""
 
-    def __init__(self, *, can_capture: bool) -> None:
-        self.can_capture, self.num_captures = can_capture, 0
+    def __init__(self, *, can_capture: bool = True, waits: bool = False) -> None:
+        self.can_capture, self.waits = can_capture, waits
+        self.num_captures = self.num_replays = 0
 
-    def refusing_waits(self) -> nullcontext[None]:
-        return nullcontext()
+    @contextmanager
+    def noting_waits(self) -> Iterator[list[str]]:
+        waits: list[str] = []
+        yield waits
+        waits += ["called a synchronizing CUDA operation"] * self.waits
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         self.num_captures += 1
         if not self.can_capture:
             raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
-        return step
+
+        def replay() -> Any:
+            self.num_replays += 1
+            return step()
+
+        return replay
 
 
-@pytest.mark.parametrize("can_capture", [True, False])
-def test_one_graph_is_captured_after_the_warm_up(can_capture: bool, recwarn: pytest.WarningsRecorder) -> None:
-    model, gpu = Model(build("llama")), Gpu(can_capture=can_capture)
+def replayed(gpu: Gpu) -> int:
+    """Number of steps that a GPU replays; their logits have to be right, and each is computed once."""
+    model = Model(build("llama"))
     expected = logits_of(model, [0], fixed=False)
     cache, following = prefilled(model, [0])
     forward = FixedForward(model, FixedCache(cache, pads=[0], num_tokens=TOKENS), pads=[0], prompt_tokens=TOKENS)
-    with patch.object(forward, "_gpu", gpu):
+    with patch.object(forward, "_gpu", gpu), patch.object(model, "forward", wraps=model.forward) as computed:
         for step, ids_B1 in enumerate(following.split(1, dim=1)):
             torch.testing.assert_close(forward(ids_B1, TOKENS + step), expected[step], rtol=1e-9, atol=1e-9)
-            assert gpu.num_captures == (step >= FixedForward.WARM_UP)
-    said = [str(warning.message) for warning in recwarn]
-    assert said == (
-        [] if can_capture else ["decoding runs without a CUDA graph: operation not permitted when stream is capturing"]
-    )
+            assert gpu.num_captures == (0 if gpu.waits else int(step >= FixedForward.WARM_UP))
+        assert computed.call_count == NEW
+    return gpu.num_replays
+
+
+def test_one_graph_is_captured_after_the_warm_up(recwarn: pytest.WarningsRecorder) -> None:
+    assert replayed(Gpu()) == NEW - FixedForward.WARM_UP - 1
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason"),
+    [
+        (Gpu(can_capture=False), "operation not permitted when stream is capturing"),
+        (Gpu(waits=True), "called a synchronizing CUDA operation"),
+    ],
+)
+def test_a_step_that_cannot_be_captured_is_told_once_and_computed_once(
+    gpu: Gpu, reason: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    assert replayed(gpu) == 0
+    assert [str(warning.message) for warning in recwarn] == [f"decoding runs without a CUDA graph: {reason}"]
+
+
+@pytest.mark.parametrize("answers", [[0], [1, 0]], ids=["its step waits", "its capture fails"])
+def test_no_rank_replays_a_graph_that_another_does_not_have(
+    answers: list[int], recwarn: pytest.WarningsRecorder
+) -> None:
+    told: list[int] = []
+
+    def agreed(cache: FixedCache, fine_1: Tensor) -> Tensor:
+        told.append(int(fine_1))
+        return torch.tensor([min(told[-1], answers[len(told) - 1])])
+
+    gpu = Gpu()
+    with patch.object(FixedCache, "agreed", agreed):
+        model = Model(build("llama"))
+        cache, following = prefilled(model, [0])
+        forward = FixedForward(model, FixedCache(cache, pads=[0], num_tokens=TOKENS), pads=[0], prompt_tokens=TOKENS)
+        with patch.object(forward, "_gpu", gpu):
+            for step, ids_B1 in enumerate(following.split(1, dim=1)):
+                forward(ids_B1, TOKENS + step)
+    assert told == [1] * len(answers)
+    assert (gpu.num_captures, gpu.num_replays) == (len(answers) - 1, 0)
+    assert not recwarn, "the other rank says why"
+
+
+def test_ranks_that_share_a_text_agree_by_their_gathering() -> None:
+    def gather(own_1: Tensor) -> Tensor:
+        return torch.stack([own_1, torch.zeros_like(own_1)])
+
+    cache, _ = prefilled(Model(build("llama")), [0])
+    fine_1 = torch.ones(1, dtype=torch.long)
+    assert cache.agreed(fine_1).tolist() == [1]
+    assert ShardedCache(cache, gather).agreed(fine_1).tolist() == [0]
+    assert ShardedCache(cache, lambda own_1: torch.stack([own_1, own_1])).agreed(fine_1).tolist() == [1]
+
+
+def test_a_rank_without_a_graph_says_so_to_the_others() -> None:
+    """One rank may have a kernel for tensors of fixed shape, and another not."""
+    told: list[Tensor] = []
+    model = Model(build("llama"))
+    cache, following = prefilled(model, [0])
+    with (
+        patch("runahead.decoding.forward.accelerator_for", lambda device: Gpu()),
+        patch.object(KVCache, "agreed", lambda cache, fine_1: told.append(fine_1) or fine_1),
+    ):
+        forward = forward_over(model, cache, [], pads=[0], prompt_tokens=TOKENS)
+        for step, ids_B1 in enumerate(following.split(1, dim=1)):
+            forward(ids_B1, TOKENS + step)
+            assert len(told) == int(step + 1 >= FixedForward.WARM_UP)
+    assert told[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
