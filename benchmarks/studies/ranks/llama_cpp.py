@@ -93,8 +93,10 @@ class LlamaCpp:
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """Measure one line per length and variant."""
+    """Measure one line per length and variant. Raises: SystemExit: no model was named."""
     options = run.options
+    if options.gguf is None:
+        raise SystemExit("--gguf=<file> is needed, unless --draw-only")
     with Ranks.start(RanksOptions(threads=1, timeout_s=300)) as ranks, ExitStack() as undo:
         room = max(options.lengths) + options.tokens + 8
         theirs: dict[str, LlamaCpp] = {}
@@ -164,7 +166,7 @@ STUDY = Study(
     table=table,
     options={
         "python": option(sys.executable, "interpreter that has llama-cpp-python"),
-        "gguf": option(None, "the model for llama.cpp", required=True),
+        "gguf": option(None, "the model for llama.cpp"),
         "lengths": option([1024, 4096], "prompt lengths in tokens"),
         "ratios": option([0.6, 0.4], "shares of the prompt by rank"),
         "tokens": option(32, "new tokens after each prompt"),
