@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -50,6 +51,39 @@ def alone(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptPart:
+    """The tokens of a prompt that one rank keeps, where each rank keeps those of its own chunk (decode=sharded).
+
+    Attributes:
+        chunk: indices of the tokens in the padded prompt.
+        num_tokens: length of the padded prompt.
+        row_pads: left padding of each row of the prompt.
+    """
+
+    chunk: range
+    num_tokens: int
+    row_pads: Sequence[int]
+
+    @property
+    def num_after(self) -> int:
+        """Number of the prompt's tokens after this part."""
+        return self.num_tokens - self.chunk.stop
+
+    def share_of(self, number: int) -> int:
+        """This part's share of a number of tokens, by its length; at least 1 if that is not 0.
+
+        The shares of all parts add up to the number, but for those that would be 0.
+        """
+        start, stop = (number * end // self.num_tokens for end in (self.chunk.start, self.chunk.stop))
+        return max(min(number, 1), stop - start)
+
+    def sinks(self, num_sinks: int) -> list[int]:
+        """Number of each row's first `num_sinks` tokens that are in this part."""
+        start, stop = self.chunk.start, self.chunk.stop
+        return [max(0, min(pad + num_sinks, stop) - max(pad, start)) for pad in self.row_pads]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerView:
     """State of one layer after its new tokens have attended to everything stored. Read-only.
 
@@ -65,6 +99,9 @@ class LayerView:
         carried_BKn: for a policy that accumulates, what its `carry` returned for these slots; 0 for new ones.
         signals: attention probabilities of the new tokens' queries.
         mean_over_shares: mean of a tensor over the ranks that share the model; all of them call it alike.
+        part: the tokens of the prompt that this rank keeps, if each rank keeps its own. `prompt_tokens` and all slots
+            then are of this part, and probabilities still are shares of the attention to all tokens. A generated token
+            is in the last slot of one rank, and has a query on all of them.
 
     Where ranks share the model, heads are those of this rank's share. What is chosen by KV head needs no others; what
     is chosen for all heads alike has to be the same on all ranks, and so takes `mean_over_heads`.
@@ -83,6 +120,7 @@ class LayerView:
     carried_BKn: Tensor | None
     signals: Signals
     mean_over_shares: Callable[[Tensor], Tensor] = alone
+    part: PromptPart | None = None
 
     @property
     def num_slots(self) -> int:
@@ -91,6 +129,10 @@ class LayerView:
     @property
     def num_kv_heads(self) -> int:
         return self.k_BKnH.shape[1]
+
+    def sinks(self, num_sinks: int) -> list[int]:
+        """Number of the first `num_sinks` tokens of each row that are stored here, in the first slots after padding."""
+        return [num_sinks] * len(self.pads) if self.part is None else self.part.sinks(num_sinks)
 
     def mean_over_heads(self, x_BNn: Tensor) -> Tensor:
         """Mean (B, n) over all query heads of the model, those of other ranks that share it included."""
@@ -109,6 +151,10 @@ class Policy:
 
     compares_by_kv_head: ClassVar[bool] = False
     """Whether what is kept or fetched for a KV head depends on all query heads that share it."""
+
+    def of_part(self, part: PromptPart) -> Self:
+        """The policy for a rank that keeps a part of a prompt alone: every number of tokens is its share of it."""
+        return self
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         """Number of tokens of a chunk that each layer computes; ranks have to know it of each other's chunks.
@@ -183,13 +229,17 @@ def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
     return budget if isinstance(budget, int) else max(1, round(budget * prompt_tokens))
 
 
-def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: int, recent: int, pads: list[int]) -> Tensor:
-    """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last."""
+def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: Sequence[int], recent: int, pads: list[int]) -> Tensor:
+    """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last.
+
+    Args:
+        sinks: number of sink tokens of each row.
+    """
     score_BKn = score_BKn.clone()
     score_BKn[..., score_BKn.shape[-1] - recent :] = math.inf
-    for row, pad in enumerate(pads):
+    for row, (pad, num_sinks) in enumerate(zip(pads, sinks, strict=True)):
         score_BKn[row, :, :pad] = -math.inf
-        score_BKn[row, :, pad : pad + sinks] = math.inf
+        score_BKn[row, :, pad : pad + num_sinks] = math.inf
     # A stable sort keeps the earlier of two equal (pooled) scores, wherever padding has moved them.
     best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
     return best_first[..., :num_kept].sort(dim=-1).values
@@ -228,6 +278,17 @@ class Scorer(Policy, ABC):
     def score(self, view: LayerView) -> Tensor:
         """Score of each slot, (B, K, n) or (B, 1, n); the scores of sinks, recent tokens and padding do not matter."""
 
+    def of_part(self, part: PromptPart) -> Self:
+        other = copy(self)  # not checked again: a share may be too small for what the whole has to hold
+        if isinstance(self.budget, int):
+            other.budget = part.share_of(self.budget)
+        other.recent, other.evict_every = part.share_of(self.recent), part.share_of(self.evict_every)
+        return other
+
+    def recent_of(self, num_kept: int) -> int:
+        """Number of last tokens that always stay, of so many slots."""
+        return self.recent
+
     def slots(self, view: LayerView) -> int:
         """Number of slots to keep in this layer."""
         return self.slots_of(budget_tokens(self.budget, view.prompt_tokens), view.layer, view.num_layers)
@@ -247,5 +308,6 @@ class Scorer(Policy, ABC):
         patience = self.evict_every - 1 if view.phase is Phase.decode else 0
         if n <= m + patience:
             return None
-        sinks = min(self.sinks, m)
-        return best_slots(self.score(view).float(), m, sinks=sinks, recent=min(self.recent, m - sinks), pads=view.pads)
+        sinks = [min(num, m) for num in view.sinks(self.sinks)]
+        recent = min(self.recent_of(m), m - max(sinks))
+        return best_slots(self.score(view).float(), m, sinks=sinks, recent=recent, pads=view.pads)

@@ -1,12 +1,12 @@
 """H2O (Zhang et al., NeurIPS 2023, arXiv 2306.14048): keep the tokens that received most attention.
 
-Half of the budget is the recent window, as in the paper. On several ranks only queries of the last rank count, since
-earlier ranks do not have the cache that is cut back.
+Half of the budget is the recent window, as in the paper. On several ranks the only queries that count are those of the
+rank that cuts its tokens back: the last rank, or with decode=sharded each rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -39,6 +39,5 @@ class H2O(Scorer):
         assert view.carried_BKn is not None
         return view.carried_BKn
 
-    def keep(self, view: LayerView) -> Tensor | None:
-        recent = max(self.recent, round(self.recent_share * self.slots(view)))
-        return Scorer.keep(replace(self, recent=min(recent, self.slots(view) - self.sinks)), view)
+    def recent_of(self, num_kept: int) -> int:
+        return max(self.recent, round(self.recent_share * num_kept))

@@ -15,15 +15,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Phase, Policy, best_slots, choice, require, require_least
+from policies.base import (
+    Budget,
+    LayerView,
+    Phase,
+    Policy,
+    PromptPart,
+    best_slots,
+    choice,
+    require,
+    require_least,
+)
 
 
 class Schedule(Enum):
@@ -105,6 +115,10 @@ class PyramidInfer(Policy):
         if self.schedule is not Schedule.cosine:
             rule = f"must be above policy.recent_ratio={self.recent_ratio}, which every layer keeps"
             require(self.mean_keep > self.recent_ratio, "mean_keep", self.mean_keep, rule)
+
+    def of_part(self, part: PromptPart) -> Self:
+        budget = None if self.budget is None else part.share_of(int(self.budget))
+        return replace(self, budget=budget, evict_every=part.share_of(self.evict_every))
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         if self.select is Select.top_p:
@@ -201,7 +215,8 @@ class PyramidInfer(Policy):
         patience = self.evict_every - 1 if view.phase is Phase.decode else 0
         if view.num_slots <= m + patience or view.carried_BKn is None:
             return None
-        return best_slots(view.carried_BKn[:, :1], m, sinks=self.sinks, recent=recent, pads=view.pads)
+        sinks = view.sinks(self.sinks)
+        return best_slots(view.carried_BKn[:, :1], m, sinks=sinks, recent=recent, pads=view.pads)
 
     def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
         voters = recent if self.voters is None else min(recent, self.voters)

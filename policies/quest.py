@@ -38,7 +38,8 @@ class Pages(Index):
         if any(pads):
             k_BKnH = k_BKnH.clone()
             for row, pad in enumerate(pads):
-                k_BKnH[row, :, :pad] = k_BKnH[row, :, pad : pad + 1]
+                first = min(pad, k_BKnH.shape[2] - 1)  # a rank may have no token of a row
+                k_BKnH[row, :, :pad] = k_BKnH[row, :, first : first + 1]
         self.append(k_BKnH)
 
     @property

@@ -15,13 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import Budget, Policy, budget_tokens, check_budget, require
+from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, require
 from policies.pool import Pool
 
 
@@ -130,7 +130,8 @@ class Slots:
     Attributes:
         num_slots: number of stored slots.
         pads: number of padding slots on the left of each row.
-        positions_BKn: positions of the slots' tokens, below 0 on padding; None if slots are in the order of positions.
+        positions_BKn: positions of the slots' tokens, below 0 on padding; None if these are all tokens of the text, in
+            the order of their positions.
         next_B: position of the token that is about to be computed, in each row; None if `positions_BKn` is None.
         mean_over_shares: mean of a tensor over the ranks that share the model, all of which call it alike; None if this
             rank has all KV heads.
@@ -200,6 +201,13 @@ class Retriever(Policy, ABC):
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
         self.pool = Pool.of(self.pool)
+
+    def of_part(self, part: PromptPart) -> Self:
+        if not isinstance(self.fetch, int):
+            return self
+        other = copy.copy(self)
+        other.fetch = part.share_of(self.fetch)
+        return other
 
     def require(self, model: ModelFacts) -> None:
         """Check that the policy works with a model. Raises: ValueError."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, Scorer, choice, require
+from policies.base import LayerView, Phase, PromptPart, Scorer, choice, require
 
 
 class Pooling(Enum):
@@ -45,6 +45,11 @@ class SnapKV(Scorer):
         self.recent = max(self.recent, self.window)
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = super().of_part(part)
+        other.window = part.share_of(self.window)
+        return other
 
     def score(self, view: LayerView) -> Tensor:
         before = max(0, view.num_slots - self.window)

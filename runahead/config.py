@@ -232,11 +232,14 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         self.name = choice("decode", DecodeName, self.name)
 
-    def check(self, prefill: PrefillOptions, policy: str | None) -> None:
+    def check(
+        self, prefill: PrefillOptions, *, positions: Positions = Positions.original, reuses: bool = False
+    ) -> None:
         """Check that a prefill leaves keys and values where this option wants them.
 
         Args:
-            policy: what chooses tokens on the last rank, for the message; None if all are kept.
+            positions: positions of kept tokens under a cache policy.
+            reuses: whether prompts reuse segments.
 
         Raises:
             ValueError: it does not.
@@ -248,10 +251,15 @@ class DecodeOptions:
                 f"decode=sharded needs prefill=kv_runahead: prefill={prefill.name.name} collects all keys and values "
                 "on the last rank; use decode=last"
             )
-        if policy is not None:
+        if positions is Positions.reencoded:
             raise ValueError(
-                f"decode=sharded keeps every token on the rank that computed it, and {policy} chooses tokens on the "
-                "last rank; use decode=last"
+                "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all "
+                "that are kept; use policy.positions=original or decode=last"
+            )
+        if reuses:
+            raise ValueError(
+                "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
+                "rank computes; use decode=last"
             )
 
 

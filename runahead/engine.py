@@ -9,7 +9,7 @@ import torch
 
 from policies.base import ReusingPrompt
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions
+from runahead.config import DecodeOptions, GenerationOptions, Positions, PrefillOptions
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, even
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
@@ -18,6 +18,7 @@ from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model, model_fingerprint
+from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
@@ -62,11 +63,7 @@ class Engine:
         self.prefill = prefill or PrefillOptions()
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
-        if model.num_shards != ranks.num_shares:
-            raise ValueError(
-                f"stages of ranks.tensor={ranks.num_shares} ranks need a model in as many shares, and this one has "
-                f"{model.num_shards}; see runahead.model.shares.shard_model"
-            )
+        check_arrangement(model, ranks)
         self._strategy.check(model, ranks.num_stages)
         if self.policies:
             if not self._strategy.takes_policies:
@@ -76,9 +73,10 @@ class Engine:
                 )
             self.policies.check(model)
         self.decode = decode or DecodeOptions()
-        chooser = next((type(policy).__name__ for policy in [*self.policies.last, *self.policies.others]), None)
-        self.decode.check(self.prefill, f"policy {chooser}" if self.policies else None)
-        self._placement = Placement(model, ranks, self.decode, can_shard=self._strategy.can_shard and not self.policies)
+        self.decode.check(self.prefill, positions=self.policies.positions if self.policies else Positions.original)
+        self._placement = Placement(
+            model, ranks, self.decode, can_shard=self._strategy.can_shard, under_policies=bool(self.policies)
+        )
         self.store = store
         self._num_calls = 0
         self._weights: str | None = None
@@ -166,14 +164,14 @@ class Engine:
                 chunk_tokens=limits.chunk_tokens(batch.num_tokens),
                 record=record_timeline,
             )
-            prefilled = self._strategy.run(job)
+            prefilled, policies = self._strategy.run(job), job.own_policies
             del job  # frees reused segments, of which decoding may have its own copies
-            decoded = self._decode(ids, rows, prefilled, batch, stream, gather)
+            decoded = self._decode(ids, rows, prefilled, batch, stream, gather, policies)
             stream.relay()
             prefilled.cache = None
             chunk_tokens = prefilled.report.chunk_tokens
             prefilled.report.memory = self.model.memory_after(
-                kv_bytes=prefilled.report.kv_peak_bytes,
+                kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
                 num_tokens=len(prompts) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
             )
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
@@ -241,7 +239,7 @@ class Engine:
                 "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
                 "and no cache policy that drops tokens"
             )
-        self.decode.check(self.prefill, "a prompt that reuses segments")
+        self.decode.check(self.prefill, reuses=True)
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks)
 
@@ -253,15 +251,17 @@ class Engine:
         batch: PromptBatch,
         stream: TokenStream,
         gather: Gathering | None,
+        policies: RankPolicies,
     ) -> Decoded | None:
         """Generate all tokens, on the ranks that have a KV cache; None on the others.
 
         Args:
             gather: between the ranks that decode together, if there are several.
+            policies: of this rank.
         """
         if prefilled.cache is None:
             return None
-        if self.policies.while_decoding:
+        if policies.while_decoding:
             cache = prefilled.cache.for_decoding()
         else:
             cache = fastest_form(prefilled.cache, self.model, pads=batch.pads, num_tokens=batch.num_tokens)
@@ -272,10 +272,11 @@ class Engine:
         forward = forward_over(
             self.model,
             cache,
-            self.policies.while_decoding,
+            policies.while_decoding,
             pads=batch.pads,
             prompt_tokens=batch.num_tokens,
             is_told=gather is not None and not gather.is_last,
+            part=policies.part,
         )
         decoded = decode(
             rows,

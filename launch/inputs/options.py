@@ -154,7 +154,8 @@ def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksO
             f"policy={policy['name']} needs prefill=kv_runahead or prefill=single; "
             f"prefill={prefill.name.name} keeps all keys and values"
         )
-    decode.check(prefill, None if policy["name"] == "full" else f"policy={policy['name']}")
+    positions = Positions.original if policy["name"] == "full" else Positions[policy.get("positions", "original")]
+    decode.check(prefill, positions=positions, reuses=policy["name"] == "prompt_cache")
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:

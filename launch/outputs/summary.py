@@ -53,11 +53,13 @@ def summary(
     rows["KV moved"] = _bytes(moved)
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
     rows["KV peak per rank"] = ", ".join(_bytes(peak) for peak in peaks)
-    kept = [(sum(rank.kept_tokens), rank) for rank in first.ranks if rank.kept_tokens]
+    kept = [rank for rank in first.ranks if rank.kept_tokens and not rank.share]
     if kept:
-        total, rank = max(kept, key=lambda each: each[0])
-        share = total / len(rank.kept_tokens) / first.boundaries[-1]
-        rows["KV kept"] = f"{_bytes(rank.kv_kept_bytes)}, {share:.1%} of the prompt's tokens, mean over layers"
+        if first.decode != "sharded":
+            kept = [max(kept, key=lambda rank: sum(rank.kept_tokens))]
+        share = sum(sum(rank.kept_tokens) for rank in kept) / len(kept[0].kept_tokens) / first.boundaries[-1]
+        num_bytes = ", ".join(_bytes(rank.kv_kept_bytes) for rank in kept)
+        rows["KV kept"] = f"{num_bytes}, {share:.1%} of the prompt's tokens, mean over layers"
     retrieving = next((rank for rank in first.ranks if rank.retrieval is not None), None)
     if retrieving is not None and retrieving.retrieval is not None:
         mean = retrieving.retrieval.mean_fetched_share

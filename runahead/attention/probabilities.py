@@ -25,14 +25,22 @@ class QuerySignals:
         k_BKnH: keys, the new tokens' among them.
         queries_BC: positions of the queries in their rows, below 0 on padding.
         keys_BKn: positions of the keys, or (B, 1, n) for all KV heads alike.
+        lse_BNC: log-sum-exp of each query's scores, where it sees more keys than these; without sinks.
     """
 
     def __init__(
-        self, q_BNCH: Tensor, k_BKnH: Tensor, terms: AttentionTerms, *, queries_BC: Tensor, keys_BKn: Tensor
+        self,
+        q_BNCH: Tensor,
+        k_BKnH: Tensor,
+        terms: AttentionTerms,
+        *,
+        queries_BC: Tensor,
+        keys_BKn: Tensor,
+        lse_BNC: Tensor | None = None,
     ) -> None:
         assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
-        self._queries_BC, self._keys_BKn = queries_BC, keys_BKn
+        self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
         self._votes: dict[tuple[int, float], Tensor] = {}
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
@@ -77,6 +85,12 @@ class QuerySignals:
         seen_BKqn = (keys_BKn[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKn >= 0)[:, :, None]
         scores_BKGqn.masked_fill_(~seen_BKqn[:, :, None], torch.finfo(torch.float32).min)
         scores_BNqn = scores_BKGqn.flatten(1, 2)
+        if self._lse_BNC is not None:
+            lse_BNq = self._lse_BNC[:, :, first:last].to(scores_BNqn.dtype)
+            if terms.sinks_N is not None:
+                lse_BNq = torch.logaddexp(lse_BNq, terms.sinks_N.to(lse_BNq.dtype)[:, None])
+            # A query that sees nothing is padding, and does not count.
+            return scores_BNqn.sub_(lse_BNq.clamp_min(torch.finfo(torch.float32).min).unsqueeze(-1)).exp_()
         if terms.sinks_N is None:
             return scores_BNqn.softmax(dim=-1)
         sinks_BNq1 = terms.sinks_N.float()[None, :, None, None].expand(*scores_BNqn.shape[:3], 1)

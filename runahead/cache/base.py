@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from runahead.attention.base import LayerInput
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 
 
@@ -31,6 +32,7 @@ class SeenKV(ABC):
     """
 
     q_BNCH: Tensor
+    _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
 
     @abstractmethod
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
@@ -46,7 +48,13 @@ class SeenKV(ABC):
 
     def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
         """Output (B, N, C, V) of `attend`, with the family's attention sinks."""
-        return with_sinks(*self.attend(terms, await_prefix), terms)
+        out_BNCV, self._lse_BNC = self.attend(terms, await_prefix)
+        return with_sinks(out_BNCV, self._lse_BNC, terms)
+
+    def lse(self) -> Tensor:
+        """Log-sum-exp (B, N, C) of the scores of all tokens that the queries see, once `output` was called."""
+        assert self._lse_BNC is not None, "output() comes first"
+        return self._lse_BNC
 
 
 class LayerStore(ABC):
@@ -59,6 +67,13 @@ class LayerStore(ABC):
     @abstractmethod
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         """The stored keys and values as seen by `q_BNCH`, the queries of the tokens that were appended last."""
+
+    def pass_over(self, tokens: NewTokens) -> None:  # noqa: B027 (most stores have nothing to note)
+        """Called in place of `append` for a new token that another rank stores."""
+
+    def slots(self) -> tuple[KVSlab, list[int]]:
+        """All tokens that a new token attends to, and by row the number of padding slots on their left."""
+        raise NotImplementedError(f"{type(self).__name__} does not hold a part of a text")
 
     @property
     @abstractmethod
@@ -110,6 +125,11 @@ class KVStore:
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         """The store of one layer for new tokens with these queries: they are appended to it and attend to it."""
         return self.layers[layer]
+
+    @property
+    def kept_layers(self) -> Sequence[LayerStore]:
+        """The layers that policies cut back."""
+        return self.layers
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Prepare `layer`; called with the input of the layer before it, which has not run yet."""

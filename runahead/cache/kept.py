@@ -79,6 +79,9 @@ class KeptLayer(LayerStore):
         """Number of the next slot."""
         return self.first + self.num_slots
 
+    def slots(self) -> tuple[KVSlab, list[int]]:
+        return self.slab(), self.pads
+
     def positions_BKn(self) -> Tensor:  # noqa: N802
         return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
 

@@ -8,7 +8,7 @@ Which stage stores which new token is known before the prefill, and so are the b
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -16,8 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from policies.base import PromptPart
 from runahead.attention.causal import nothing, padded_together, rows_by_pad
-from runahead.attention.partial import AttentionTerms, attend_one
+from runahead.attention.partial import AttentionTerms, attend_at, attend_one
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import KVCache, SlabLayer
 from runahead.cache.new_tokens import NewTokens
@@ -62,6 +63,14 @@ class Shard:
         """Indices in the padded batch of all tokens that are stored here in the end, in the order of their slots."""
         return [*self.chunk, *self.own_new]
 
+    def owns(self, index: int) -> bool:
+        """Whether a new token is stored here, by its index in the padded batch."""
+        return self.is_own[index - self.num_tokens]
+
+    def part(self, pads: Sequence[int]) -> PromptPart:
+        """The prompt's tokens of this stage, for cache policies. `pads` are the left padding of each row."""
+        return PromptPart(chunk=self.chunk, num_tokens=self.num_tokens, row_pads=tuple(pads))
+
     def slots_before(self, index: int) -> int:
         """Number of slots whose token comes before this index."""
         if index < self.chunk.stop:
@@ -69,18 +78,18 @@ class Shard:
         return len(self.chunk) + bisect_left(self.own_new, index)
 
 
-def shards(partition: ContextPartition, num_new: int) -> dict[int, Shard]:
+def shards(partition: ContextPartition, num_new: int, *, by_share: bool = False) -> dict[int, Shard]:
     """The shard of every stage with a chunk. A new token goes to the stage that stores fewest tokens by then.
 
     Args:
         num_new: number of new tokens that are stored.
+        by_share: new tokens are shared out as the prompt is, as cache policies share out their budgets.
     """
-    stored = {stage: len(partition.chunk(stage)) for stage in partition.chain}
-    owners = []
-    for _ in range(num_new):
-        owner = min(stored, key=lambda stage: stored[stage])  # the first of several
-        stored[owner] += 1
-        owners.append(owner)
+    chunks = {stage: len(partition.chunk(stage)) for stage in partition.chain}
+    if by_share:
+        owners = emptiest(dict.fromkeys(chunks, 0), num_new, sizes=chunks)
+    else:
+        owners = emptiest(chunks, num_new)
     return {
         stage: Shard(
             chunk=partition.chunk(stage),
@@ -91,6 +100,21 @@ def shards(partition: ContextPartition, num_new: int) -> dict[int, Shard]:
     }
 
 
+def emptiest(stored: Mapping[int, int], num_new: int, *, sizes: Mapping[int, int] | None = None) -> list[int]:
+    """The stage that stores each of some new tokens: the one that is emptiest by then.
+
+    Args:
+        stored: number of tokens that each stage stores already.
+        sizes: stages are filled in proportion to these; by default alike.
+    """
+    stored, owners = dict(stored), list[int]()
+    for _ in range(num_new):
+        owner = min(stored, key=lambda stage: (stored[stage] + 1) / (1 if sizes is None else sizes[stage]))
+        stored[owner] += 1  # of several, the first
+        owners.append(owner)
+    return owners
+
+
 def shard_bytes(shapes: Sequence[KVShape], shard: Shard, batch: int) -> int:
     """Bytes of the keys and values of a shard in all layers."""
     first, end = shard.span
@@ -99,41 +123,37 @@ def shard_bytes(shapes: Sequence[KVShape], shard: Shard, batch: int) -> int:
 
 @dataclass(kw_only=True)
 class SeenShard(SeenKV):
-    """The tokens of one stage together with the query of the newest token, wherever that is stored.
+    """The tokens of one stage together with the queries of the newest tokens, wherever those are stored.
 
     Attributes:
-        query: index of the newest token in the padded batch.
+        slots_before: index in the padded batch -> number of slots whose token comes before it.
+        pads: left padding of each row of the batch.
+        query: index of the first of the newest tokens in the padded batch.
         end: number of slots in use.
         index_T: index of the token in each slot.
     """
 
     slab: KVSlab
-    shard: Shard
+    slots_before: Callable[[int], int]
     pads: Sequence[int]
     query: int
     end: int
     index_T: Tensor
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        assert self.q_BNCH.shape[2] == 1, self.q_BNCH.shape
-        parts, groups = [], rows_by_pad(self.pads)
+        num_queries, parts, groups = self.q_BNCH.shape[2], [], rows_by_pad(self.pads)
         for rows, pad in groups:
             query = self.query - pad
             first = 0 if terms.rule is None else terms.rule.first_key(query)
-            begin = min(self.end, self.shard.slots_before(first + pad))
+            begin = min(self.end, self.slots_before(first + pad))
             offset = self.slab.first
             k, v = (x[rows] for x in self.slab.read(offset + begin, offset + self.end))
-            parts.append(
-                attend_one(
-                    self.q_BNCH[rows],
-                    k,
-                    v,
-                    terms,
-                    query=query,
-                    first=first,
-                    keys=partial(self._positions, begin, pad),
-                )
-            )
+            q, keys = self.q_BNCH[rows], partial(self._positions, begin, pad)
+            if num_queries == 1:
+                parts.append(attend_one(q, k, v, terms, query=query, first=first, keys=keys))
+                continue
+            queries_C = torch.arange(query, query + num_queries, device=q.device)
+            parts.append(attend_at(q, k, v, terms, queries_C, keys()))
         return padded_together(self.q_BNCH, self.slab.value_dim, [rows for rows, _ in groups], parts)
 
     def _positions(self, begin: int, pad: int) -> Tensor:
@@ -156,7 +176,7 @@ class ShardLayer(LayerStore):
         return SeenShard(
             q_BNCH=q_BNCH,
             slab=self.slab,
-            shard=shard,
+            slots_before=shard.slots_before,
             pads=self._pads,
             query=tokens.start,
             end=len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1],

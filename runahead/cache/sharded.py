@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class SeenSharded(SeenKV):
 
     own: SeenKV
     gather: Gather
+    _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
         out, lse = self._parts(terms, await_prefix)
@@ -39,7 +40,17 @@ class SeenSharded(SeenKV):
     def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
         if terms.sinks_N is not None:
             return super().output(terms, await_prefix)
-        return merge_parts(*self._parts(terms, await_prefix)).to(self.q_BNCH.dtype)
+        out_PBNCV, self._lse_PBNC = self._parts(terms, await_prefix)
+        return merge_parts(out_PBNCV, self._lse_PBNC).to(self.q_BNCH.dtype)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """As of `SeenKV`, of what this stage stores."""
+        return self.own.read()
+
+    def lse(self) -> Tensor:
+        if self._lse_PBNC is None:
+            return super().lse()
+        return torch.logsumexp(self._lse_PBNC, dim=0)  # only policies ask, and before the next gathering
 
     def _parts(self, terms: AttentionTerms, await_prefix: Callable[[], None]) -> tuple[Tensor, Tensor]:
         """Outputs (P, B, N, C, V) and log-sum-exps (P, B, N, C) of all stages, in at least float32."""
@@ -73,11 +84,30 @@ class ShardedCache(KVStore):
         gather: gathers one tensor of every stage.
     """
 
-    layers: Sequence[ShardedLayer]
-
     def __init__(self, own: KVStore, gather: Gather) -> None:
         self._own, self._gather = own, gather
-        self.layers = [ShardedLayer(layer, gather) for layer in own.layers]
+
+    @property
+    def layers(self) -> Sequence[LayerStore]:  # type: ignore[override]
+        return [ShardedLayer(layer, self._gather) for layer in self._own.layers]
+
+    @property
+    def num_layers(self) -> int:
+        return self._own.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        return self._own.num_bytes
+
+    @property
+    def kept_layers(self) -> Sequence[LayerStore]:
+        return self._own.kept_layers
+
+    def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        return ShardedLayer(self._own.open(layer, q_BNCH, terms, tokens), self._gather)
+
+    def close(self, layer: int, *, room: int) -> None:
+        self._own.close(layer, room=room)
 
     @property
     def rotates(self) -> bool:

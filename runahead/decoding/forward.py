@@ -12,12 +12,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
+from policies.base import Phase, Policy, PromptPart
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.fixed import FixedCache
-from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.kept import NEW_ROOM
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.shard import ShardCache
@@ -52,6 +52,7 @@ def forward_over(
     pads: list[int],
     prompt_tokens: int,
     is_told: bool = False,
+    part: PromptPart | None = None,
 ) -> Forward:
     """Choose the forward of single new tokens after a prompt.
 
@@ -60,6 +61,7 @@ def forward_over(
         pads: left padding per row.
         prompt_tokens: number of tokens of the padded prompt.
         is_told: another rank chooses the tokens, so this one ends a forward with the last layer's attention.
+        part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
     """
     attention = ToldAttention if is_told else CausalAttention
     if cache.repeats_steps:
@@ -74,19 +76,20 @@ def forward_over(
             return logits_BV
 
         return over_all
-    assert isinstance(cache, KeptCache), type(cache)
+    kept_attention = ToldKeptAttention if is_told else KeptAttention
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
         tokens = NewTokens(start, pads, Phase.decode)
         steps = PolicySteps(
             policies,
             tokens,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=prompt_tokens if part is None else len(part.chunk),
             num_layers=model.num_layers,
             room=NEW_ROOM,
             mean_over_shares=model.mean_over_shards,
+            part=part,
         )
-        return model.forward(ids_B1, KeptAttention(cache, steps), start=start, pads=pads)
+        return _logits(model, ids_B1, kept_attention(cache, steps))
 
     return over_what_is_kept
 
@@ -95,6 +98,15 @@ class ToldAttention(CausalAttention):
     """Attention of a new token on a rank that needs no logits: nothing is computed after the last layer's."""
 
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        if layer == self.cache.num_layers - 1:
+            raise PrefillEndsHere
+
+
+class ToldKeptAttention(KeptAttention):
+    """As `ToldAttention`, under policies that decide after each layer."""
+
+    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        super().after(layer, store, seen, terms)
         if layer == self.cache.num_layers - 1:
             raise PrefillEndsHere
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from statistics import median
 
@@ -23,6 +24,7 @@ from runahead.cache.sharded import ShardedCache
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.together import gathering_between
 from runahead.kv_transfer.gathering import Gathering, Gatherings
 from runahead.model.loading.memory import available_bytes, free_device_bytes
 from runahead.model.model import Model
@@ -33,6 +35,9 @@ LEAST_SHARE = 0.02
 
 LEAST_BYTES = 8 << 20
 """Bytes of keys and values that are read in about the time of the exchanges, so that nothing can be gained."""
+
+MUCH_MEMORY = 0.25
+"""Share of the memory that was free at first above which it is asked for again how much is free."""
 
 TIMED_BYTES = 512 << 20
 """Most bytes of keys and values over which decoding steps are timed."""
@@ -64,16 +69,25 @@ class Placement:
     Args:
         options: the choice, if it is not left to measurements.
         can_shard: whether the prefill leaves keys and values where they were computed.
+        under_policies: whether cache policies choose what is kept. Sharded, each rank chooses among its own tokens,
+            so the answer may be another: only the user decides for that.
 
     Attributes:
         timings: of the lengths that were timed.
+        timed_bytes: most bytes of keys and values that this rank allocated for a timing.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, options: DecodeOptions, *, can_shard: bool) -> None:
+    def __init__(
+        self, model: Model, ranks: Ranks, options: DecodeOptions, *, can_shard: bool, under_policies: bool = False
+    ) -> None:
         self._model, self._ranks, self._name = model, ranks, options.name
-        self._can_shard = can_shard and ranks.num_stages > 1 and options.name is not DecodeName.last
+        chosen = (DecodeName.sharded,) if under_policies else (DecodeName.sharded, DecodeName.auto)
+        self._can_shard = can_shard and ranks.num_stages > 1 and options.name in chosen
+        self._under_policies = under_policies
         self._gatherings = Gatherings(ranks)
+        self._memory: list[tuple[int, int]] | None = None
         self.timings: list[Timing] = []
+        self.timed_bytes = self._held_bytes = 0
 
     def shards(self, partition: ContextPartition, *, batch: int, num_new: int) -> dict[int, Shard] | None:
         """What each stage stores of a batch of padded prompts; None if the last one stores everything.
@@ -84,13 +98,11 @@ class Placement:
         """
         if not self._can_shard or len(partition.chain) == 1:
             return None
-        chosen = shards(partition, num_new)
+        chosen = shards(partition, num_new, by_share=self._under_policies)
         if self._name is DecodeName.sharded:
             return chosen
-        weights = sum(parameter.nbytes for parameter in self._model.module.parameters())
-        device = self._ranks.device
-        free = available_bytes() // self._ranks.local_size if device.type == "cpu" else free_device_bytes(device)
-        by_rank = self._ranks.gather((free, weights), "the free memory")  # so that all ranks choose the same
+        token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
+        by_rank = self._memory_by_rank((partition.num_tokens + num_new) * token_bytes)
         if self._must_shard(chosen, batch, [free for free, _ in by_rank]):
             return chosen
         weights = max(weights for _, weights in by_rank)
@@ -99,11 +111,25 @@ class Placement:
 
     def gathering(self, chain: Sequence[int], batch: int) -> Gathering | None:
         """The gathering of this rank's share of these stages for a batch; None on a rank of another stage."""
-        mesh, ranks = self._ranks.mesh, self._ranks
-        widest = max(shape.value_dim for shape in self._model.kv_shapes) + 1
-        itemsize = torch.promote_types(self._model.dtype, torch.float32).itemsize
-        members = [mesh.rank(stage, ranks.share) for stage in chain]
-        return self._gatherings.between(members, batch * self._model.num_query_heads * widest * itemsize)
+        return gathering_between(chain, self._gatherings, self._ranks, self._model, batch)
+
+    def _memory_by_rank(self, num_bytes: int) -> list[tuple[int, int]]:
+        """Bytes of each rank's free memory and of its weights, the same on every rank.
+
+        What was free at first is asked for once, and again only for keys and values that take much of it.
+
+        Args:
+            num_bytes: of all keys and values that are to be stored.
+        """
+        if self._memory is None or num_bytes > MUCH_MEMORY * min(free for free, _ in self._memory):
+            device = self._ranks.device
+            free = available_bytes() // self._ranks.local_size if device.type == "cpu" else free_device_bytes(device)
+            self._memory = self._ranks.gather((free, self._weights), "the free memory")
+        return self._memory
+
+    @cached_property
+    def _weights(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.module.parameters())
 
     def _must_shard(self, chosen: dict[int, Shard], batch: int, free_by_rank: Sequence[int]) -> bool:
         """Whether the last stage has no room for everything, and every stage has room for its shard."""
@@ -150,9 +176,11 @@ class Placement:
                 return timing
         ranks, last = self._ranks, partition.chain[-1]
         gather, source = self.gathering(partition.chain, batch), ranks.mesh.rank(last, 0)
+        self._held_bytes = 0
         with ranks.busy():
             alone = self._alone(num_tokens, batch) if ranks.stage == last else None
             sharded = None if gather is None else self._sharded(_scaled(partition, num_tokens), batch, gather)
+        self.timed_bytes = max(self.timed_bytes, self._held_bytes)
         alone_s, sharded_s = list[float](), list[float]()
         for _ in range(ROUNDS):
             ranks.barrier("all ranks to time decoding steps")
@@ -206,6 +234,7 @@ class Placement:
     ) -> Timed:
         """A forward of single tokens over slabs of zeros."""
         pads, index = [0] * batch, count(num_tokens)
+        self._held_bytes += slabs.num_bytes
         for layer in slabs.layers:
             layer.slab.slab_TBKX.zero_()
         cache: KVStore = slabs if shard is None else ShardCache(slabs, shard, pads=pads)

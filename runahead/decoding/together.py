@@ -11,10 +11,26 @@ from torch import Tensor
 
 from runahead.decoding.decode import Choose
 from runahead.decoding.sampling import Sampler, next_tokens
-from runahead.kv_transfer.gathering import Gathering
+from runahead.kv_transfer.gathering import Gathering, Gatherings
+from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
 
 ENDED = -1
 """What is told of a row that has ended."""
+
+
+def gathering_between(
+    stages: Sequence[int], gatherings: Gatherings, ranks: Ranks, model: Model, num_queries: int
+) -> Gathering | None:
+    """The gathering of this rank's share of these stages; None on a rank of another stage. Every rank calls it.
+
+    Args:
+        num_queries: most queries, of all rows, of one forward.
+    """
+    widest = max(shape.value_dim for shape in model.kv_shapes) + 1
+    itemsize = torch.promote_types(model.dtype, torch.float32).itemsize
+    members = [ranks.mesh.rank(stage, ranks.share) for stage in stages]
+    return gatherings.between(members, num_queries * model.num_query_heads * widest * itemsize)
 
 
 def choose_together(gather: Gathering) -> Choose:

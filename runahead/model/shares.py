@@ -47,6 +47,15 @@ def check_shares(config: Any, num_shares: int) -> None:
         )
 
 
+def check_arrangement(model: Model, ranks: Ranks) -> None:
+    """Check that a model is shared out as the ranks are arranged. Raises: ValueError."""
+    if model.num_shards != ranks.num_shares:
+        raise ValueError(
+            f"stages of ranks.tensor={ranks.num_shares} ranks need a model in as many shares, and this one has "
+            f"{model.num_shards}; see runahead.model.shares.shard_model"
+        )
+
+
 def load_model(options: ModelOptions, ranks: Ranks) -> Model:
     """Load a model on all ranks: whole, or its share on each rank where stages have several. Every rank calls this.
 

@@ -74,6 +74,29 @@ class PrefillJob:
     chunk_tokens: int | None = None
     record: bool = False
 
+    @property
+    def shard(self) -> Shard | None:
+        """What this rank's stage stores for decoding, if each stage stores its own."""
+        return None if self.shards is None else self.shards.get(self.ranks.stage)
+
+    @property
+    def own_policies(self) -> RankPolicies:
+        """The policies as this rank applies them: to all tokens, or to its own ones."""
+        if self.shard is None:
+            return self.policies
+        is_last = self.ranks.stage == self.partition.chain[-1]
+        return self.policies.of_part(self.shard.part(self.batch.pads), is_last=is_last)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of the padded prompt that this rank's policies speak of."""
+        return self.batch.num_tokens if self.shard is None else len(self.shard.chunk)
+
+    @property
+    def own_new_tokens(self) -> int:
+        """New tokens that this rank stores, if it decodes."""
+        return self.capacity - self.batch.num_tokens if self.shard is None else len(self.shard.own_new)
+
 
 @dataclass(kw_only=True)
 class Prefilled:

@@ -57,28 +57,29 @@ class ThinnedAttention(ChainAttention):
     A layer's tokens are contiguous in its slab: those that are left of earlier ranks' chunks, then this rank's. So the
     chain works as without policies, with different boundaries in every layer. All ranks, including the last, have a
     ring of slabs; after a layer's attention the policies drop tokens, and the kept ones are copied to memory of their
-    own.
+    own: all of them on the last rank, or with sharded decoding those of its chunk on each rank.
 
     Args:
         by_layer: the chunks of each layer.
         rank: the rank in the chain.
-        kept: the KV cache for decoding, on the last rank.
+        kept: the KV cache for decoding, on a rank that decodes: of all tokens, or with sharded decoding of its own.
     """
 
     def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int, kept: KeptCache | None) -> None:
-        job = run.job
+        job, policies = run.job, run.job.own_policies
         super().__init__(run, run.cache, start=job.partition.chunk(rank).start, pads=job.batch.pads)
         self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
         self.kept = kept
         self._steps = PolicySteps(
-            job.policies.of(is_last=run.is_last),
+            policies.of(is_last=run.is_last),
             self.tokens,
-            prompt_tokens=job.batch.num_tokens,
+            prompt_tokens=job.own_tokens,
             num_layers=job.model.num_layers,
-            room=job.policies.room(job.capacity - job.batch.num_tokens),
-            evicts=run.is_last,
+            room=policies.room(job.own_new_tokens),
+            evicts=kept is not None,
             cache=self.kept,
             mean_over_shares=job.model.mean_over_shards,
+            part=policies.part,
         )
 
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:
@@ -98,17 +99,19 @@ class ThinnedAttention(ChainAttention):
         num_new, device, slab = seen.q_BNCH.shape[2], seen.q_BNCH.device, self._slabs.layers[layer].slab
         placed = self.tokens_in(layer, num_new)
         end = placed.start + num_new
+        is_part = self._steps.part is not None
+        begin = placed.start if is_part else slab.first
         # This rank does not know which tokens of the prefix are left; any positions before its own serve.
         pads_B = row_values(placed.row_pads, device)
-        before_nB = torch.arange(slab.first, placed.start, device=device)[:, None] - pads_B
+        before_nB = torch.arange(begin, placed.start, device=device)[:, None] - pads_B
         own_nB = self.tokens.positions_BC(num_new, device).T
         kept = KeptLayer(
             shape=self._slabs.shapes[layer],
-            slab_TBKX=slab.tokens(slab.first, end),
+            slab_TBKX=slab.tokens(begin, end),
             positions_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
-            pads=placed.row_pads,
-            num_slots=end - slab.first,
-            first=slab.first,
+            pads=self.tokens.pads(num_new) if is_part else placed.row_pads,
+            num_slots=end - begin,
+            first=0 if is_part else begin,
             rotary=self._slabs.layers[layer].rotary,
         )
         borrowed = kept.slab_TBKX

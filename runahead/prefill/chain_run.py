@@ -36,6 +36,7 @@ class ChainRun:
         depth: most layers in flight.
         rotaries: of each layer, if keys are stored unrotated.
         own: stores what follows the spans, in memory that stays.
+        attends_last: whether the last layer's attention is computed on every rank, not only where the first token is.
 
     Raises:
         ValueError: the memory of the slabs cannot be allocated.
@@ -52,8 +53,9 @@ class ChainRun:
         depth: int,
         rotaries: Sequence[Rotary] | None = None,
         own: KVCache | None = None,
+        attends_last: bool = False,
     ) -> None:
-        self.job, self.is_last = job, schedule.is_last
+        self.job, self.is_last, self._attends_last = job, schedule.is_last, attends_last
         self.cache = KVCache(
             job.model.kv_shapes,
             batch=len(job.batch.pads),
@@ -72,18 +74,24 @@ class ChainRun:
         """Send this rank's keys and values of a layer, which are in the slab.
 
         Raises:
-            PrefillEndsHere: this was the last layer, and the rank does not decode.
+            PrefillEndsHere: this was the last layer, and nobody needs more of this rank.
         """
         self.transfer.send(layer)
-        if layer == self.cache.num_layers - 1 and not self.is_last:
+        if layer == self.cache.num_layers - 1 and not (self.is_last or self._attends_last):
             raise PrefillEndsHere
 
     def close(self, layer: int) -> None:
-        """Release the slab of a layer for a later one, after its attention."""
+        """Release the slab of a layer for a later one, after its attention.
+
+        Raises:
+            PrefillEndsHere: as `send`.
+        """
         self.transfer.close(layer)
         self.job.ranks.progress()
         if self.job.record:
             self._layer_ends.append(self._clock.mark())
+        if layer == self.cache.num_layers - 1 and not self.is_last:
+            raise PrefillEndsHere
 
     def compute(
         self,
@@ -144,7 +152,10 @@ class ChainRun:
         Waits are spans of their own, and no compute.
         """
         seconds, log = self._clock.seconds, self.transfer.log
-        layers = list(pairwise([*map(seconds, self._layer_ends), computed_s]))
+        ends_s = [*map(seconds, self._layer_ends), computed_s]
+        if self._attends_last and not self.is_last:
+            ends_s.pop()  # nothing follows the last attention
+        layers = list(pairwise(ends_s))
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
         spans = []
         for layer, (start, end) in enumerate(layers):

@@ -3,14 +3,16 @@
 A stage is one rank with the whole model, or several that share it. It runs the model on its chunk. In every layer it
 first sends its keys and values to the next stage, then attends to its own chunk while the prefix arrives, and then to
 the prefix. Only the last stage holds the KV cache of the whole prompt; the others have a ring of a few layers. For
-sharded decoding every stage keeps its own chunk instead, and all have a ring for the prefix. A chain of one stage is
-ordinary prefill.
+sharded decoding every stage keeps its own chunk instead, or what its policies leave of it, and all have a ring for the
+prefix. A chain of one stage is ordinary prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from runahead.cache.base import KVStore
+from runahead.cache.part import PartCache
 from runahead.cache.shard import Shard, ShardCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
@@ -78,7 +80,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         # With reused segments, adjacent new tokens may be far apart in the prompt.
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
-    by_layer = policies.by_layer(job.partition, model.num_layers)
+    by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
     carrier = carrier or TRANSFERS[ranks.backend]
     schedule = TransferSchedule(
         job.partition,
@@ -91,11 +93,12 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
-    if job.shards is not None:
-        return _run_sharded(job, job.shards[ranks.stage], carrier, schedule, depth, first_needed)
+    if job.shard is not None and not policies:
+        return _run_sharded(job, job.shard, carrier, schedule, depth, first_needed)
     # Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
-    kept = policies.cache(model, batch=len(pads)) if policies and schedule.is_last else None
+    decodes = schedule.is_last or job.shard is not None
+    kept = job.own_policies.cache(model, batch=len(pads)) if policies and decodes else None
     run = ChainRun(
         job,
         carrier,
@@ -107,10 +110,14 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         num_slabs=model.num_layers if decodes_from_slabs else depth,
         depth=depth,
         rotaries=policies.rotaries(model),
+        attends_last=kept is not None,
     )
     if policies:
         thinned = ThinnedAttention(run, by_layer, ranks.stage, kept)
-        return run.compute(thinned, [chunk], store=kept, narrowed=thinned.tokens)
+        store: KVStore | None = kept
+        if kept is not None and job.shard is not None:
+            store = PartCache(kept, job.shard.chunk, pads=pads, owns=job.shard.owns)
+        return run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens)
     cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
     return run.compute(attention, [chunk], store=cache if schedule.is_last else None)

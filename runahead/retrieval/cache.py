@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from policies.base import Phase
@@ -13,6 +15,7 @@ from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 from runahead.retrieval.retrieval import Retrieval
 
@@ -76,6 +79,7 @@ class RetrievedLayer(LayerStore):
         self._q_BNH, self._scaling = q_BNCH[:, :, 0], terms.scaling
         self._fetched = self._retrieval.fetched(layer, self._q_BNH, tokens.start, tokens.row_pads)
         self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
+        self._num_new = 0
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         if self._slab is not None:
@@ -83,11 +87,23 @@ class RetrievedLayer(LayerStore):
             self._slab.write(self._slab.end - 1, k_BKCH, v_BKCV)
         positions_B1 = tokens.positions_BC(1, k_BKCH.device)
         self._retrieval.store_token(self._layer, k_BKCH, v_BKCV, positions_B1)
+        self._num_new = 1
+
+    def pass_over(self, tokens: NewTokens) -> None:
+        if self._slab is not None:
+            no_keys_BKCH = self._slab.read(0, 0)[0]
+            self._retrieval.sample_hits(self._layer, self._q_BNH, no_keys_BKCH, self._fetched, self._scaling)
+        self._retrieval.pass_over(self._layer)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+        slab, pads = self.slots()
+        return SeenSlab.of(slab, q_BNCH, start=slab.end - 1, pads=pads)
+
+    def slots(self) -> tuple[KVSlab, list[int]]:
         if self._slab is None or self._fetched is None:
-            return SeenSlab.of(self._kept.slab(), q_BNCH, start=self._kept.end - 1, pads=self._kept.pads)
-        return SeenSlab.of(self._slab, q_BNCH, start=self._slab.end - 1, pads=self._fetched.pads)
+            return self._kept.slab(), self._kept.pads
+        num_slots = self._slab.end - 1 + self._num_new
+        return replace(self._slab, slab_TBKX=self._slab.slab_TBKX[:num_slots]), self._fetched.pads
 
     @property
     def num_bytes(self) -> int:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from policies.base import PromptPart
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
 from runahead.attention.base import LayerInput
@@ -43,7 +44,7 @@ class LayerRetrieval:
         observed_BNoH: some of the queries that the index was built from, rotated to the positions that it is built
             for; None if it is not built from queries.
         scaling: of this layer's attention scores.
-        age: tokens stored since the index was built.
+        age: new tokens since the index was built, those that other ranks store among them.
         steps: decoding steps in which slots were chosen.
         fetched, resident: chosen and stored slots, summed over these steps.
         evicted: slots of each row and KV head whose token was replaced or dropped.
@@ -96,6 +97,7 @@ class Retrieval:
     Args:
         pool: the layers that slots are retrieved from; `settle` replaces them by layers in host memory.
         batch: number of rows.
+        part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
 
     Attributes:
         layers: index and statistics of each layer; None before the prompt, and if the layer does not retrieve.
@@ -108,7 +110,10 @@ class Retrieval:
             predicted.
     """
 
-    def __init__(self, policy: Retriever, model: Model, pool: list[KeptLayer], *, batch: int) -> None:
+    def __init__(
+        self, policy: Retriever, model: Model, pool: list[KeptLayer], *, batch: int, part: PromptPart | None = None
+    ) -> None:
+        self._part, self._ahead = part, 0 if part is None else part.num_after
         self.policy, self.pool, self._device = policy, pool, model.device
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
         self._prediction = model.query_prediction if policy.looks_ahead_on(model.device) else None
@@ -168,7 +173,7 @@ class Retrieval:
             found.age += q_BNCH.shape[2]
         else:
             q_BNwH = self._observed(layer, q_BNCH, positions_BC)
-            self._make_index(layer, k_BKnH, q_BNwH, positions_BC[:, -1] + 1, scaling, room=room)
+            self._make_index(layer, k_BKnH, q_BNwH, self._after(positions_BC), scaling, room=room)
         if self.max_slots is not None:
             self._limit_prompt(layer, q_BNCH, positions_BC)
 
@@ -271,8 +276,18 @@ class Retrieval:
         found.index.overwrite(slots_BK, k_BK1H[:, :, 0])
         found.evicted, found.out_of_order = found.evicted + 1, True
 
-    def sample_hits(self, layer: int, q_BNH: Tensor, k_BK1H: Tensor, fetched: Fetched | None, scaling: float) -> None:
-        """Record the attention probability of the fetched slots, if this step is to be sampled."""
+    def pass_over(self, layer: int) -> None:
+        """Note a new token that another rank stores."""
+        found = self.layers[layer]
+        if found is not None:
+            found.age += 1
+
+    def sample_hits(self, layer: int, q_BNH: Tensor, k_BKCH: Tensor, fetched: Fetched | None, scaling: float) -> None:
+        """Record the attention probability of the fetched slots, if this step is to be sampled.
+
+        Args:
+            k_BKCH: key of the new token, or of none if another rank stores it.
+        """
         found, every = self.layers[layer], self.policy.sample_every
         if found is None or fetched is None or every == 0 or found.steps % every:
             return
@@ -284,10 +299,10 @@ class Retrieval:
         scores_BKGn = (q_BKGH @ k_BKnH.transpose(-1, -2)).float()
         for row, pad in enumerate(self.pool[layer].pads):
             scores_BKGn[row, :, :, :pad] = -torch.inf
-        own_BKG1 = (q_BKGH @ k_BK1H.transpose(-1, -2)).float()
-        probabilities = torch.cat([scores_BKGn, own_BKG1], dim=-1).softmax(dim=-1)
+        own_BKGC = (q_BKGH @ k_BKCH.transpose(-1, -2)).float()
+        probabilities = torch.cat([scores_BKGn, own_BKGC], dim=-1).softmax(dim=-1)
         slots_BKGm = fetched.slots_BKm[:, :, None].expand(-1, -1, q_BKGH.shape[2], -1)
-        seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., -1]
+        seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., k_BKnH.shape[2] :].sum(dim=-1)
         found.hit_mass.append(float(seen.mean()))
 
     def _folded(self, layer: int, index: Index) -> FoldedProjection | None:
@@ -340,7 +355,8 @@ class Retrieval:
     def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         """Choose slots for a new token and start fetching them; None if attention reads all slots in place."""
         found, kept = self._index_of(layer), self.pool[layer]
-        slots = self._slots(layer, self._next_positions(start, pads) if found.out_of_order else None)
+        by_position = found.out_of_order or self._part is not None
+        slots = self._slots(layer, self._next_positions(start, pads) if by_position else None)
         slots_BKm = self.policy.choose(found.index, q_BNH, slots)
         found.steps += 1
         found.resident += kept.num_slots
@@ -378,6 +394,10 @@ class Retrieval:
             self._pads = list(pads), torch.tensor(pads, device=self._device)
         return start - self._pads[1]
 
+    def _after(self, positions_BC: Tensor) -> Tensor:
+        """Position in each row of the first token after the prompt, whose last tokens on this rank are at these."""
+        return positions_BC[:, -1] + 1 + self._ahead
+
     def _observed(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> Tensor:
         """Queries of the last tokens, rotated to positions after the prompt; 0 on padding.
 
@@ -388,7 +408,7 @@ class Retrieval:
         q_BNwH = q_BNwH * (positions_Bw >= 0)[:, None, :, None]
         if self._rotaries is None:
             return q_BNwH
-        return self._rotaries[layer].turned(q_BNwH, torch.full_like(positions_Bw, DECODED_SOON))
+        return self._rotaries[layer].turned(q_BNwH, torch.full_like(positions_Bw, self._ahead + DECODED_SOON))
 
     def _limit_prompt(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> None:
         """Drop tokens for which the pool has no room, by how the prompt's last queries would have used them."""
@@ -397,7 +417,7 @@ class Retrieval:
         if kept.carried_TBK is None:
             shape = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots
             kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device))
-        use_BKn, next_B = _use_of(kept), positions_BC[:, -1] + 1
+        use_BKn, next_B = _use_of(kept), self._after(positions_BC)
         num_new = q_BNCH.shape[2]
         simulated = 0 if victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
@@ -417,7 +437,8 @@ class Retrieval:
     def _slots(self, layer: int, next_B: Tensor | None) -> Slots:
         """The slots that the policy chooses from, for a token at position `next_B` of each row."""
         kept = self.pool[layer]
-        positions_BKn = kept.positions_BKn() if self._index_of(layer).out_of_order else None
+        by_position = self._index_of(layer).out_of_order or self._part is not None
+        positions_BKn = kept.positions_BKn() if by_position else None
         return Slots(
             num_slots=kept.num_slots,
             pads=kept.pads,

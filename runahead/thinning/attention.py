@@ -7,8 +7,8 @@ from collections.abc import Callable
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import LayerStore, SeenKV
-from runahead.cache.kept import KeptCache
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kept import KeptLayer
 from runahead.thinning.steps import PolicySteps
 
 
@@ -16,16 +16,18 @@ class KeptAttention(CausalAttention):
     """Attention of new tokens to the kept ones of all tokens before them.
 
     Args:
-        cache: holds the kept tokens and receives the new ones.
+        cache: holds the kept tokens, or this rank's part of them, and receives the new ones.
         steps: policies that run after each layer's attention.
         on_layer: called after each layer.
     """
 
-    def __init__(self, cache: KeptCache, steps: PolicySteps, *, on_layer: Callable[[], None] = nothing) -> None:
+    def __init__(self, cache: KVStore, steps: PolicySteps, *, on_layer: Callable[[], None] = nothing) -> None:
         tokens = steps.tokens
         super().__init__(cache, start=tokens.start, pads=tokens.row_pads, phase=tokens.phase, on_layer=on_layer)
-        self.tokens, self.steps, self._layers = tokens, steps, cache.layers
+        self.tokens, self.steps = tokens, steps
 
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        self.steps.run(layer, self._layers[layer], seen, terms)
+        kept = self.cache.kept_layers[layer]
+        assert isinstance(kept, KeptLayer), type(kept)
+        self.steps.run(layer, kept, seen, terms)
         self.cache.close(layer, room=self.steps.room)

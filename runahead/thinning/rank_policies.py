@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from policies.base import Phase, Policy
+from policies.base import Phase, Policy, PromptPart
 from policies.retriever import ModelFacts, Retriever
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.config import Positions
@@ -23,17 +23,20 @@ class RankPolicies:
 
     Only the last rank, which holds the KV cache for decoding, drops tokens from the cache: policies look at the
     prompt's last queries, which are in that rank's chunk. Earlier ranks can only narrow the computation of deeper
-    layers, by the votes of their own chunk's last tokens.
+    layers, by the votes of their own chunk's last tokens. With sharded decoding all ranks decode: each runs its
+    policies over its own tokens, as `of_part` says.
 
     Attributes:
         last: policies of the rank that decodes, also while it decodes.
         others: policies of the ranks before it.
         positions: whether kept tokens keep their positions or are re-encoded to their slots.
+        part: the tokens that this rank keeps, where each rank keeps its own; `last` then are the policies for them.
     """
 
     last: list[Policy] = field(default_factory=list)
     others: list[Policy] = field(default_factory=list)
     positions: Positions = Positions.original
+    part: PromptPart | None = None
 
     @classmethod
     def everywhere(cls, policies: Sequence[Policy], positions: Positions = Positions.original) -> RankPolicies:
@@ -41,11 +44,21 @@ class RankPolicies:
         return cls(last=list(policies), others=list(policies), positions=positions)
 
     def __bool__(self) -> bool:
-        return bool(self.last) or any(policy.narrows for policy in self.others)
+        return bool(self.last or self.others)
 
     def of(self, *, is_last: bool) -> list[Policy]:
         """The policies that run on a rank."""
-        return self.last if is_last else [policy for policy in self.others if policy.narrows]
+        if is_last or self.part is not None:
+            return self.last
+        return [policy for policy in self.others if policy.narrows]
+
+    def of_part(self, part: PromptPart, *, is_last: bool) -> RankPolicies:
+        """The policies of a rank that keeps its own tokens, as if these were a prompt of its own.
+
+        Each number of tokens in the options, such as a budget, is the rank's share by the length of its chunk.
+        """
+        policies = [policy.of_part(part) for policy in (self.last if is_last else self.others)]
+        return RankPolicies(last=policies, positions=self.positions, part=part)
 
     @property
     def retriever(self) -> Retriever | None:
@@ -66,7 +79,7 @@ class RankPolicies:
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
         if self.retriever is None:
             return kept
-        return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch))
+        return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part))
 
     def room(self, num_new: int) -> int:
         """Room in tokens that a layer needs after a prompt if `num_new` tokens follow."""
@@ -115,10 +128,13 @@ class RankPolicies:
 
     def _check_retrieval(self, model: Model) -> None:
         """Check that at most one policy retrieves, that it comes last, and that the model supports it."""
-        retriever = self.retriever
-        if retriever is None:
-            return
-        if any(isinstance(policy, Retriever) for policy in self.last[:-1]):
+        for policies in (self.last, self.others):
+            if any(isinstance(policy, Retriever) for policy in policies):
+                self._check_retriever(policies, model)
+
+    def _check_retriever(self, policies: Sequence[Policy], model: Model) -> None:
+        retriever = next(policy for policy in policies if isinstance(policy, Retriever))
+        if any(isinstance(policy, Retriever) for policy in policies[:-1]):
             raise ValueError(
                 f"policy {type(retriever).__name__} decides what attention sees of all that is kept, so it must be the "
                 "only one that does, and the last step of a sequence"
@@ -140,8 +156,13 @@ class RankPolicies:
         if retriever.looks_ahead_on(model.device):
             _ = model.query_prediction
 
-    def by_layer(self, partition: ContextPartition, num_layers: int) -> list[ContextPartition]:
+    def by_layer(
+        self, partition: ContextPartition, num_layers: int, *, keep_parts: bool = False
+    ) -> list[ContextPartition]:
         """The context partition of the tokens that are left in each layer.
+
+        Args:
+            keep_parts: each rank keeps its own tokens.
 
         Raises:
             ValueError: there are several ranks, and a policy does not know in advance how many tokens it leaves.
@@ -151,8 +172,12 @@ class RankPolicies:
         for rank in chain:
             chunk = len(partition.chunk(rank))
             left = [chunk] * num_layers
-            before = [sum(each) for each in lengths]
-            for policy in self.of(is_last=rank == chain[-1]):
+            before, is_last = [sum(each) for each in lengths], rank == chain[-1]
+            policies = self.of(is_last=is_last)
+            if keep_parts:
+                part = PromptPart(chunk=partition.chunk(rank), num_tokens=partition.num_tokens, row_pads=[])
+                before, policies = [0] * num_layers, self.of_part(part, is_last=is_last).last
+            for policy in policies:
                 if policy.narrows and len(chain) > 1:
                     tokens = policy.layer_tokens(chunk, num_layers, before)
                     left = [min(a, b) for a, b in zip(left, tokens, strict=True)]

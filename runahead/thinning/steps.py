@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, alone
+from policies.base import LayerView, Phase, Policy, PromptPart, alone
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.base import SeenKV
@@ -23,13 +23,13 @@ class PolicySteps:
     Args:
         policies: run one after the other.
         tokens: the forward's new tokens, which policies may narrow.
-        prompt_tokens: length of the padded prompt, for budgets that are shares of it.
+        prompt_tokens: length of the padded prompt, or of this rank's part, for budgets that are shares of it.
         num_layers: number of layers of the model.
         room: new tokens for which a layer has room after tokens were dropped.
         evicts: False if no token may be dropped from the cache: on ranks that do not decode, and in all chunks of a
             prompt but the last one if the policies need to see the whole prompt.
         cache: updates its indices after each layer, on a rank that decodes.
-        mean_over_shares: as in `LayerView`.
+        mean_over_shares, part: as in `LayerView`.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class PolicySteps:
         evicts: bool = True,
         cache: KeptCache | None = None,
         mean_over_shares: Callable[[Tensor], Tensor] = alone,
+        part: PromptPart | None = None,
     ) -> None:
         self.policies, self.tokens, self.prompt_tokens = policies, tokens, prompt_tokens
         self.num_layers, self.room, self.evicts, self.cache = num_layers, room, evicts, cache
-        self._mean_over_shares = mean_over_shares
+        self._mean_over_shares, self.part = mean_over_shares, part
 
     def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> None:
         """Run the policies on a layer, after the new tokens' attention to it.
@@ -60,8 +61,11 @@ class PolicySteps:
         if terms.rule is not None and not terms.rule.sees_everything:
             return
         positions_BC = self.tokens.positions_BC(seen.q_BNCH.shape[2], seen.q_BNCH.device)
-        q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, seen.read()
-        before = kept.num_slots
+        before, q_BNCH, (k_BKnH, v_BKnV) = kept.num_slots, seen.q_BNCH, seen.read()
+        lse_BNC = None
+        if self.part is not None:  # the queries have seen tokens of other ranks, too, before these
+            k_BKnH, v_BKnV = (x[:, :, x.shape[2] - before :] for x in (k_BKnH, v_BKnV))
+            lse_BNC = seen.lse() if self.policies else None
         for policy in self.policies:
             view = LayerView(
                 layer=layer,
@@ -75,8 +79,16 @@ class PolicySteps:
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
                 carried_BKn=kept.carried_BKn(),
-                signals=QuerySignals(q_BNCH, k_BKnH, terms, queries_BC=positions_BC, keys_BKn=kept.positions_BKn()),
+                signals=QuerySignals(
+                    q_BNCH,
+                    k_BKnH,
+                    terms,
+                    queries_BC=positions_BC,
+                    keys_BKn=kept.positions_BKn(),
+                    lse_BNC=lse_BNC,
+                ),
                 mean_over_shares=self._mean_over_shares,
+                part=self.part,
             )
             slots_BKm = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:

@@ -138,8 +138,27 @@ def auto(
     return chosen, timed
 
 
-def timed_for_real(ranks: Ranks, family: str, ids: list[int]) -> tuple[list[int], str, list[tuple[float, float]]]:
-    """Tokens of a prompt whose placement is timed as in real use, where they were, and what was timed."""
+def memory_questions(ranks: Ranks, family: str, lengths: Sequence[int], free: int) -> list[int]:
+    """How often decode=auto asks for the free memory, of which there is `free` bytes, by prompt."""
+    from runahead.decoding import placement
+
+    asked, model = list[int](), tiny_model(family)
+    available = mock.Mock(return_value=free * ranks.local_size)
+    with mock.patch.object(placement, "available_bytes", available), throughout(model.dtype):
+        engine = Engine(model, ranks)
+        for length in lengths:
+            engine.generate([prompt(length)], GenerationOptions(max_new_tokens=2, ignore_eos=True))
+            asked.append(available.call_count - sum(asked))
+    return asked
+
+
+def timed_for_real(
+    ranks: Ranks, family: str, ids: list[int]
+) -> tuple[list[int], str, list[tuple[float, float]], list[int]]:
+    """Tokens of a prompt whose placement is timed as in real use, where they were, what was timed, and in which bytes.
+
+    The bytes are those of each rank.
+    """
     from runahead.decoding import placement
 
     with mock.patch.object(placement, "LEAST_BYTES", 100), mock.patch.object(placement, "LEAST_SHARE", 0.0):
@@ -148,23 +167,27 @@ def timed_for_real(ranks: Ranks, family: str, ids: list[int]) -> tuple[list[int]
             engine = Engine(model, ranks)
             batch = engine.generate([ids], GenerationOptions(max_new_tokens=4, ignore_eos=True))
     seconds = [(timing.last_s, timing.sharded_s) for timing in engine._placement.timings]
-    return batch.generations[0].new_token_ids, batch.decode, seconds
+    timed_bytes = ranks.gather(engine._placement.timed_bytes, "the bytes of the timing")
+    return batch.generations[0].new_token_ids, batch.decode, seconds, timed_bytes
 
 
 def refused(ranks: Ranks) -> list[str]:
     """What an engine says to options that do not go with sharded decoding."""
+    from policies.base import ReusingPrompt
     from policies.window import Window
-    from runahead.config import PrefillName
+    from runahead.config import Positions, PrefillName
     from runahead.thinning.rank_policies import RankPolicies
 
     said = []
     for prefill, policies in (
         (PrefillOptions(name=PrefillName.zigzag), None),
-        (None, RankPolicies.everywhere([Window(budget=8)])),
+        (None, RankPolicies.everywhere([Window(budget=8)], Positions.reencoded)),
+        (None, None),
     ):
         try:
             decode = DecodeOptions(name=DecodeName.sharded)
-            Engine(tiny_model("llama"), ranks, prefill=prefill, policies=policies, decode=decode)
+            engine = Engine(tiny_model("llama"), ranks, prefill=prefill, policies=policies, decode=decode)
+            engine.generate([ReusingPrompt(uses=(), new_ids=(5, 6), new_positions=(0, 1))])
         except ValueError as error:
             said.append(str(error))
     return said

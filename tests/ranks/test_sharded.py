@@ -7,12 +7,14 @@ from itertools import pairwise
 import pytest
 
 from runahead import GenerationOptions, PrefillOptions
-from runahead.cache.shard import shards
+from runahead.cache.shard import shard_bytes, shards
 from runahead.config import Carrier, DecodeName, Transfer
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, even
+from runahead.decoding.placement import ROUNDS, STEPS
 from tests.conftest import RankPools
 from tests.families import FAMILIES, ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.ranks import sharded_tasks, tasks
+from tests.ranks.tasks import tiny_model
 from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE
 from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
 
@@ -190,10 +192,20 @@ def test_both_ways_are_timed_and_the_faster_one_is_taken(rank_pools: RankPools, 
     ids = prompt(PROMPT_TOKENS)
     results = rank_pools.run(3, sharded_tasks.timed_for_real, family, ids)
     assert results.count(results[0]) == 3
-    tokens, decode, seconds = results[0]
+    tokens, decode, seconds, timed_bytes = results[0]
     assert tokens == oracle_tokens(family, tuple(ids), 4)
     assert all(last_s > 0 and sharded_s > 0 for last_s, sharded_s in seconds)
     assert decode == ("sharded" if seconds[0][1] < seconds[0][0] else "last")
+    shapes, num_steps = tiny_model(family).kv_shapes, ROUNDS * STEPS
+    expected = [shard_bytes(shapes, shard, 1) for shard in shards(even(PROMPT_TOKENS, 3), num_steps).values()]
+    expected[-1] += (PROMPT_TOKENS + num_steps) * sum(shape.bytes_per_token() for shape in shapes)
+    assert timed_bytes == expected
+
+
+def test_the_free_memory_is_asked_for_once_and_for_what_takes_much_of_it(rank_pools: RankPools) -> None:
+    token_bytes = sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
+    for asked in rank_pools.run(2, sharded_tasks.memory_questions, "llama", [20, 30, 90, 20], 250 * token_bytes):
+        assert asked == [1, 0, 1, 0]
 
 
 def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools) -> None:
@@ -201,6 +213,8 @@ def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools
         assert said == [
             "decode=sharded needs prefill=kv_runahead: prefill=zigzag collects all keys and values on the last rank; "
             "use decode=last",
-            "decode=sharded keeps every token on the rank that computed it, and policy Window chooses tokens on the "
-            "last rank; use decode=last",
+            "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all that "
+            "are kept; use policy.positions=original or decode=last",
+            "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
+            "rank computes; use decode=last",
         ]

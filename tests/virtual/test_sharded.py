@@ -7,6 +7,9 @@ from functools import lru_cache
 import pytest
 import torch
 
+from policies.base import Policy
+from policies.h2o import H2O
+from policies.pyramidinfer import PyramidInfer
 from runahead.cache.attention import CausalAttention
 from runahead.cache.shard import shards
 from runahead.cache.sharded import ShardedCache
@@ -18,6 +21,7 @@ from runahead.decoding.together import choose_together
 from runahead.kv_transfer.gathering import NcclGathering
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import KVRunahead
+from runahead.thinning.rank_policies import RankPolicies
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, VirtualRanks, at_random, transfers_early, transfers_late
 from tests.virtual.jobs import tiny_llama
@@ -25,6 +29,7 @@ from tests.virtual.jobs import tiny_llama
 NUM_TOKENS, NUM_NEW, NUM_LAYERS = 16, 5, 3
 ORDERS = {"early": transfers_early, "late": transfers_late, "random": at_random(7)}
 GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+NO_POLICIES = RankPolicies()
 IDS = torch.randint(61, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
@@ -39,10 +44,12 @@ def alone() -> list[int]:
     return row.new_ids
 
 
-def answers(boundaries: tuple[int, ...], choose: Choose) -> list[list[int] | None]:
+def answers(
+    boundaries: tuple[int, ...], choose: Choose, policies: RankPolicies = NO_POLICIES
+) -> list[list[int] | None]:
     """New tokens of each rank; None on a rank without a chunk."""
     partition, strategy, options = ContextPartition(boundaries=boundaries), KVRunahead(), PrefillOptions()
-    chain, shard_of = partition.chain, shards(partition, NUM_NEW - 1)
+    chain, shard_of = partition.chain, shards(partition, NUM_NEW - 1, by_share=bool(policies))
 
     def body(ranks: VirtualRanks) -> list[int] | None:
         strategy.connect(ranks, partition, options)
@@ -52,26 +59,27 @@ def answers(boundaries: tuple[int, ...], choose: Choose) -> list[list[int] | Non
         gather, model = NcclGathering(ranks, chain), tiny_llama(ranks.rank, NUM_LAYERS)
         row = Row(model, IDS, GREEDY, seed=0)
         with Deferred(ranks.accelerator, row_bytes=model.kv_shapes[0].bytes_per_token()):
-            prefilled = strategy.run(
-                PrefillJob(
-                    model=model,
-                    ranks=ranks,
-                    batch=PromptBatch.of([IDS], ranks.device),
-                    partition=partition,
-                    capacity=NUM_TOKENS + NUM_NEW - 1,
-                    options=options,
-                    shards=shard_of,
-                )
+            job = PrefillJob(
+                model=model,
+                ranks=ranks,
+                batch=PromptBatch.of([IDS], ranks.device),
+                partition=partition,
+                capacity=NUM_TOKENS + NUM_NEW - 1,
+                options=options,
+                policies=policies,
+                shards=shard_of,
             )
+            prefilled, own_policies = strategy.run(job), job.own_policies
             assert prefilled.cache is not None
             own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
             forward = forward_over(
                 model,
                 ShardedCache(own, gather),
-                [],
+                own_policies.while_decoding,
                 pads=[0],
                 prompt_tokens=NUM_TOKENS,
                 is_told=ranks.rank != chain[-1],
+                part=own_policies.part,
             )
             decode(
                 [row],
@@ -91,3 +99,11 @@ def answers(boundaries: tuple[int, ...], choose: Choose) -> list[list[int] | Non
 def test_tokens_do_not_depend_on_when_messages_arrive(boundaries: tuple[int, ...], order: str) -> None:
     for rank, tokens in enumerate(answers(boundaries, ORDERS[order])):
         assert tokens == (alone() if boundaries[rank] < boundaries[rank + 1] else None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", [H2O(budget=400), PyramidInfer(mean_keep=1.0)], ids=["h2o", "pyramidinfer"])
+def test_policies_on_each_rank_do_not_depend_on_it_either(policy: Policy, order: str) -> None:
+    """With room for all tokens, which are copied out of the ring, scored and attended to by slots."""
+    found = answers((0, 7, 11, 16), ORDERS[order], RankPolicies.everywhere([policy]))
+    assert found == [alone()] * 3

@@ -1,0 +1,162 @@
+"""A stage's part of a text that grows or is cut back: the kept tokens of its chunk, and the new ones that come here.
+
+`ShardCache` is the same for slabs of a size that is known ahead, where every token stays. Here a layer is whatever a
+cache policy keeps or retrieves from, and a new token is stored by the stage that owns it.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runahead.attention.base import LayerInput
+from runahead.attention.causal import attend_causally, nothing, padded_together, rows_by_pad
+from runahead.attention.partial import AttentionTerms, attend
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kept import KeptCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.shard import SeenShard
+from runahead.cache.slabs import KVSlab
+from runahead.report import RankReport
+
+
+@dataclass(kw_only=True)
+class SeenPart(SeenKV):
+    """A stage's slots of one layer together with the queries of the newest tokens, wherever those are stored.
+
+    Attributes:
+        slab: the slots.
+        pads: padding slots on the left of each row.
+        has_new: whether the newest tokens are in the last slots; else all slots are before them.
+        by_position: the same by the positions of the tokens, for a layer that was never cut back.
+    """
+
+    slab: KVSlab
+    pads: Sequence[int]
+    has_new: bool
+    by_position: Callable[[], SeenShard]
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        sees_all = terms.rule is None or terms.rule.sees_everything
+        if not sees_all or terms.key_bias is not None:
+            return self.by_position().attend(terms)
+        # Counted in slots, which are in causal order whichever tokens they hold.
+        slab, q_BNCH = self.slab, self.q_BNCH
+        if self.has_new:
+            return attend_causally(q_BNCH, slab, terms, start=slab.end - q_BNCH.shape[2], pads=self.pads)
+        groups = rows_by_pad(self.pads)
+        parts = []
+        for rows, pad in groups:
+            k, v = (x[rows] for x in slab.read(slab.first + pad, slab.end))
+            parts.append(attend(q_BNCH[rows], k, v, terms, q_start=k.shape[2], k_start=0))
+        return padded_together(q_BNCH, slab.value_dim, [rows for rows, _ in groups], parts)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.slab.read(self.slab.first, self.slab.end)
+
+
+class PartLayer(LayerStore):
+    """One layer of a stage's part."""
+
+    def __init__(self, own: LayerStore, cache: PartCache) -> None:
+        self._own, self._cache = own, cache
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        if self._cache.takes(tokens, k_BKCH.shape[2]):
+            self._own.append(k_BKCH, v_BKCV, tokens)
+        else:
+            self._own.pass_over(tokens)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenPart:
+        slab, pads = self._own.slots()
+        return SeenPart(
+            q_BNCH=q_BNCH,
+            slab=slab,
+            pads=pads,
+            has_new=self._cache.owns(tokens.start),
+            by_position=lambda: self._cache.by_position(slab, q_BNCH, tokens),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._own.num_bytes
+
+
+class PartCache(KVStore):
+    """One stage's part of a batch's KV cache.
+
+    Args:
+        kept: the tokens that the stage keeps.
+        indices: index in the padded batch of the token in each slot of a layer that is never cut back.
+        pads: left padding of each row of the batch.
+        owns: index of the first of a forward's new tokens -> whether all of them are stored here.
+    """
+
+    def __init__(
+        self, kept: KeptCache, indices: Sequence[int], *, pads: Sequence[int], owns: Callable[[int], bool]
+    ) -> None:
+        self.own, self.indices, self.owns = kept, list(indices), owns
+        self._pads = list(pads)
+
+    @property
+    def layers(self) -> Sequence[LayerStore]:  # type: ignore[override]
+        return [PartLayer(layer, self) for layer in self.own.layers]
+
+    @property
+    def num_layers(self) -> int:
+        return self.own.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.num_bytes
+
+    @property
+    def kept_layers(self) -> Sequence[LayerStore]:
+        return self.own.layers
+
+    @property
+    def peak_bytes(self) -> int:  # type: ignore[override]
+        return self.own.peak_bytes
+
+    def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        return PartLayer(self.own.open(layer, q_BNCH, terms, tokens), self)
+
+    def look_ahead(self, layer: int, given: LayerInput) -> None:
+        self.own.look_ahead(layer, given)
+
+    def close(self, layer: int, *, room: int) -> None:
+        self.own.close(layer, room=room)
+
+    def describe_prompt(self, report: RankReport) -> None:
+        self.own.describe_prompt(report)
+
+    def describe_decoding(self, report: RankReport) -> None:
+        self.own.describe_decoding(report)
+
+    def takes(self, tokens: NewTokens, num_new: int) -> bool:
+        """Whether these tokens are stored here; called before each layer stores them."""
+        if not self.owns(tokens.start):
+            return False
+        if not self.indices or self.indices[-1] < tokens.start:  # in the first layer
+            self.indices += range(tokens.start, tokens.start + num_new)
+        return True
+
+    def by_position(self, slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens) -> SeenShard:
+        """The slots of a layer that was never cut back, as seen by the newest tokens."""
+        end = len(self.indices)
+        assert slab.end - slab.first == end, (slab.first, slab.end, end)
+        return SeenShard(
+            q_BNCH=q_BNCH,
+            slab=slab,
+            slots_before=lambda index: bisect_left(self.indices, index),
+            pads=self._pads,
+            query=tokens.start,
+            end=end,
+            index_T=torch.tensor(self.indices, device=q_BNCH.device),
+        )

@@ -1,0 +1,114 @@
+"""Tasks of ranks in test_sharded_policies.py: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from runahead import (
+    ContextPartition,
+    DecodeOptions,
+    Engine,
+    GenerationOptions,
+    PrefillOptions,
+    Ranks,
+)
+from runahead.cache.base import KVStore
+from runahead.cache.kept import KeptLayer
+from runahead.config import DecodeName
+from runahead.decoding import together
+from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.sampling import Sampler
+from runahead.report import GenerationBatch
+from runahead.retrieval.retrieval import Fetched, Retrieval
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import throughout
+from tests.ranks.tasks import tiny_model
+
+Positions = list[list[list[int]]]
+"""Of each row and KV head (or of one for all), the positions of some slots, below 0 on padding."""
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What one rank had in its cache.
+
+    Attributes:
+        batch: what `Engine.generate` returned.
+        logits: of each new token, where they are chosen (steps, B, V).
+        stored: positions of the slots before each decoding step, by layer.
+        kv: keys (B, K, n, H) and values (B, K, n, V) of these slots before the first step, by layer.
+        fetched: positions that a retrieving policy chose, by layer and step.
+    """
+
+    batch: GenerationBatch
+    logits: list[list[list[float]]] = field(default_factory=list)
+    stored: list[list[Positions]] = field(default_factory=list)
+    kv: list[tuple[Any, Any]] = field(default_factory=list)
+    fetched: dict[int, list[Positions]] = field(default_factory=dict)
+
+
+def generate(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    bounds: tuple[int, ...],
+    policies: RankPolicies,
+    options: GenerationOptions,
+    prefill: PrefillOptions | None = None,
+    decode: DecodeName = DecodeName.sharded,
+) -> Seen:
+    """Generate under policies, and look at the cache before every step."""
+    model = tiny_model(family)
+    partition = ContextPartition(boundaries=bounds)
+    engine = Engine(
+        model,
+        ranks,
+        prefill=prefill,
+        partition=lambda *_: partition,
+        policies=policies,
+        decode=DecodeOptions(name=decode),
+    )
+    logits, stored, kv = list[list[list[float]]](), list[list[Positions]](), list[tuple[Any, Any]]()
+    fetched: dict[int, list[Positions]] = {}
+    choose, gathered = together.next_tokens, Retrieval._gathered
+
+    def next_tokens(
+        samplers: Sequence[Sampler | None], ids: Sequence[list[int]], logits_BV: Tensor
+    ) -> list[int | None]:
+        logits.append(logits_BV.tolist())
+        return choose(samplers, ids, logits_BV)
+
+    def looked_at(model: Any, cache: KVStore, *args: Any, **kwargs: Any) -> Forward:
+        forward = forward_over(model, cache, *args, **kwargs)
+        layers = [layer for layer in cache.kept_layers if isinstance(layer, KeptLayer)]
+
+        def step(ids_B1: Tensor, start: int) -> Tensor:
+            stored.append([layer.positions_BKn().tolist() for layer in layers])
+            if not kv:
+                slabs = [layer.slab() for layer in layers]
+                kv.extend(tuple(x.tolist() for x in slab.read(slab.first, slab.end)) for slab in slabs)
+            return forward(ids_B1, start)
+
+        return step
+
+    def noted(self: Retrieval, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int]) -> Fetched | None:
+        layer = next(number for number, each in enumerate(self.pool) if each is kept)
+        positions_BKn = kept.positions_BKn()
+        if slots_BKm is not None:
+            positions_BKn = positions_BKn.expand(-1, slots_BKm.shape[1], -1).gather(2, slots_BKm)
+        fetched.setdefault(layer, []).append(positions_BKn.tolist())
+        return gathered(self, kept, slots_BKm, pads)
+
+    with (
+        throughout(model.dtype),
+        mock.patch.object(together, "next_tokens", next_tokens),
+        mock.patch("runahead.engine.forward_over", looked_at),
+        mock.patch.object(Retrieval, "_gathered", noted),
+    ):
+        batch = engine.generate(prompts, options)
+    return Seen(batch=batch, logits=logits, stored=stored, kv=kv, fetched=fetched)

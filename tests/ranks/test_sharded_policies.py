@@ -1,0 +1,386 @@
+"""Cache policies under decode=sharded: each rank chooses of its own tokens, and attention is over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies.base import Policy, PromptPart
+from policies.exact_topk import ExactTopK
+from policies.h2o import H2O
+from policies.infinigen import InfiniGen
+from policies.offload import Offload
+from policies.pyramidinfer import PyramidInfer
+from policies.pyramidkv import PyramidKV
+from policies.quest import Quest
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
+from policies.window import Window
+from runahead import GenerationOptions, PrefillOptions
+from runahead.attention.base import LayerAttention
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.shard import shards
+from runahead.config import DecodeName, Transfer
+from runahead.context import ContextPartition
+from runahead.thinning.rank_policies import RankPolicies
+from tests.conftest import RankPools
+from tests.families import largest_difference, oracle_logits, oracle_tokens, prompt, throughout
+from tests.ranks import policy_tasks, sharded_policy_tasks
+from tests.ranks.sharded_policy_tasks import Seen
+from tests.ranks.tasks import tiny_model
+from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
+
+NUM_TOKENS, NUM_NEW = 60, 8
+TOLERANCE = 1e-9  # float64
+GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+BATCH = [prompt(NUM_TOKENS), prompt(44, seed=3), prompt(5, seed=5)]
+"""Of the last row the first rank has no token."""
+BOUNDS = [(0, 35, 60), (0, 1, 59, 60), (0, 20, 20, 60)]
+
+EVICTING: dict[str, Policy] = {
+    "window": Window(budget=20),
+    "streaming_llm": StreamingLLM(budget=20, sinks=3),
+    "h2o": H2O(budget=20, sinks=2, evict_every=2),
+    "snapkv": SnapKV(budget=20, window=6, kernel=3),
+    "snapkv, a share": SnapKV(budget=0.4, window=6, kernel=3),
+    "pyramidkv": PyramidKV(budget=24, window=6, kernel=3),
+}
+PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=4)
+RETRIEVING: dict[str, Policy] = {
+    "exact_topk": ExactTopK(min_tokens=0, fetch=12, sinks=2, recent=4),
+    "quest": Quest(min_tokens=0, fetch=16, page=4, first_layer=1, sinks=2, recent=4),
+    "infinigen": InfiniGen(min_tokens=0, fetch=12, sinks=2, recent=4, first_layer=1, observed=8),
+    "infinigen by scores": InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.5, sinks=2, recent=4, observed=8),
+    "infinigen, ahead": InfiniGen(min_tokens=0, fetch=12, sinks=2, recent=4, observed=8, ahead=True, first_ahead=1),
+    "infinigen, full pool": InfiniGen(
+        min_tokens=0, fetch=12, sinks=2, recent=4, observed=8, pool={"bytes": 24 * 3 * 3 * LAYER_BYTES}
+    ),
+}
+ROOMY: dict[str, Policy] = {
+    "streaming_llm": StreamingLLM(budget=400),
+    "h2o": H2O(budget=400),
+    "snapkv": SnapKV(budget=400),
+    "pyramidkv": PyramidKV(budget=1.0),
+    "pyramidinfer": PyramidInfer(mean_keep=1.0),
+    "exact_topk": ExactTopK(min_tokens=0, fetch=400),
+    "quest": Quest(min_tokens=0, fetch=400),
+    "infinigen": InfiniGen(min_tokens=0, fetch=1.0, observed=8),
+    "offload": Offload(),
+}
+"""With room for all tokens."""
+
+
+def run(
+    rank_pools: RankPools,
+    policies: RankPolicies | Policy,
+    bounds: tuple[int, ...],
+    *,
+    family: str = "llama",
+    prompts: list[list[int]] | None = None,
+    options: GenerationOptions = GREEDY,
+    prefill: PrefillOptions | None = None,
+    decode: DecodeName = DecodeName.sharded,
+) -> list[Seen]:
+    """What each rank had."""
+    if isinstance(policies, Policy):
+        policies = RankPolicies.everywhere([policies])
+    arguments = (family, prompts or BATCH, bounds, policies, options, prefill, decode)
+    seen = rank_pools.run(len(bounds) - 1, sharded_policy_tasks.generate, *arguments)
+    assert all(each.batch.generations == seen[0].batch.generations for each in seen)
+    assert seen[0].batch.decode == decode.name
+    return seen
+
+
+def logits_of(seen: Sequence[Seen], step: int) -> list[list[float]]:
+    """Logits of a step, from the rank that chooses."""
+    [of_rank] = [each.logits for each in seen if each.logits]
+    return of_rank[step]
+
+
+class Reference(LayerAttention):
+    """Plain attention of one row, in float64: a prompt sees all before it, a new token what it is allowed to see.
+
+    Attributes:
+        allowed: (layer, KV head, query) -> positions that a new token sees before its own.
+        probabilities_NSS: of the prompt, by layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(start=0, pads=[0])
+        self.k: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+        self.probabilities_NSS: dict[int, Tensor] = {}
+        self.allowed: Callable[[int, int, Tensor], set[int]] | None = None
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        before = (
+            [store[layer] for store in (self.k, self.v)] if layer in self.k else [k_BKCH[0, :, :0], v_BKCV[0, :, :0]]
+        )
+        k_KSH = self.k[layer] = torch.cat([before[0], k_BKCH[0]], dim=1)
+        v_KSV = self.v[layer] = torch.cat([before[1], v_BKCV[0]], dim=1)
+        num_keys, group = k_KSH.shape[1], q_BNCH.shape[1] // k_KSH.shape[0]
+        queries_C = torch.arange(num_keys - q_BNCH.shape[2], num_keys)
+        scores_NCS = q_BNCH[0] * terms.scaling @ k_KSH.repeat_interleave(group, 0).mT
+        seen_NCS = (torch.arange(num_keys) <= queries_C[:, None]).expand(scores_NCS.shape).clone()
+        if self.allowed is not None:
+            for head in range(k_KSH.shape[0]):
+                q_GH = q_BNCH[0, head * group : (head + 1) * group, 0] * terms.scaling
+                may = self.allowed(layer, head, q_GH) | {num_keys - 1}
+                seen_NCS[head * group : (head + 1) * group] &= torch.tensor([at in may for at in range(num_keys)])
+        probabilities = scores_NCS.masked_fill(~seen_NCS, -math.inf).softmax(dim=-1)
+        self.probabilities_NSS.setdefault(layer, probabilities)
+        return (probabilities @ v_KSV.repeat_interleave(group, 0))[None]
+
+    def run(self, ids: Sequence[int], start: int) -> Tensor:
+        """Logits (V) after these tokens of the text."""
+        model = tiny_model("llama")
+        with throughout(torch.float64):
+            return model.forward(torch.tensor([ids]), self, start=start, pads=[0])[0]
+
+
+def check_steps(
+    seen: Sequence[Seen], allowed: Callable[[int, int], Callable[[int, int, Tensor], set[int]]] | None = None
+) -> None:
+    """Compare the logits of each step with plain attention over what the ranks had.
+
+    Args:
+        allowed: (row, step) -> what a new token sees, as `Reference.allowed`; by default what the ranks said they had.
+    """
+    for row, ids in enumerate(BATCH):
+        reference, generation = Reference(), seen[0].batch.generations[row]
+        logits_V = reference.run(ids, 0)
+        for step in range(NUM_NEW):
+            assert largest_difference(logits_of(seen, step)[row], logits_V) < TOLERANCE, (row, step)
+            if step == NUM_NEW - 1:
+                break
+
+            def told(layer: int, head: int, q_GH: Tensor, row: int = row, step: int = step) -> set[int]:
+                found = set[int]()
+                for each in seen:
+                    if each.stored:
+                        have = each.fetched[layer][step] if layer in each.fetched else each.stored[step][layer]
+                        found |= {at for at in have[row][head % len(have[row])] if at >= 0}
+                return found
+
+            reference.allowed = told if allowed is None else allowed(row, step)
+            logits_V = reference.run([generation.new_token_ids[step]], len(ids) + step)
+
+
+def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:
+    """Rank and part of each rank that has a chunk."""
+    partition, pads = ContextPartition(boundaries=bounds), [NUM_TOKENS - len(ids) for ids in BATCH]
+    return [(stage, shard.part(pads)) for stage, shard in shards(partition, 0).items()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ROOMY)
+def test_with_room_for_all_tokens_the_answer_is_that_of_one_rank(rank_pools: RankPools, name: str, family: str) -> None:
+    """In windows of some layers and with attention sinks, too."""
+    if name == "pyramidinfer" and family != "llama":
+        pytest.skip("it is refused for windows")
+    prompts = [prompt(NUM_TOKENS), prompt(31, seed=4)]
+    for bounds in ((0, 35, 60), (0, 20, 20, 60)):
+        seen = run(rank_pools, ROOMY[name], bounds, family=family, prompts=prompts)
+        for row, ids in enumerate(prompts):
+            tokens = oracle_tokens(family, tuple(ids), NUM_NEW)
+            assert seen[0].batch.generations[row].new_token_ids == tokens
+            theirs = oracle_logits(family, (*ids, *tokens[:-1]))
+            assert largest_difference(logits_of(seen, -1)[row], theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("name", EVICTING)
+def test_attention_is_over_what_the_ranks_kept(rank_pools: RankPools, name: str, bounds: tuple[int, ...]) -> None:
+    seen = run(rank_pools, EVICTING[name], bounds)
+    check_steps(seen)
+    for layer in range(3):
+        total = sum(each.batch.ranks[rank].kept_tokens[layer] for rank, each in enumerate(seen) if each.stored)
+        assert total < NUM_TOKENS
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("name", RETRIEVING)
+def test_attention_is_over_what_the_ranks_retrieved(rank_pools: RankPools, name: str, bounds: tuple[int, ...]) -> None:
+    seen = run(rank_pools, RETRIEVING[name], bounds)
+    check_steps(seen)
+    reports = [each.batch.ranks[rank].retrieval for rank, each in enumerate(seen) if each.stored]
+    shares = [report.mean_fetched_share for report in reports if report is not None]
+    assert len(shares) == len(reports) and min(share for share in shares if share is not None) < 1
+    if "pool" in name:
+        assert max(evicted for report in reports if report is not None for evicted in report.evicted) > 0
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_each_rank_retrieves_the_highest_scores_of_its_own_tokens(
+    rank_pools: RankPools, bounds: tuple[int, ...]
+) -> None:
+    """And the first tokens of the text and the last ones, which each is on one rank."""
+    policy = ExactTopK(min_tokens=0, fetch=12, sinks=2, recent=4)
+    seen = run(rank_pools, policy, bounds)
+    partition = ContextPartition(boundaries=bounds)
+    parts = shards(partition, NUM_NEW - 1, by_share=True)
+
+    def allowed(row: int, step: int) -> Callable[[int, int, Tensor], set[int]]:
+        reference, pad = references[row], NUM_TOKENS - len(BATCH[row])
+
+        def of_query(layer: int, head: int, q_GH: Tensor) -> set[int]:
+            found, query = set[int](), len(BATCH[row]) + step
+            for shard in parts.values():
+                slots = [*shard.chunk, *(index for index in shard.own_new if index < NUM_TOKENS + step)]
+                own = [index - pad for index in slots if index >= pad]
+                num = min(len(slots), max(shard.part([]).share_of(12), 2 + 4))
+                if len(own) <= num:
+                    found |= set(own)
+                    continue
+                scores_Gn = q_GH @ reference.k[layer][head, own].T
+                need_n = (scores_Gn - scores_Gn.amax(dim=1, keepdim=True)).amax(dim=0)
+                need_n[torch.tensor([at < 2 or at >= query - 4 for at in own])] = math.inf
+                found |= {own[place] for place in need_n.topk(num).indices.tolist()}
+            return found
+
+        return of_query
+
+    references: dict[int, Reference] = {}
+    for row, ids in enumerate(BATCH):
+        reference = references[row] = Reference()
+        reference.run(ids, 0)
+        for step in range(NUM_NEW - 1):
+            reference.allowed = allowed(row, step)
+            token = seen[0].batch.generations[row].new_token_ids[step]
+            logits_V = reference.run([token], len(ids) + step)
+            assert largest_difference(logits_of(seen, step + 1)[row], logits_V) < TOLERANCE, (row, step)
+
+
+def kept_by_formula(name: str, probabilities_NSS: Tensor, chunk: range, budget: int, recent: int) -> list[set[int]]:
+    """Tokens of a chunk that each KV head keeps, from the probabilities of the whole prompt, in plain words."""
+    own = torch.arange(chunk.start, chunk.stop)
+    voters = own if name == "h2o" else own[-recent:]
+    votes_NC = probabilities_NSS[:, voters][:, :, own].sum(dim=1)
+    votes_KC = votes_NC.unflatten(0, (2, -1)).mean(dim=1)
+    if name == "snapkv":
+        before = len(own) - recent
+        pooled = [votes_KC[:, max(0, at - 1) : min(before, at + 2)].amax(dim=1) for at in range(before)]
+        votes_KC[:, :before] = torch.stack(pooled, dim=1)
+    else:
+        recent = round(0.5 * budget)
+        votes_KC[:, [at for at, index in enumerate(chunk) if index < 2]] = math.inf
+    votes_KC[:, len(own) - recent :] = math.inf
+    best_first_KC = votes_KC.sort(descending=True, stable=True).indices  # of equal ones the earlier
+    return [set(own[best_C[:budget]].tolist()) for best_C in best_first_KC]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+@pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])
+def test_a_rank_keeps_its_share_by_the_votes_of_its_own_last_queries(
+    rank_pools: RankPools, name: str, bounds: tuple[int, ...]
+) -> None:
+    """A vote is a share of the query's attention to the whole text. The deeper layers have these inputs as well."""
+    ids = prompt(NUM_TOKENS)
+    reference = Reference()
+    reference.run(ids, 0)
+    for rank, seen in enumerate(run(rank_pools, EVICTING[name], bounds, prompts=[ids])):
+        chunk = range(*bounds[rank : rank + 2])
+        budget, recent = (number * chunk.stop // 60 - number * chunk.start // 60 for number in (20, 6))
+        for layer, probabilities_NSS in reference.probabilities_NSS.items():
+            kept = [set(head) for head in seen.stored[0][layer][0]]
+            assert kept == kept_by_formula(name, probabilities_NSS, chunk, budget, recent)
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_sinks_are_the_first_tokens_of_the_text_and_every_rank_has_its_share_of_the_window(
+    rank_pools: RankPools, bounds: tuple[int, ...]
+) -> None:
+    seen = run(rank_pools, EVICTING["streaming_llm"], bounds)
+    for rank, part in chunks(bounds):
+        budget = part.share_of(20)
+        for row, pad in enumerate(part.row_pads):
+            own = [index - pad for index in part.chunk if index >= pad]
+            sinks = [at for at in own if at < 3]
+            expected = own if len(own) <= budget else [*sinks, *own[len(own) - (budget - len(sinks)) :]]
+            for of_layer in seen[rank].stored[0]:
+                assert [at for at in of_layer[row][0] if at >= 0] == expected[-budget:]
+
+
+def test_shares_of_a_number_of_tokens_add_up() -> None:
+    parts = [PromptPart(chunk=range(*ends), num_tokens=70, row_pads=[0, 3]) for ends in pairwise((0, 1, 30, 31, 70))]
+    for number in (0, 1, 4, 7, 70, 1024):
+        shares = [part.share_of(number) for part in parts]
+        assert all(share == 0 if number == 0 else share >= 1 for share in shares)
+        if number >= 70:
+            assert sum(shares) == number
+    assert [part.sinks(4) for part in parts] == [[1, 0], [3, 4], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+@pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 44, 60)])
+def test_pyramid_narrows_as_with_all_keys_on_the_last_rank(
+    rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer
+) -> None:
+    """So the first token's logits are the same, and each rank keeps what it computed."""
+    prompts, prefill = [prompt(NUM_TOKENS), prompt(31, seed=4)], PrefillOptions(transfer=transfer)
+    seen = run(rank_pools, PYRAMID, bounds, prompts=prompts, prefill=prefill)
+    last = rank_pools.run(
+        len(bounds) - 1, policy_tasks.generate, "llama", prompts, bounds, RankPolicies.everywhere([PYRAMID]), 1, prefill
+    )[0]
+    for row, generation in enumerate(last.generations):
+        for token, value in generation.first_token_logits_top5:
+            assert logits_of(seen, 0)[row][token] == pytest.approx(value, abs=TOLERANCE)
+    for rank, (start, end) in enumerate(pairwise(bounds)):
+        assert seen[rank].batch.ranks[rank].kept_tokens == PYRAMID.lengths(end - start, 3)
+
+
+def test_a_rank_may_have_another_policy_or_none(rank_pools: RankPools) -> None:
+    bounds = (0, 35, 60)
+    for policies, expected in (
+        (RankPolicies(last=[SnapKV(budget=24, window=4)]), [35, 10]),
+        (RankPolicies(others=[SnapKV(budget=24, window=4)]), [14, 25]),
+        (RankPolicies(last=[Window(budget=24)], others=[ExactTopK(min_tokens=0, fetch=6)]), [35, 10]),
+    ):
+        seen = run(rank_pools, policies, bounds)
+        check_steps(seen)
+        assert [seen[0].batch.ranks[rank].kept_tokens for rank in range(2)] == [[kept] * 3 for kept in expected]
+
+
+@pytest.mark.parametrize("num_new", [1, 5, 40])
+@pytest.mark.parametrize("bounds", [(0, 35, 70), (0, 44, 70), (0, 20, 45, 70), (0, 30, 30, 70)])
+def test_bytes_are_the_share_of_the_budget_and_a_ring(
+    rank_pools: RankPools, bounds: tuple[int, ...], num_new: int
+) -> None:
+    options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+    policy = SnapKV(budget=28, window=7)
+    seen = run(rank_pools, policy, bounds, family="llama_deep", prompts=[prompt(70)], options=options)
+    made = shards(ContextPartition(boundaries=bounds), num_new - 1, by_share=True)
+    slot = LAYER_BYTES + 2 * 4  # and a position in each of two KV heads
+    for rank, report in enumerate(seen[0].batch.ranks):
+        if rank not in made:
+            assert report.kv_peak_bytes == 0
+            continue
+        own_new, share = len(made[rank].own_new), 28 * bounds[rank + 1] // 70 - 28 * bounds[rank] // 70
+        kept = DEEP_LAYERS * (share + min(32, own_new)) * slot
+        ring = PrefillOptions().layers_in_flight * bounds[rank + 1] * LAYER_BYTES
+        assert report.kept_tokens == [share] * DEEP_LAYERS
+        assert (report.kv_kept_bytes, report.kv_peak_bytes) == (kept, kept + ring)
+
+
+def test_sampled_tokens_and_stop_strings_under_a_policy(rank_pools: RankPools) -> None:
+    """With room for all, sampling is that of one rank, too."""
+    options = GenerationOptions(max_new_tokens=12, do_sample=True, seed=5, top_k=20, ignore_eos=True)
+    policies = RankPolicies.everywhere([H2O(budget=400)])
+    alone = rank_pools.run(
+        1, sharded_policy_tasks.generate, "llama", BATCH, (0, 60), policies, options, None, DecodeName.last
+    )[0]
+    seen = run(rank_pools, policies, (0, 35, 60), options=options)
+    assert [row.new_token_ids for row in seen[0].batch.generations] == [
+        row.new_token_ids for row in alone.batch.generations
+    ]
+
+
+def test_auto_leaves_the_choice_of_tokens_to_the_last_rank(rank_pools: RankPools) -> None:
+    policies = RankPolicies.everywhere([SnapKV(budget=20, window=4)])
+    batches = rank_pools.run(2, policy_tasks.generate, "llama", BATCH, (0, 35, 60), policies)
+    assert [batch.decode for batch in batches] == ["last", "last"]
