@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
     from runahead.context import ContextPartition, even, from_ratios
-    from runahead.conversation import Conversation
+    from runahead.conversation import Conversation, ShardedConversation
     from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
@@ -26,6 +26,7 @@ _HOMES = {
     "PrefillOptions": "config",
     "Ranks": "ranks.ranks",
     "RanksOptions": "config",
+    "ShardedConversation": "conversation",
     "even": "context",
     "from_ratios": "context",
 }

@@ -19,9 +19,9 @@ from runahead.attention.base import LayerInput
 from runahead.attention.causal import attend_causally, nothing, padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kept import KeptCache
-from runahead.cache.new_tokens import NewTokens
-from runahead.cache.shard import SeenShard
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.shard import SeenShard, ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 
@@ -160,3 +160,23 @@ class PartCache(KVStore):
             end=end,
             index_T=torch.tensor(self.indices, device=q_BNCH.device),
         )
+
+
+def kept_of(cache: ShardCache) -> KeptCache:
+    """The tokens of a shard in layers that can grow, without a copy. The shard's slabs are taken over."""
+    chunk, device = cache.shard.chunk, cache.own.device
+    pads = NewTokens(chunk.start, cache.pads).pads(len(chunk))
+    index_T1 = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+    positions_TBK = (index_T1 - row_values(cache.pads, device))[:, :, None].int()
+    return KeptCache(
+        [
+            KeptLayer(
+                shape=shape,
+                slab_TBKX=layer.slab.slab_TBKX[: len(chunk)],
+                positions_TBK=positions_TBK,
+                pads=list(pads),
+                num_slots=len(chunk),
+            )
+            for shape, layer in zip(list(cache.own.shapes), cache.take_layers(), strict=True)
+        ]
+    )

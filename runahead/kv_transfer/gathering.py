@@ -73,6 +73,13 @@ class Gathering(ABC):
         """Wait until all that was gathered is there, before the host asks the device for a value of it."""
 
 
+class LoneGathering(Gathering):
+    """Gathering of one member, which has everything."""
+
+    def __call__(self, own: Tensor, what: str = ATTENTION) -> Tensor:
+        return own.unsqueeze(0)
+
+
 class MappedGathering(Gathering):
     """Gathering through host memory that all members map.
 
@@ -207,6 +214,8 @@ class Gatherings:
 def _gathering(ranks: Ranks, members: Sequence[int], num_bytes: int) -> Gathering | None:
     """The fastest gathering that these ranks can have."""
     is_member = ranks.rank in members
+    if len(members) == 1:
+        return LoneGathering(ranks, members) if is_member else None
     if ranks.backend == "nccl":
         ranks.nccl_between_stages()  # every rank makes it
         return NcclGathering(ranks, members) if is_member else None

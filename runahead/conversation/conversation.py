@@ -2,7 +2,7 @@
 
 Tokens that a policy dropped after one turn are missing in the next. Use it for a chat under a cache policy, for a long
 text in chunks that each see what was kept of the text before, and for a question about a context whose tokens were
-chosen without it.
+chosen without it. On several ranks, without policies: `ShardedConversation`.
 """
 
 # Legend: B batch, C new tokens, V vocabulary.
@@ -17,7 +17,7 @@ from torch import Tensor
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
-from runahead.decoding.decode import Decoded, Row, decode
+from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import Forward, forward_over
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
@@ -164,6 +164,7 @@ class Conversation:
             self._one_token_forward(),
             num_tokens=self.num_tokens,
             on_step=lambda tokens: (),
+            choose=self._choose(),
         )
         self.num_tokens += decoded.num_steps - 1
         self.rows = [row.prompt + row.new_ids for row in rows]
@@ -181,6 +182,10 @@ class Conversation:
     def _one_token_forward(self) -> Forward:
         assert self.cache is not None
         return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
+
+    def _choose(self) -> Choose:
+        """What chooses generated tokens."""
+        return choose_alone
 
     def _unthinned(self) -> Conversation:
         """A fork without policies, so that no more tokens are dropped."""

@@ -1,0 +1,210 @@
+"""`ShardedConversation`: a conversation whose text is stored by several ranks, each of which has a part of it.
+
+The first turn goes through the chain, and each rank keeps its chunk. All ranks compute the tokens of later turns alike,
+as those of an answer: each attends to the tokens that it stores, and what all found is merged exactly.
+"""
+
+# Legend: B batch, C new tokens, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from runahead.cache.attention import CausalAttention
+from runahead.cache.part import PartCache, kept_of
+from runahead.cache.shard import ShardCache, emptiest, shards
+from runahead.cache.sharded import ShardedCache
+from runahead.config import DecodeName, DecodeOptions, PrefillOptions
+from runahead.context import Partitioner, even
+from runahead.conversation.conversation import Conversation
+from runahead.decoding.decode import Choose
+from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.together import choose_together, gathering_between
+from runahead.kv_transfer.gathering import Gathering, Gatherings
+from runahead.model.model import Model
+from runahead.model.shares import check_arrangement
+from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
+from runahead.ranks.agreement import secret
+from runahead.ranks.ranks import Ranks
+
+PIECE_TOKENS = 256
+"""Most tokens of a later turn that are computed at a time, for which the exchange between ranks has room."""
+
+
+class Owners:
+    """Which stage stores which new tokens, and how many each stores. All ranks count alike.
+
+    Args:
+        stored: number of tokens that each stage stores.
+        own: this rank's stage.
+    """
+
+    def __init__(self, stored: dict[int, int], own: int) -> None:
+        self.stored, self._own = stored, own
+        self._latest = -1, -1
+
+    def pieces(self, num_new: int) -> Iterator[tuple[int, int]]:
+        """New tokens as runs (stage that stores the run, its length), after which stages store as alike as can be."""
+        owners = emptiest(self.stored, num_new)
+        for stage in self.stored:
+            left = owners.count(stage)
+            while left:
+                yield stage, min(left, PIECE_TOKENS)
+                left -= min(left, PIECE_TOKENS)
+
+    def give(self, stage: int, start: int, num_new: int) -> None:
+        """Let a stage store the tokens from index `start` on, which are computed next."""
+        self.stored[stage] += num_new
+        self._latest = start, stage
+
+    def owns(self, start: int) -> bool:
+        """Whether this rank stores the tokens that are being computed, the first of which has this index."""
+        assert self._latest[0] == start, (self._latest, start)
+        return self._latest[1] == self._own
+
+    def fork(self) -> Owners:
+        return Owners(dict(self.stored), self._own)
+
+
+class ShardedConversation(Conversation):
+    """A text so far, of which each rank stores a part. Every rank creates one and makes the same calls.
+
+    Args:
+        ranks: the ranks, as for `Engine`.
+        partition: split of the first turn.
+        prefill: options of the chain that computes the first turn.
+        length: as for `Conversation`.
+
+    Attributes:
+        cache: the tokens that this rank stores, and so `kv_bytes` are bytes of this rank, and `kept_tokens` its tokens.
+
+    Raises:
+        ValueError: the model is not shared out as the ranks are arranged, or the prefill collects keys and values.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ranks: Ranks,
+        *,
+        partition: Partitioner = even,
+        prefill: PrefillOptions | None = None,
+        length: int | None = None,
+    ) -> None:
+        check_arrangement(model, ranks)
+        super().__init__(model, length=length)
+        self.ranks, self._partition, self._options = ranks, partition, prefill or PrefillOptions()
+        DecodeOptions(name=DecodeName.sharded).check(self._options)
+        self._owners = Owners(dict.fromkeys(range(ranks.num_stages), 0), ranks.stage)
+        self._gatherings = Gatherings(ranks)
+        self._part: PartCache | None = None
+
+    def feed(
+        self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
+    ) -> Tensor:
+        """As `Conversation.feed`; the same logits on every rank."""
+        if self.ranks.size > 1:
+            turn = {"the turn": secret((ids_BC.tolist(), pads, all_logits))}
+            self.ranks.require_same(turn, "every rank must feed the same tokens")
+        return super().feed(ids_BC, pads=pads, all_logits=all_logits, cut_back=cut_back)
+
+    def fork(self) -> ShardedConversation:
+        other = super().fork()
+        assert isinstance(other, ShardedConversation)
+        other._owners = self._owners.fork()
+        if self._part is not None:
+            assert other.cache is not None
+            other._part = PartCache(other.cache, self._part.indices, pads=self.pads, owns=other._owners.owns)
+        return other
+
+    def _one_token_forward(self) -> Forward:
+        forward = forward_over(self.model, self._sharded(1), [], pads=self.pads, prompt_tokens=self.num_tokens)
+
+        def stored_somewhere(ids_B1: Tensor, start: int) -> Tensor:
+            [(stage, _)] = self._owners.pieces(1)
+            self._owners.give(stage, start, 1)
+            return forward(ids_B1, start)
+
+        return stored_somewhere
+
+    def _choose(self) -> Choose:
+        return choose_together(self._gathering(1))
+
+    def _forward(self, ids_BC: Tensor, *, all_logits: bool, cut_back: bool) -> Tensor:
+        assert self.cache is not None
+        given = ids_BC.shape[1]
+        end = self.num_tokens + given
+        with self.ranks.announcing_failure():
+            # The chain has logits of the last token on one rank alone, so that token is computed by all.
+            if self.num_tokens == 0 and given > 1 and not (all_logits or self.model.rotates_by_length):
+                self._prefill(ids_BC[:, :-1])
+                ids_BC = ids_BC[:, -1:]
+            if self._part is None:
+                self._part = PartCache(self.cache, [], pads=self.pads, owns=self._owners.owns)
+            logits = self._pieces(ids_BC, all_logits=all_logits, length=max(end, self._length))
+        if given > 1:  # single tokens use the remaining room
+            self.cache.free(room=0)
+        return torch.cat(logits, dim=1) if all_logits else logits[-1]
+
+    def _prefill(self, ids_BC: Tensor) -> None:
+        """Compute the first tokens in a chain, after which each stage stores its chunk."""
+        ranks, num_tokens, num_stages = self.ranks, ids_BC.shape[1], self.ranks.num_stages
+        strategy = PREFILLS[self._options.name]
+        partition = strategy.split(num_tokens, num_stages, self._partition)
+        shard_of = shards(partition, 0)
+        with ranks.busy():
+            strategy.connect(ranks, partition, self._options)
+        ranks.barrier("all ranks to hold the prompt")
+        job = PrefillJob(
+            model=self.model,
+            ranks=ranks,
+            batch=PromptBatch(ids_BS=ids_BC, pads=self.pads),
+            partition=partition,
+            capacity=num_tokens,
+            options=self._options,
+            shards=shard_of,
+        )
+        stored = strategy.run(job).cache
+        if stored is not None:
+            assert isinstance(stored, ShardCache), type(stored)
+            chunk, self.cache = stored.shard.chunk, kept_of(stored)
+            self._part = PartCache(self.cache, chunk, pads=self.pads, owns=self._owners.owns)
+        for stage, shard in shard_of.items():
+            self._owners.give(stage, shard.chunk.start, len(shard.chunk))
+        self.num_tokens = num_tokens
+
+    def _pieces(self, ids_BC: Tensor, *, all_logits: bool, length: int) -> list[Tensor]:
+        """Logits after each piece of some tokens, or of all of its tokens, computed by all ranks."""
+        logits, first = list[Tensor](), self.num_tokens
+        for stage, num_new in list(self._owners.pieces(ids_BC.shape[1])):
+            start = self.num_tokens
+            self._owners.give(stage, start, num_new)
+            over = self._sharded(num_new)
+            attention = CausalAttention(over, start=start, pads=self.pads, on_layer=self.ranks.progress)
+            logits.append(
+                self.model.forward(
+                    ids_BC[:, start - first : start - first + num_new],
+                    attention,
+                    start=start,
+                    pads=self.pads,
+                    length=length,
+                    all_logits=all_logits,
+                )
+            )
+            self._gathering(num_new).settle()
+            self.num_tokens += num_new
+        return logits
+
+    def _sharded(self, num_new: int) -> ShardedCache:
+        assert self._part is not None
+        return ShardedCache(self._part, self._gathering(num_new))
+
+    def _gathering(self, num_new: int) -> Gathering:
+        most = len(self.pads) * (PIECE_TOKENS if num_new > 1 else 1)
+        stages: Sequence[int] = range(self.ranks.num_stages)
+        made = gathering_between(stages, self._gatherings, self.ranks, self.model, most)
+        assert made is not None, "every rank is in it"
+        return made
