@@ -60,11 +60,12 @@ def summary(
         share = sum(sum(rank.kept_tokens) for rank in kept) / len(kept[0].kept_tokens) / first.boundaries[-1]
         num_bytes = ", ".join(_bytes(rank.kv_kept_bytes) for rank in kept)
         rows["KV kept"] = f"{num_bytes}, {share:.1%} of the prompt's tokens, mean over layers"
-    retrieving = next((rank for rank in first.ranks if rank.retrieval is not None), None)
-    if retrieving is not None and retrieving.retrieval is not None:
-        mean = retrieving.retrieval.mean_fetched_share
-        fetched = "" if mean is None else f", {mean:.1%} of the tokens fetched per step and layer"
-        rows["KV in host memory"] = f"{_bytes(retrieving.kv_host_bytes)}{fetched}"
+    retrieving = [(rank.kv_host_bytes, rank.retrieval) for rank in first.ranks if rank.retrieval and not rank.share]
+    if retrieving:
+        means = [retrieval.mean_fetched_share for _, retrieval in retrieving]
+        shares = ", ".join(f"{mean:.1%}" for mean in means if mean is not None)
+        fetched = f"; {shares} of the tokens fetched per step and layer" if shares else ""
+        rows["KV in host memory"] = ", ".join(_bytes(num_bytes) for num_bytes, _ in retrieving) + fetched
     rows |= _reuse_rows(batches)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())

@@ -220,9 +220,12 @@ POLICIES: dict[str, list[Policy]] = {
 class TestPolicies:
     """Shares choose what whole models choose."""
 
+    @pytest.mark.parametrize("decode", [DecodeName.last, DecodeName.sharded])
     @pytest.mark.parametrize("name", POLICIES)
-    def test_two_stages_choose_the_same_tokens(self, rank_pools: RankPools, name: str) -> None:
-        task = partial(mesh_tasks.generate, boundaries=(0, 32, 50), policies=RankPolicies.everywhere(POLICIES[name]))
+    def test_two_stages_choose_the_same_tokens(self, rank_pools: RankPools, name: str, decode: DecodeName) -> None:
+        """All of them are on the last stage, or with sharded decoding each stage chooses among its own."""
+        policies = RankPolicies.everywhere(POLICIES[name])
+        task = partial(mesh_tasks.generate, boundaries=(0, 32, 50), policies=policies, decode=decode)
         options = GenerationOptions(max_new_tokens=20, ignore_eos=True)
         prompts = [prompt(50), prompt(44, seed=3)]
         whole = rank_pools.run(2, task, 1, "llama", prompts, options)[0][0]
@@ -231,11 +234,13 @@ class TestPolicies:
             for ours, theirs in zip(batch.generations, whole.generations, strict=True):
                 logits = dict(theirs.first_token_logits_top5)
                 assert dict(ours.first_token_logits_top5) == pytest.approx(logits, abs=TOLERANCE)
-            last = whole.ranks[-1]
-            for share in batch.ranks[2:]:
-                assert share.kept_tokens == last.kept_tokens
-                if last.retrieval is not None and share.retrieval is not None:
-                    assert share.retrieval.fetched_share == last.retrieval.fetched_share
+            assert batch.decode == decode.name
+            for share in batch.ranks:
+                same = whole.ranks[share.rank // 2]
+                assert share.kept_tokens == same.kept_tokens
+                assert bool(share.kept_tokens) == (decode is DecodeName.sharded or share.stage == 1)
+                if same.retrieval is not None and share.retrieval is not None:
+                    assert share.retrieval.fetched_share == same.retrieval.fetched_share
 
     def test_votes_decide_how_many_tokens_go_on(self, rank_pools: RankPools) -> None:
         policy = PyramidInfer(select=Select.top_p, top_p=0.8, min_tokens=8)
