@@ -56,12 +56,16 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   decode=auto|last|sharded     while decoding: the KV cache on the last rank, on each rank that of its chunk, or
                                whichever is faster
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
-                               generation.temperature=1   generation.top_p=1   generation.top_k=0
-                               generation.repetition_penalty=1   generation.seed=0
+                               generation.temperature=1   generation.top_p=1   generation.top_k=0   generation.min_p=0
+                               generation.repetition_penalty=1   generation.presence_penalty=0
+                               generation.frequency_penalty=0   generation.logit_bias={{<id>:<bias>}}
+                               generation.seed=0   generation.logprobs=<n, into the report>
                                generation.stop=<text or JSON list>   generation.ignore_eos=false
+                               generation.json_schema=<JSON that answers follow; needs runahead[guided]>
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
-prompt.text=, prompt.question= and generation.stop= take everything after the first "=" as it is.
+prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
+is.
 --layout prints where the modules of policy.schema stand.
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
@@ -178,6 +182,7 @@ def infer(
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:
     """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it."""
+    from launch.inputs.generation import check_generation
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import read_prompts
@@ -199,6 +204,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
+    check_generation(run.generation, tokenizer, config)
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)

@@ -8,6 +8,7 @@ structured schemas, hence enums with lowercase member names, and lists rather th
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from enum import Enum
@@ -96,6 +97,11 @@ MAX_LAYERS = 10_000
 MAX_THREADS = 4096
 MAX_RANKS = 1 << 20
 MAX_TIMEOUT_S = 1_000_000
+
+# Limits of OpenAI's API.
+MAX_PENALTY = 2
+MAX_BIAS = 100
+MAX_LOGPROBS = 20
 
 
 def choice(option: str, kind: type[E], value: object) -> E:
@@ -265,11 +271,16 @@ class DecodeOptions:
 
 @dataclass(kw_only=True)
 class GenerationOptions:
-    """Number of new tokens, sampling, and what ends a row.
+    """Number of new tokens, sampling, and what ends a row. `runahead.decoding.sampling.Sampler` has the formulas.
 
     Attributes:
         top_k: number of tokens to sample from; 0 is off.
+        min_p: least probability of a token to sample, as a share of the most probable one's; 0 is off.
+        logit_bias: what is added to the logits of tokens, by token id.
         stop: strings that end a row; they are not part of its text.
+        json_schema: JSON schema, as JSON text, that the text of a row follows.
+        logprobs: number of most likely tokens that are given at each place with their log-probabilities, beside that of
+            the new token; None gives none.
     """
 
     max_new_tokens: int = 64
@@ -277,10 +288,16 @@ class GenerationOptions:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
+    json_schema: str | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1")
@@ -288,8 +305,33 @@ class GenerationOptions:
         require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
         require(self.top_k >= 0, "generation.top_k", self.top_k, "must not be negative; 0 is off")
+        require(0 <= self.min_p <= 1, "generation.min_p", self.min_p, "must be from 0 to 1; 0 is off")
         require(0 <= self.seed <= MAX_SEED, "generation.seed", self.seed, f"must be from 0 to {MAX_SEED}")
         penalty = self.repetition_penalty
         require(0 < penalty < math.inf, "generation.repetition_penalty", penalty, "must be above 0; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value, most = getattr(self, name), MAX_PENALTY
+            require(-most <= value <= most, f"generation.{name}", value, f"must be from -{most} to {most}; 0 is off")
+        for token, bias in self.logit_bias.items():
+            rule = f"must have token ids and numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            require(token >= 0 and -MAX_BIAS <= bias <= MAX_BIAS, "generation.logit_bias", {token: bias}, rule)
         if any(not text for text in self.stop):
             raise ValueError("generation.stop holds an empty string, which would stop at once; leave it out")
+        if self.json_schema is not None:
+            if not _is_json_object(self.json_schema):
+                raise ValueError('generation.json_schema is not an object in JSON, such as {"type": "object"}')
+            if self.ignore_eos:
+                raise ValueError(
+                    "generation.ignore_eos=true does not go with generation.json_schema, which ends the text; leave it "
+                    "out"
+                )
+        if self.logprobs is not None:
+            rule = f"must be from 0 to {MAX_LOGPROBS}"
+            require(0 <= self.logprobs <= MAX_LOGPROBS, "generation.logprobs", self.logprobs, rule)
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

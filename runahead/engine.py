@@ -14,6 +14,7 @@ from runahead.context import ContextPartition, LearningPartitioner, Partitioner,
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.placement import Placement
+from runahead.decoding.sampling import check_options
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
@@ -114,9 +115,7 @@ class Engine:
         assert mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         num_new = max((each.max_new_tokens for each, _ in rows), default=1)
-        stop = [text for each, _ in rows for text in each.stop]
-        if stop and self.model.tokenizer is None:
-            raise ValueError(f"generation.stop={stop} needs a tokenizer, and this model has none; leave it out")
+        check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
         check_prompts(prompts, limits, num_new=num_new)
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
@@ -139,7 +138,7 @@ class Engine:
             stream = TokenStream(
                 self.ranks,
                 source=0 if 0 in stages else source,  # rank 0 needs no messages of tokens that it decodes itself
-                num_rows=len(prompts),
+                num_logprobs=[each.logprobs for each, _ in rows],
                 on_tokens=on_tokens,
                 decoders=[rank for each in stages for rank in mesh.members(each)],
                 cancellable=cancellable,
@@ -311,6 +310,7 @@ class Engine:
                     text=row.text,
                     finish_reason=row.finish_reason or "length",
                     first_token_logits_top5=_top5(logits_V),
+                    logprobs=row.logprobs or None,
                 )
                 for row, logits_V in zip(decoded.rows, prefilled.logits_BV, strict=True)
             ]

@@ -122,6 +122,19 @@ class RankReport:
     memory: MemoryReport | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at the place of one new token, as natural logarithms: log-softmax of the model's logits.
+
+    Attributes:
+        logprob: of the new token.
+        top: of the most likely tokens, as (token id, log-probability), the largest first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass(kw_only=True)
 class Generation:
     """Result of one prompt.
@@ -129,6 +142,7 @@ class Generation:
     Attributes:
         finish_reason: eos, stop or length.
         first_token_logits_top5: the largest raw logits of the first new token, as (token id, logit).
+        logprobs: of each new token; None if they were not asked for.
     """
 
     prompt_tokens: int
@@ -136,6 +150,7 @@ class Generation:
     text: str
     finish_reason: str
     first_token_logits_top5: list[tuple[int, float]]
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(kw_only=True)
@@ -232,6 +247,8 @@ def _prompt_fields(
 ) -> dict[str, Any]:
     """Fields of one prompt."""
     fields = asdict(generation)
+    if generation.logprobs is None:
+        del fields["logprobs"]
     # JSON has no NaN and no infinity, and a broken model should still get its report.
     top5 = [[token, logit if math.isfinite(logit) else None] for token, logit in fields.pop("first_token_logits_top5")]
     partition: dict[str, Any] = {"name": partition_name}

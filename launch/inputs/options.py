@@ -162,7 +162,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     """A sentence for each option that differs from its default and has no effect in this run."""
     prompt, prefill, partition, model = run.prompt, run.prefill.name, run.partition.name, run.model.name
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
-    sampling = ["temperature", "top_p", "top_k", "seed"]
+    sampling = ["temperature", "top_p", "top_k", "min_p", "seed"]
     is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [

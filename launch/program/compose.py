@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CONF = ROOT / "conf"
 """The programs' own config files."""
 
-VERBATIM = ("prompt.text", "prompt.question", "generation.stop")
+VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
 
 POLICY_FILES = ("policy.schema", "policy.store", "policy.skew", "policy.path")
@@ -297,7 +297,8 @@ def _checked_override(
     is_file = name in POLICY_FILES or kinds.get(name) is str
     if is_file and value != "null" and value[:1] not in ("'", '"'):
         value = QuotedString(text=value, quote=Quote.double).with_quotes()
-    text = f"{'++' if is_open else ''}{name}={value}"
+    takes_keys = is_open or get_origin(kinds.get(name)) is dict
+    text = f"{'++' if takes_keys else ''}{name}={value}"
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -393,6 +394,7 @@ WORDS_FOR_TYPES: dict[Any, str] = {
     list[float]: "a list of numbers such as [0.6,0.4]",
     list[int]: "a list of whole numbers such as [1024,2048]",
     list[str]: "a list of names such as [single,kvr_s]",
+    dict[int, float]: "a set of token ids with numbers such as {50:-100}",
 }
 """The values of a type, as a message names them."""
 

@@ -25,12 +25,12 @@ class NeverEnds(ValueError):
     """The template exceeded the time limit. Other calls of it are not worth trying."""
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Text that a tokenizer's chat template makes of messages.
 
     Args:
         tokenizer: tokenizer of transformers.
-        messages: role and content of each message.
+        messages: role, content and whatever else the template reads of each message.
         options: options of transformers' apply_chat_template.
 
     Raises:
@@ -58,7 +58,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -
         error = found[0]
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(reason) from error
-    content = sum(len(message["content"]) for message in messages)
+    content = sum(len(str(given)) for given in (*messages, *options.get("tools", ())))
     if len(found[0]) > LONGEST_REPEATED * content + LONGEST_MARKUP:
         raise ValueError(f"it makes {len(found[0]):,} characters of {content:,}")
     return found[0]

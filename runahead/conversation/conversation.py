@@ -19,6 +19,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions
 from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.sampling import check_options
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
@@ -155,6 +156,7 @@ class Conversation:
         options = options or GenerationOptions()
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")
+        check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]

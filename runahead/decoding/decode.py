@@ -14,8 +14,10 @@ from torch import Tensor
 from runahead.config import GenerationOptions
 from runahead.decoding.forward import Forward
 from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.decoding.scored_tokens import ScoredToken
 from runahead.decoding.stop_strings import StopStrings
 from runahead.model.model import Model
+from runahead.report import TokenLogprobs
 
 
 class Row:
@@ -23,22 +25,28 @@ class Row:
 
     Attributes:
         prompt, new_ids: token ids.
+        logprobs: log-probabilities of each new token; empty if they were not asked for.
         device: where token ids go.
         finish_reason: "eos", "stop", "length", "cancelled", or None while it goes on.
     """
 
     def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
         self.prompt, self.new_ids = prompt, list[int]()
+        self.logprobs: list[TokenLogprobs] = []
         self.device = model.device
         self.finish_reason: str | None = None
         self._options = options
         self._eos = set() if options.ignore_eos else model.eos_token_ids
-        self.sampler = Sampler(options, seed, model.device)
+        schema = options.json_schema
+        constraint = None if schema is None else model.json_schemas.constraint(schema)
+        self.sampler = Sampler(options, seed, model.device, prompt=prompt, constraint=constraint)
         self._text = StopStrings(model.tokenizer, options.stop)
 
     def add(self, token: int) -> int:
         """Append a new token, and set `finish_reason` if the row ends with it. Returns the token."""
-        self.new_ids.append(token)
+        self.new_ids.append(int(token))
+        if isinstance(token, ScoredToken):
+            self.logprobs.append(token.logprobs)
         if token in self._eos:
             self.finish_reason = "eos"
         elif self._text.add(token):
@@ -57,8 +65,8 @@ class Row:
         return self._text.text
 
 
-Choose = Callable[[Sequence[Sampler | None], Sequence[list[int]], Tensor | None], list[int | None]]
-"""Samplers of the rows, their token ids so far, and logits (B, V) -> the next token of every row, as `next_tokens`."""
+Choose = Callable[[Sequence[Sampler | None], Tensor | None], list[int | None]]
+"""Samplers of the rows, and logits (B, V) -> the next token of every row, as `next_tokens`."""
 
 
 @dataclass(kw_only=True)
@@ -71,12 +79,10 @@ class Decoded:
     num_steps: int
 
 
-def choose_alone(
-    samplers: Sequence[Sampler | None], token_ids: Sequence[list[int]], logits_BV: Tensor | None
-) -> list[int | None]:
+def choose_alone(samplers: Sequence[Sampler | None], logits_BV: Tensor | None) -> list[int | None]:
     """`Choose` of a rank that decodes by itself."""
     assert logits_BV is not None, "another rank chooses"
-    return next_tokens(samplers, token_ids, logits_BV)
+    return next_tokens(samplers, logits_BV)
 
 
 def decode(
@@ -101,7 +107,7 @@ def decode(
     step, first_token_s = 0, 0.0
     while True:
         samplers = [row.sampler if row.finish_reason is None else None for row in rows]
-        chosen = choose(samplers, [row.prompt + row.new_ids for row in rows], logits_BV)
+        chosen = choose(samplers, logits_BV)
         tokens = [None if token is None else row.add(token) for row, token in zip(rows, chosen, strict=True)]
         now = time.perf_counter()
         first_token_s = first_token_s or now

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from runahead.decoding.decode import Choose
 from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.decoding.scored_tokens import TOKEN_BYTES, pack, unpack
 from runahead.kv_transfer.gathering import Gathering, Gatherings
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-
-ENDED = -1
-"""What is told of a row that has ended."""
 
 
 def gathering_between(
@@ -30,7 +28,8 @@ def gathering_between(
     widest = max(shape.value_dim for shape in model.kv_shapes) + 1
     itemsize = torch.promote_types(model.dtype, torch.float32).itemsize
     members = [ranks.mesh.rank(stage, ranks.share) for stage in stages]
-    return gatherings.between(members, num_queries * model.num_query_heads * widest * itemsize)
+    query_bytes = max(model.num_query_heads * widest * itemsize, TOKEN_BYTES)
+    return gatherings.between(members, num_queries * query_bytes)
 
 
 def choose_together(gather: Gathering) -> Choose:
@@ -40,17 +39,16 @@ def choose_together(gather: Gathering) -> Choose:
     differently, so the last rank chooses for all.
     """
 
-    def choose(
-        samplers: Sequence[Sampler | None], token_ids: Sequence[list[int]], logits_BV: Tensor | None
-    ) -> list[int | None]:
-        told: list[int | None] = [None] * len(samplers)
+    def choose(samplers: Sequence[Sampler | None], logits_BV: Tensor | None) -> list[int | None]:
+        num_logprobs = [None if sampler is None else sampler.num_logprobs for sampler in samplers]
         gather.settle()
         if gather.is_last:
             assert logits_BV is not None, "the last rank has computed the last token"
-            told = next_tokens(samplers, token_ids, logits_BV)
-        own_B = torch.tensor([ENDED if token is None else token for token in told], device=gather.ranks.device)
-        heard_B = gather(own_B, "the next token")[-1]
+            own = pack(next_tokens(samplers, logits_BV), num_logprobs)
+        else:
+            own = pack([None] * len(samplers), num_logprobs)
+        heard = gather(own.to(gather.ranks.device), "the next token")[-1]
         gather.settle()
-        return [None if token == ENDED else token for token in heard_B.tolist()]
+        return unpack(heard, num_logprobs)
 
     return choose

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from runahead.decoding.scored_tokens import pack, unpack
 from runahead.ranks.ranks import Ranks
 
-ROW_ENDED, STREAM_ENDED = -1, -2
+STREAM_ENDED = -2
 TAG, ANSWER_TAG = 3, 4
 
 OnTokens = Callable[[list[int | None]], Iterable[int] | None]
-"""Receives the new token id of every row after each step, None for rows that have ended. May return rows to cancel."""
+"""Receives the new token id of every row after each step, None for rows that have ended. May return rows to cancel.
+
+It is a `ScoredToken` for rows that asked for log-probabilities."""
 
 
 class TokenStream:
@@ -24,7 +28,7 @@ class TokenStream:
 
     Args:
         source: rank whose tokens are sent, as several ranks may decode the same.
-        num_rows: rows of the batch.
+        num_logprobs: of each row of the batch, how many log-probabilities come with its tokens; None for none.
         on_tokens: called on rank 0 with each step's tokens.
         decoders: ranks that decode. Rank 0 is one of them only if it is the source.
         cancellable: whether rank 0 answers each step; the same on all ranks.
@@ -35,12 +39,12 @@ class TokenStream:
         ranks: Ranks,
         *,
         source: int,
-        num_rows: int,
+        num_logprobs: Sequence[int | None],
         on_tokens: OnTokens | None,
         decoders: Collection[int] = (),
         cancellable: bool = False,
     ) -> None:
-        self._ranks, self._source, self._num_rows = ranks, source, num_rows
+        self._ranks, self._source, self._num_logprobs = ranks, source, num_logprobs
         self._on_tokens = on_tokens or (lambda tokens: None)
         self._cancellable = cancellable
         self._answered = [rank for rank in decoders if rank != 0] if cancellable else []
@@ -57,7 +61,7 @@ class TokenStream:
             if self._source == 0:
                 self._own_answer = self._show(tokens)
             else:
-                self._post([ROW_ENDED if token is None else token for token in tokens], 0, TAG)
+                self._post(pack(tokens, self._num_logprobs), 0, TAG)
         return cancelled
 
     def relay(self) -> None:
@@ -67,15 +71,15 @@ class TokenStream:
         if self._source == 0:
             return
         if self._ranks.rank == self._source:
-            self._post([STREAM_ENDED] * self._num_rows, 0, TAG)
+            self._post(torch.full_like(self._message(), STREAM_ENDED), 0, TAG)
         elif self._ranks.rank == 0:
-            step = torch.empty(self._num_rows, dtype=torch.long)
+            step = self._message()
             what = f"the next token of {self._ranks.name(self._source)}"
             while True:
                 self._ranks.control(what, lambda: dist.recv(step, self._source, tag=TAG))
                 if step[0] == STREAM_ENDED:
                     return
-                self._show([None if token == ROW_ENDED else token for token in step.tolist()])
+                self._show(unpack(step, self._num_logprobs))
 
     def _show(self, tokens: list[int | None]) -> list[int]:
         """Show a step's tokens on rank 0, and answer the ranks that decode. Returns the rows to cancel."""
@@ -84,7 +88,8 @@ class TokenStream:
         if not self._cancellable:
             return []
         for rank in self._answered:
-            self._post([int(row in cancelled) for row in range(self._num_rows)], rank, ANSWER_TAG)
+            answer = [int(row in cancelled) for row in range(len(self._num_logprobs))]
+            self._post(torch.tensor(answer), rank, ANSWER_TAG)
         return cancelled
 
     def _next_answer(self) -> list[int]:
@@ -93,10 +98,13 @@ class TokenStream:
             return self._own_answer
         if self._ranks.rank not in self._answered:
             return []
-        answer = torch.empty(self._num_rows, dtype=torch.long)
+        answer = torch.empty(len(self._num_logprobs), dtype=torch.long)
         self._ranks.control("rank 0 to take a token", lambda: dist.recv(answer, 0, tag=ANSWER_TAG), [0])
         return [row for row, is_cancelled in enumerate(answer.tolist()) if is_cancelled]
 
-    def _post(self, values: list[int], rank: int, tag: int) -> None:
-        message = torch.tensor(values)
+    def _message(self) -> Tensor:
+        """A message of one step, without values."""
+        return torch.empty_like(pack([None] * len(self._num_logprobs), self._num_logprobs))
+
+    def _post(self, message: Tensor, rank: int, tag: int) -> None:
         self._ranks.post(lambda: dist.send(message, rank, tag=tag))

@@ -27,6 +27,7 @@ from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
+from runahead.model.json_schemas import JSONSchemas
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.sharing import Shares, copies_of_heads, local_part, share_model
 from runahead.model.memory import activation_bytes, memory_after_call
@@ -213,6 +214,11 @@ class Model:
             if ids is not None:
                 return {ids} if isinstance(ids, int) else set(ids)
         return set()
+
+    @cached_property
+    def json_schemas(self) -> JSONSchemas:
+        """Constraints by which answers follow JSON schemas."""
+        return JSONSchemas(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     @property
     def length_threshold(self) -> int | None:

@@ -33,11 +33,9 @@ def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list
     seen: list[Tensor] = []
     choose = together.next_tokens
 
-    def next_tokens(
-        samplers: Sequence[Sampler | None], ids: Sequence[list[int]], logits_BV: Tensor
-    ) -> list[int | None]:
+    def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[int | None]:
         seen[:] = [logits_BV.clone()]
-        return choose(samplers, ids, logits_BV)
+        return choose(samplers, logits_BV)
 
     for prompts, bounds, options, prefill in cases:
         seen.clear()

@@ -122,6 +122,13 @@ def test_stops_add_up():
     assert run_of(*args).generation.stop == ["x, y", "a", "b", " \n"]
 
 
+def test_a_schema_is_taken_as_it_is_and_biases_by_token_id() -> None:
+    schema = '{"type": "object", "properties": {"a": {"enum": ["${x}", "b=c, d"]}}}'
+    assert run_of(f"generation.json_schema={schema}").generation.json_schema == schema
+    run = run_of("generation.logit_bias={50:-100,7:0.5}", "generation.logprobs=3")
+    assert run.generation.logit_bias == {50: -100.0, 7: 0.5} and run.generation.logprobs == 3
+
+
 @pytest.mark.parametrize("name", ["a(1),[b]=c.txt", 'it\'s "quoted".txt', "back\\slash\\", " blank ", "x y"])
 def test_file_names_need_no_quotes(name):
     run = run_of(f"prompt.file={name}", f"report={name}")

@@ -66,6 +66,15 @@ MISTAKES = [
     (GenerationOptions, {"top_k": -1}, "top_k=-1"),
     (GenerationOptions, {"repetition_penalty": 0.0}, "repetition_penalty=0"),
     (GenerationOptions, {"stop": ["a", ""]}, "empty string"),
+    (GenerationOptions, {"min_p": 1.5}, "from 0 to 1"),
+    (GenerationOptions, {"presence_penalty": 2.5}, "presence_penalty=2.5 must be from -2 to 2"),
+    (GenerationOptions, {"frequency_penalty": math.nan}, "frequency_penalty=nan"),
+    (GenerationOptions, {"logit_bias": {5: 101.0}}, "from -100 to 100"),
+    (GenerationOptions, {"logit_bias": {-1: 1.0}}, "token ids"),
+    (GenerationOptions, {"logprobs": 21}, "from 0 to 20"),
+    (GenerationOptions, {"json_schema": "[1]"}, "not an object in JSON"),
+    (GenerationOptions, {"json_schema": "{" * 100_000}, "not an object in JSON"),
+    (GenerationOptions, {"json_schema": "{}", "ignore_eos": True}, "does not go with generation.json_schema"),
     (RunOptions, {"warmup": -1}, "warmup=-1"),
 ]
 

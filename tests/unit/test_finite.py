@@ -47,7 +47,7 @@ def test_a_token_that_only_the_prompt_has_is_noticed_before_anything_is_said() -
 def test_no_token_comes_of_what_is_no_number(bad: float, do_sample: bool) -> None:
     sampler = Sampler(GenerationOptions(do_sample=do_sample), 0, torch.device("cpu"))
     with pytest.raises(ValueError, match="not numbers"):
-        next_tokens([sampler], [[1]], torch.tensor([[0.0, bad, 1.0]]))
+        next_tokens([sampler], torch.tensor([[0.0, bad, 1.0]]))
     ended: list[Sampler | None] = [None, sampler]
     rows_BV = torch.tensor([[0.0, bad, 1.0], [0.0, -torch.inf, -torch.inf]])
-    assert next_tokens(ended, [[1], [1]], rows_BV) == [None, 0], "a row that has ended is not asked"
+    assert next_tokens(ended, rows_BV) == [None, 0], "a row that has ended is not asked"

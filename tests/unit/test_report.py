@@ -19,7 +19,7 @@ from launch.outputs.summary import dtype_hint, summary
 from runahead import files
 from runahead.config import DType, PrefillOptions
 from runahead.files import ensure_writable, write_whole
-from runahead.report import Generation, GenerationBatch, RankReport, report_json
+from runahead.report import Generation, GenerationBatch, RankReport, TokenLogprobs, report_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,6 +105,13 @@ def test_report_of_one_prompt_has_every_field_on_top():
 
 def test_logits_that_json_cannot_hold_become_null():
     assert report(batch(generation()))["first_token_logits_top5"] == [[5, 1.5], [7, 1.0], [1, None]]
+
+
+def test_log_probabilities_are_there_if_they_were_asked_for():
+    scored = generation()
+    scored.logprobs = [TokenLogprobs(logprob=-0.5, top=[(5, -0.5), (7, -1.0)]), TokenLogprobs(logprob=-2.0, top=[])]
+    expected = [{"logprob": -0.5, "top": [[5, -0.5], [7, -1.0]]}, {"logprob": -2.0, "top": []}]
+    assert report(batch(scored))["logprobs"] == expected
 
 
 def test_text_that_looks_like_a_list_stays_as_it_is():

@@ -1,0 +1,113 @@
+"""JSON schemas as constraints on tokens, by llguidance: which tokens keep a text on the way to JSON of that schema."""
+
+# Legend: V vocabulary.
+
+from __future__ import annotations
+
+import warnings
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runahead.failures import first_line
+
+LAYOUT: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False, "lenient": False}
+"""At most one blank after a comma or a colon: where any whitespace is allowed, a model may write blanks without end.
+Keywords that llguidance does not know are refused, whatever the schema says about that."""
+
+MOST_SCHEMAS = 32
+"""Schemas whose parsers are kept for the next rows."""
+
+
+class JSONSchemas:
+    """Constraints by JSON schemas for the tokens of one model.
+
+    Args:
+        tokenizer: the model's; None if it has none.
+        vocab_size: number of logits.
+        eos_ids: token ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: set[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._matchers: dict[str, Any] = {}
+
+    def check(self, schema: str) -> None:
+        """Check that answers can follow a JSON schema, given as JSON text.
+
+        Raises:
+            ValueError: llguidance or a tokenizer is missing, or the schema is wrong or has a keyword that llguidance
+                does not support.
+        """
+        self.constraint(schema)
+
+    def constraint(self, schema: str) -> JSONConstraint:
+        """The constraint of one row. Raises: ValueError, as `check`."""
+        matcher = self._matchers.get(schema)
+        if matcher is None:
+            matcher = self._matcher(schema)
+            if len(self._matchers) >= MOST_SCHEMAS:
+                self._matchers.clear()
+            self._matchers[schema] = matcher
+        return JSONConstraint(matcher.deep_copy(), self._vocab_size)
+
+    def _matcher(self, schema: str) -> Any:
+        vocabulary = self._vocabulary
+        from llguidance import LLMatcher
+
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
+        except ValueError as error:
+            raise ValueError(f"llguidance: {first_line(error)}") from error
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"llguidance: {matcher.get_error().strip().splitlines()[0]}")
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """llguidance's form of the tokenizer, which takes up to a second to make."""
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ValueError(
+                f"answers in JSON need {error.name}, which is not installed; use pip install 'runahead[guided]'"
+            ) from error
+        if self._tokenizer is None or not self._eos_ids:
+            missing = "a tokenizer" if self._tokenizer is None else "an end token"
+            raise ValueError(f"answers in JSON need a model with {missing}, and this one has none")
+        own = self._tokenizer.eos_token_id
+        eos_id = own if own in self._eos_ids else min(self._eos_ids)
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos_id)
+        except Exception as error:  # of whatever kind llguidance raises for a tokenizer that it cannot read
+            raise ValueError(f"llguidance cannot read this model's tokenizer: {first_line(error)}") from error
+
+
+class JSONConstraint:
+    """Constraint of one row: a parser that has read the tokens so far. After the JSON only the end token is allowed.
+
+    Args:
+        matcher: llguidance's.
+        vocab_size: number of logits.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self, device: torch.device) -> Tensor:
+        """The tokens that may come next, as bool (V)."""
+        # An eighth of the bytes goes to a GPU, where the bits are spread out; the model's forward may still run there.
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        packed = packed.to(device, non_blocking=True)
+        bits = torch.arange(8, dtype=torch.uint8, device=device)
+        return (packed[:, None] >> bits & 1).flatten()[: self._vocab_size].bool()
+
+    def add(self, token: int) -> None:
+        """Take the token that came."""
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():  # a limit of llguidance's parser; the mask leaves the end token only
+            reason = self._matcher.get_error().strip().splitlines()[0]
+            warnings.warn(f"an answer in JSON ends before its time: {reason}", stacklevel=2)

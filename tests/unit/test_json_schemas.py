@@ -1,0 +1,109 @@
+"""Answers of a model without any sense are JSON of the schema that they were to follow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from runahead.config import GenerationOptions
+from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.model.json_schemas import JSONSchemas
+from tests.unit.tokenizers_for_tests import KINDS, byte_level
+
+CPU = torch.device("cpu")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["captain", "sister"]},
+        "letters": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "letters"],
+    "additionalProperties": False,
+}
+
+
+def schemas(kind: str, more_logits: int = 0) -> JSONSchemas:
+    tokenizer = KINDS[kind]()
+    return JSONSchemas(tokenizer, len(tokenizer) + more_logits, {tokenizer.eos_token_id})
+
+
+def answer(made: JSONSchemas, schema: dict[str, Any], seed: int, num_tokens: int = 300) -> tuple[str, bool]:
+    """Text of an answer by a model that finds all tokens about as likely, and whether it has ended by itself."""
+    tokenizer = made._tokenizer
+    assert tokenizer is not None
+    options = GenerationOptions(do_sample=True, json_schema=json.dumps(schema))
+    sampler = Sampler(options, seed, CPU, constraint=made.constraint(json.dumps(schema)))
+    logits = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    for _ in range(num_tokens):
+        [token] = next_tokens([sampler], torch.randn(1, made._vocab_size, generator=logits))
+        assert token is not None
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(ids), True
+        ids.append(token)
+    return tokenizer.decode(ids), False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_has_the_schemas_properties_and_ends(kind: str, seed: int) -> None:
+    text, has_ended = answer(schemas(kind, more_logits=11), PERSON, seed)
+    assert has_ended
+    value = json.loads(text)
+    assert list(value) == PERSON["required"]
+    assert isinstance(value["name"], str) and len(value["name"]) <= 6
+    assert type(value["age"]) is int and 0 <= value["age"] <= 150
+    assert value["kind"] in ("captain", "sister")
+    assert len(value["letters"]) <= 3 and all(type(each) is bool for each in value["letters"])
+
+
+def test_rows_do_not_share_where_they_are() -> None:
+    made = schemas("byte_level")
+    first, second = made.constraint('{"type": "object"}'), made.constraint('{"type": "object"}')
+    before = second.allowed(CPU)
+    brace = byte_level()("{", add_special_tokens=False)["input_ids"][0]
+    assert before.sum() >= 1 and before[brace]
+    first.add(brace)
+    assert torch.equal(second.allowed(CPU), before)
+    assert not torch.equal(first.allowed(CPU), before)
+
+
+def test_after_the_json_only_the_end_token_is_allowed() -> None:
+    constraint, tokenizer = schemas("byte_level").constraint('{"const": 7}'), byte_level()
+    for token in tokenizer("7", add_special_tokens=False)["input_ids"]:
+        constraint.add(token)
+    assert constraint.allowed(CPU).nonzero().flatten().tolist() == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "robot"}, "robot"),
+        ({"type": "object", "not": {"required": ["a"]}}, "not"),
+        ({"type": "object", "not": {"required": ["a"]}, "x-guidance": {"lenient": True}}, "not"),
+        ({"$ref": "https://example.org/schema.json"}, ""),
+        ({"enum": []}, ""),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_in_one_line(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match="llguidance: ") as refused:
+        schemas("byte_level").check(json.dumps(schema))
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    tokenizer = byte_level()
+    missing = mock.patch.dict(sys.modules, {"llguidance": None, "llguidance.hf": None})
+    with missing, pytest.raises(ValueError, match=r"pip install 'runahead\[guided\]'"):
+        JSONSchemas(tokenizer, 400, {1}).check("{}")
+    with pytest.raises(ValueError, match="a model with a tokenizer"):
+        JSONSchemas(None, 400, {1}).check("{}")
+    with pytest.raises(ValueError, match="a model with an end token"):
+        JSONSchemas(tokenizer, 400, set()).check("{}")
