@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from launch.server.logprobs import Scored, TokenTexts, chat_logprobs, text_logprobs
 from runahead.config import GenerationOptions
+from runahead.decoding.scored_tokens import ScoredToken
 from runahead.decoding.stop_strings import StopStrings
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -25,6 +28,8 @@ class RowText:
         self._text = StopStrings(tokenizer, options.stop)
         self._eos_ids = set() if options.ignore_eos else eos_ids
         self._max_new_tokens = options.max_new_tokens
+        self._is_json = options.json_schema is not None
+        self._scored: list[Scored] = []
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
@@ -33,6 +38,8 @@ class RowText:
         if self.finish_reason is not None:
             return ""
         self.num_tokens += 1
+        if isinstance(token, ScoredToken):
+            self._scored.append(Scored(token=int(token), logprobs=token.logprobs, offset=len(self._text.text)))
         ended = None
         if token in self._eos_ids:
             ended = "eos"
@@ -43,11 +50,26 @@ class RowText:
         if ended is not None:
             self._text.finish()
             self.finish_reason = FINISHED[ended]
+            if ended == "eos" and self._is_json and not _parses(self._text.text):
+                self.finish_reason = "length"  # the parser that leads it has come to a limit
         return self._text.take()
+
+    def take_scored(self) -> list[Scored]:
+        """Tokens with log-probabilities that were not taken before; none if the row did not ask for any."""
+        taken, self._scored = self._scored, []
+        return taken
 
     @property
     def text(self) -> str:
         return self._text.text
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class Form:
@@ -57,11 +79,12 @@ class Form:
         identity: of the request.
         model: the model's name in the API.
         is_chat: whether it is /v1/chat/completions.
+        texts: of single tokens, for log-probabilities.
     """
 
-    def __init__(self, identity: str, model: str, *, is_chat: bool) -> None:
+    def __init__(self, identity: str, model: str, *, is_chat: bool, texts: TokenTexts) -> None:
         prefix, kind = ("chatcmpl-", "chat.completion") if is_chat else ("cmpl-", "text_completion")
-        self._is_chat = is_chat
+        self._is_chat, self._texts = is_chat, texts
         self._head = {"id": prefix + identity, "created": int(time.time()), "model": model}
         self._whole, self._chunk = kind, kind + ".chunk" if is_chat else kind
 
@@ -72,28 +95,41 @@ class Form:
             said: dict[str, Any] = {"text": row.text}
             if self._is_chat:
                 said = {"message": {"role": "assistant", "content": row.text, "refusal": None}}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": row.finish_reason})
+            logprobs = self._logprobs(row.take_scored())
+            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": row.finish_reason})
         return {**self._head, "object": self._whole, "choices": choices, "usage": usage}
 
     def begin(self, index: int) -> dict[str, Any] | None:
         """The chunk before a row's text, which says who speaks; None if there is none."""
         return self._of(index, {"role": "assistant", "content": ""}) if self._is_chat else None
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        """A chunk of a row's text."""
-        return self._of(index, {"content": text} if self._is_chat else text)
+    def text(self, index: int, text: str, scored: Sequence[Scored]) -> dict[str, Any]:
+        """A chunk of a row's text, with the log-probabilities of the tokens since the chunk before."""
+        return self._of(index, {"content": text} if self._is_chat else text, scored=scored)
 
-    def end(self, index: int, reason: str | None) -> dict[str, Any]:
-        """The last chunk of a row."""
-        return self._of(index, {} if self._is_chat else "", reason)
+    def end(self, index: int, reason: str | None, scored: Sequence[Scored]) -> dict[str, Any]:
+        """The last chunk of a row, with the log-probabilities of tokens that have no text."""
+        return self._of(index, {} if self._is_chat else "", reason, scored)
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The chunk after all rows, with the usage."""
         return {**self._head, "object": self._chunk, "choices": [], "usage": usage}
 
-    def _of(self, index: int, said: dict[str, Any] | str, reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": index, "delta" if self._is_chat else "text": said, "logprobs": None, "finish_reason": reason}
+    def _of(
+        self, index: int, said: dict[str, Any] | str, reason: str | None = None, scored: Sequence[Scored] = ()
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta" if self._is_chat else "text": said,
+            "logprobs": self._logprobs(scored),
+            "finish_reason": reason,
+        }
         return {**self._head, "object": self._chunk, "choices": [choice]}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not scored:
+            return None
+        return (chat_logprobs if self._is_chat else text_logprobs)(scored, self._texts)
 
 
 def usage_of(num_prompt_tokens: int, rows: Sequence[RowText]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import sys
 import time
 import uuid
@@ -24,13 +25,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from launch.server.answers import Form, RowText, usage_of
 from launch.server.errors import APIError, dumps, shown, wrong
 from launch.server.exchange import Exchange
-from launch.server.fields import ChatRequest, CompletionRequest, read_chat, read_completion, read_json
+from launch.server.fields import ChatRequest, CompletionRequest, read_chat, read_completion
+from launch.server.generation import FIELD_OF
 from launch.server.keys import Keys
+from launch.server.logprobs import TokenTexts
 from launch.server.metrics import Metrics
 from launch.server.options import ServeOptions
 from launch.server.prompts import prompts_of
-from runahead.config import MAX_SEED, GenerationOptions
+from launch.server.reader import read_json
+from runahead.config import GenerationOptions
+from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
+from runahead.model.json_schemas import JSONSchemas
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Refused, Scheduler
 
@@ -49,6 +55,7 @@ class API:
         scheduler: of rank 0.
         tokenizer: of the model; None if it has none. Nothing else may use it.
         eos_ids: token ids that end an answer.
+        vocab_size: number of token ids.
         model: the model's name in the API.
         options: limits and log.
         defaults: generation options of requests that do not say otherwise.
@@ -60,6 +67,7 @@ class API:
         *,
         tokenizer: Any | None,
         eos_ids: set[int],
+        vocab_size: int,
         model: str,
         options: ServeOptions,
         defaults: GenerationOptions,
@@ -67,6 +75,9 @@ class API:
     ) -> None:
         self.scheduler, self.options, self.model, self.metrics = scheduler, options, model, Metrics()
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
+        self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
+        self._json_schemas = JSONSchemas(tokenizer, vocab_size, eos_ids)
+        self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._bytes_being_read = 0
@@ -123,11 +134,7 @@ class API:
         async with self._body(request) as body:
             read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat)
         n = len(read.options)
-        rows = [
-            options if read.chose_seed else replace(options, seed=(options.seed + number * n) % (MAX_SEED + 1))
-            for number in range(len(prompts))
-            for options in read.options
-        ]
+        rows = [self._with_seed(options, read.chose_seed) for _ in prompts for options in read.options]
         queued = Request(
             prompts=[ids for ids in prompts for _ in range(n)],
             options=rows,
@@ -149,8 +156,12 @@ class API:
             message = f"{refused}; try again in {wait_s} s"
             headers = {"retry-after": str(wait_s)}
             raise APIError(429, message, code="rate_limit_exceeded", headers=headers) from refused
-        form = Form(request.state.identity, self.model, is_chat=is_chat)
+        form = Form(request.state.identity, self.model, is_chat=is_chat, texts=self._texts)
         return Answering(self, queued, exchange, form, read, request)
+
+    def _with_seed(self, options: GenerationOptions, chose_seed: bool) -> GenerationOptions:
+        """Options of a row; one that is sampled without a seed takes the next of the server's."""
+        return options if chose_seed or not options.do_sample else replace(options, seed=self._seeds.getrandbits(32))
 
     def _read(self, body: bytes, is_chat: bool) -> tuple[ChatRequest | CompletionRequest, list[list[int]]]:
         """A request and its prompts, checked. Raises: APIError."""
@@ -159,8 +170,10 @@ class API:
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
         if read.model is not None:
             self._check_model(read.model)
-        if self._tokenizer is None and read.options[0].stop:
-            raise wrong("stop", "needs a tokenizer, and this model has none")
+        refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._json_schemas)
+        if refused is not None:
+            name, reason = refused
+            raise wrong(FIELD_OF.get(name, name), shown(reason, 300))
         num_prompts = len(read.prompts) if isinstance(read, CompletionRequest) else 1
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
@@ -346,10 +359,10 @@ class Answering:
                     begun[index] = True
                     events.append(form.begin(index))
                 if text:
-                    events.append(form.text(index, text))
+                    events.append(form.text(index, text, row.take_scored()))
                 if row.finish_reason is not None and not ended[index]:
                     ended[index] = True
-                    events.append(form.end(index, row.finish_reason))
+                    events.append(form.end(index, row.finish_reason, row.take_scored()))
             await self._write_events(events)
         if exchange.failure is not None and not all(ended):
             await self._write_events([APIError(503, exchange.failure).body])

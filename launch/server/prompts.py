@@ -13,7 +13,7 @@ def prompts_of(request: ChatRequest | CompletionRequest, tokenizer: Any | None) 
     """Token ids of each prompt of a request.
 
     Raises:
-        APIError: the model has no tokenizer or no chat template for it, or the template fails.
+        APIError: the model has no tokenizer or no chat template for it, or the template fails or leaves the tools out.
     """
     if isinstance(request, ChatRequest):
         return [_of_chat(request, tokenizer)]
@@ -25,12 +25,21 @@ def _of_chat(request: ChatRequest, tokenizer: Any | None) -> list[int]:
         raise APIError(400, "this model has no chat template; use /v1/completions", param="messages")
     # A template has the assistant answer next, or go on with what it has begun to say.
     goes_on = request.messages[-1]["role"] == "assistant"
-    how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    how: dict[str, Any] = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    text = _rendered(request, tokenizer, how)
+    if request.tools:
+        told = _rendered(request, tokenizer, how | {"tools": request.tools})
+        if told == text:
+            raise wrong("tools", "are not in this model's chat template, so it would not know of them; leave them out")
+        text = told
+    return _ids(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], "messages")
+
+
+def _rendered(request: ChatRequest, tokenizer: Any, how: dict[str, Any]) -> str:
     try:
-        text = render(tokenizer, request.messages, **how)
+        return render(tokenizer, request.messages, **how)
     except ValueError as error:
         raise wrong("messages", f"do not fit the model's chat template: {shown(str(error), 200)}") from error
-    return _ids(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], "messages")
 
 
 def _of_text(text: str, tokenizer: Any | None) -> list[int]:

@@ -8,6 +8,7 @@ import socket
 import threading
 from typing import Any
 
+from launch.inputs.generation import check_generation
 from launch.inputs.partitions import partitioner, settle
 from launch.inputs.policies import rank_policies
 from launch.inputs.policy_file import load_files
@@ -75,7 +76,9 @@ def _prepare(run: ServeRun, num_shares: int) -> tuple[socket.socket, Keys, Any]:
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, num_shares)
-    return bound, keys, loading.load_tokenizer(run.model)
+    tokenizer = loading.load_tokenizer(run.model)
+    check_generation(run.generation, tokenizer, config)
+    return bound, keys, tokenizer
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:
@@ -120,6 +123,7 @@ def _serve_clients(
         scheduler,
         tokenizer=tokenizer,
         eos_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
         model=options.model_name or model.name,
         options=options,
         defaults=run.generation,

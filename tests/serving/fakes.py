@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
 from runahead.config import Device, GenerationOptions, PrefillOptions, RanksOptions
+from runahead.decoding.scored_tokens import ScoredToken
 from runahead.ranks.ranks import Ranks
+from runahead.report import TokenLogprobs
 from runahead.serving.scheduler import QueueLimits, Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from tests.unit.tokenizers_for_tests import byte_level
@@ -25,15 +28,27 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TOOLS_TEMPLATE = "{% for tool in tools or [] %}<tool>{{ tool | tojson }}{% endfor %}" + TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{{ message.tool_call_id }}{% for call in message.tool_calls or [] %}"
+    "<call>{{ call.id }} {{ call.function.name }} {{ call.function.arguments.ship }}{% endfor %}",
+)
+"""A chat template that takes tools, calls of tools and their results."""
 
 
-def chat_tokenizer() -> Any:
-    """A tokenizer of its own with a chat template, which "refuse" in a message makes fail."""
-    from copy import deepcopy
-
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    """A tokenizer of its own with a chat template."""
     tokenizer = deepcopy(byte_level())
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def scored(token: int, number: int | None) -> int:
+    """A token with made-up log-probabilities, if it is to have any."""
+    if number is None:
+        return token
+    top = [(token + place, -1.0 - place) for place in range(number)]
+    return ScoredToken(token, TokenLogprobs(logprob=-0.5, top=top))
 
 
 class FakeEngine:
@@ -41,6 +56,7 @@ class FakeEngine:
 
     Attributes:
         batches: prompts of each call.
+        options: of all rows so far.
         steps: tokens that each call made.
         prefill: called when a prefill begins.
         step_s: seconds per token.
@@ -57,6 +73,7 @@ class FakeEngine:
         self.model = SimpleNamespace(config=config, uneven_limit=None, length_threshold=None, name="fake")
         self.prefill = self.prefill_options
         self.batches: list[list[list[int]]] = []
+        self.options: list[GenerationOptions] = []
         self.steps: list[int] = []
         self.when_prefilling: Callable[[], object] = lambda: None
         self.step_s = 0.0
@@ -71,6 +88,7 @@ class FakeEngine:
         cancellable: bool,
     ) -> Any:
         self.batches.append(prompts)
+        self.options += options
         self.steps.append(0)
         began_s = time.perf_counter()
         self.when_prefilling()
@@ -80,7 +98,10 @@ class FakeEngine:
         while not all(ended):
             if self.error is not None:
                 raise self.error
-            tokens = [None if end else ids[-1 - step % len(ids)] for ids, end in zip(prompts, ended, strict=True)]
+            tokens = [
+                None if end else scored(ids[-1 - step % len(ids)], each.logprobs)
+                for ids, end, each in zip(prompts, ended, options, strict=True)
+            ]
             ended = [end or step + 1 >= each.max_new_tokens for end, each in zip(ended, options, strict=True)]
             for row in on_tokens(tokens):
                 ended[row] = True
@@ -94,16 +115,19 @@ class FakeEngine:
 class Served:
     """A running server: its address, engine, scheduler and API."""
 
-    def __init__(self, engine: FakeEngine, options: ServeOptions, limits: QueueLimits, keys: Keys) -> None:
+    def __init__(
+        self, engine: Any, options: ServeOptions, limits: QueueLimits, keys: Keys, tokenizer: Any, seed: int
+    ) -> None:
         self.engine, self.options = engine, options
-        self.scheduler = Scheduler(engine, limits)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(engine, limits)
         self.api = API(
             self.scheduler,
-            tokenizer=chat_tokenizer(),
-            eos_ids={engine.tokenizer.eos_token_id},
+            tokenizer=tokenizer,
+            eos_ids={tokenizer.eos_token_id},
+            vocab_size=len(tokenizer),
             model="fake",
             options=options,
-            defaults=GenerationOptions(max_new_tokens=16),
+            defaults=GenerationOptions(max_new_tokens=16, seed=seed),
             keys=keys,
         )
         bound = bound_socket("127.0.0.1", 0)
@@ -126,12 +150,15 @@ def serving(
     *,
     keys: Keys | None = None,
     limits: QueueLimits | None = None,
+    engine: Any = None,
+    tokenizer: Any = None,
+    seed: int = 0,
     **options: Any,
 ) -> Iterator[Served]:
-    """A server in threads of this process, stopped after the block."""
+    """A server in threads of this process, stopped after the block; with an engine that makes up tokens by default."""
     made = ServeOptions(log=False, port=0, **options)
     limits = limits or QueueLimits(batch=made.batch, batch_wait_s=0.0)
-    served = Served(FakeEngine(), made, limits, keys or Keys())
+    served = Served(engine or FakeEngine(), made, limits, keys or Keys(), tokenizer or chat_tokenizer(), seed)
     served.http.start()
     served.thread.start()
     deadline = time.monotonic() + 20

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import httpx2
@@ -15,16 +16,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIStatusError, OpenAI
 
-from launch.server.fields import NOT_SUPPORTED
 from launch.server.keys import Keys
+from launch.server.reader import NOT_SUPPORTED
 from runahead.failures import PeerFailure
 from runahead.serving.scheduler import QueueLimits
-from tests.serving.fakes import POSITIONS, Served, serving, until
+from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, Served, chat_tokenizer, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = "a-key-of-this-test-only"
 CLIENT = httpx2.Client(timeout=30, trust_env=False)
 HELLO = {"messages": [{"role": "user", "content": "hello world"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """A message of the assistant that calls a tool."""
+    function = CALL["function"] | {"arguments": arguments}  # type: ignore[operator]
+    return {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}]}
+
+
+def schema(inner: dict[str, Any] | None) -> dict[str, Any]:
+    """A response format."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": inner}}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +81,8 @@ def test_the_official_client_gets_whole_answers_and_streams(served):
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     assert [model.id for model in client.models.list()] == ["fake"]
     with pytest.raises(APIStatusError) as refused:
-        client.chat.completions.create(**asked, presence_penalty=0.5)
-    assert (refused.value.status_code, refused.value.body["param"]) == (400, "presence_penalty")
+        client.chat.completions.create(**asked, reasoning_effort="high")
+    assert (refused.value.status_code, refused.value.body["param"]) == (400, "reasoning_effort")
 
 
 def test_a_stream_says_what_the_whole_answer_says(served):
@@ -100,7 +114,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
         (HELLO | {"temperature": "hot"}, "temperature"),
         (HELLO | {"temperature": True}, "temperature"),
         (HELLO | {"temperature": -1}, "temperature"),
@@ -118,10 +132,38 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"stop": 3}, "stop"),
         (HELLO | {"stream": 1}, "stream"),
         (HELLO | {"stream_options": {}}, "stream_options"),
-        (HELLO | {"logprobs": True}, "logprobs"),
-        (HELLO | {"tools": [{"type": "function"}]}, "tools"),
-        (HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
+        (HELLO | {"logprobs": 1}, "logprobs"),
+        (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (HELLO | {"top_logprobs": 2}, "top_logprobs"),
+        (HELLO | {"min_p": 1.5}, "min_p"),
+        (HELLO | {"presence_penalty": -2.1}, "presence_penalty"),
         (HELLO | {"frequency_penalty": False}, "frequency_penalty"),
+        (HELLO | {"logit_bias": [5]}, "logit_bias"),
+        (HELLO | {"logit_bias": {"a": 1}}, "logit_bias"),
+        (HELLO | {"logit_bias": {"-1": 1}}, "logit_bias"),
+        (HELLO | {"logit_bias": {"5": 101}}, "logit_bias"),
+        (HELLO | {"logit_bias": {"5": True}}, "logit_bias"),
+        (HELLO | {"logit_bias": {"999999": 1}}, "logit_bias"),
+        (HELLO | {"logit_bias": {str(token): 1 for token in range(2000)}}, "logit_bias"),
+        (HELLO | {"response_format": "json"}, "response_format"),
+        (HELLO | {"response_format": {}}, "response_format.type"),
+        (HELLO | {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (HELLO | {"response_format": schema(None)}, "response_format.json_schema"),
+        (HELLO | {"response_format": schema({"type": "robot"})}, "response_format"),
+        (HELLO | {"response_format": schema({"type": "object", "not": {}})}, "response_format"),
+        (HELLO | {"response_format": schema({"enum": ["x" * 120_000]})}, "response_format.json_schema.schema"),
+        (HELLO | {"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format"),
+        (HELLO | {"tools": {}}, "tools"),
+        (HELLO | {"tools": [{"type": "function"}]}, "tools[0]"),
+        (HELLO | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (HELLO | {"tools": [TOOL]}, "tools"),
+        (HELLO | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (HELLO | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [calling("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [calling("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
         (HELLO | {"colour": "red"}, "colour"),
         (HELLO | {"model": "gpt"}, "model"),
     ],
@@ -135,7 +177,8 @@ def test_a_wrong_field_is_named(served, body, param):
 
 
 def test_fields_that_ask_for_nothing_are_taken(served):
-    idle = {name: values[-1] for name, values in NOT_SUPPORTED.items()} | {"presence_penalty": 0.0, "user": "me"}
+    idle = {name: values[-1] for name, values in NOT_SUPPORTED.items()} | {"user": "me"}
+    idle |= {"presence_penalty": 0.0, "logprobs": False, "logit_bias": {}, "response_format": {"type": "text"}}
     assert post(served, CHAT, HELLO | idle).status_code == 200
 
 
@@ -204,6 +247,14 @@ FIELDS = st.sampled_from(
         "repetition_penalty",
         "max_completion_tokens",
         "response_format",
+        "logprobs",
+        "top_logprobs",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "tools",
+        "tool_choice",
+        "ignore_eos",
         "x",
     ]
 )
@@ -218,6 +269,59 @@ def test_any_body_gets_an_answer_or_an_error_in_openais_shape(served, is_chat, c
     if response.status_code == 200:
         assert "choices" in response.text
     else:
+        error_of(response)
+
+
+FULL: dict[str, Any] = {
+    "messages": [
+        *HELLO["messages"],
+        calling('{"ship": ["Terror"]}'),
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ],
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "response_format": schema({"type": "object", "properties": {"a": {"enum": [1, None]}}, "required": ["a"]}),
+    "logit_bias": {"5": -100, "6": 0.5},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "min_p": 0.1,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 2,
+    "max_tokens": 2,
+}
+"""A request with all that may nest."""
+
+
+@st.composite
+def changed_somewhere(draw: st.DrawFn) -> dict[str, Any]:
+    """The full request, but for one value in it."""
+    body = deepcopy(FULL)
+    place: Any = body
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or not place[key] or draw(st.integers(0, 3)) == 0:
+            place[key] = draw(JSON)
+            return body
+        place = place[key]
+
+
+@pytest.fixture(scope="module")
+def with_tools():
+    with serving(tokenizer=chat_tokenizer(TOOLS_TEMPLATE)) as running:
+        yield running
+
+
+def test_a_request_with_all_fields_is_answered(with_tools):
+    [choice] = post(with_tools, CHAT, FULL).json()["choices"]
+    assert [len(each["top_logprobs"]) for each in choice["logprobs"]["content"]] == [2, 2]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=changed_somewhere())
+def test_any_value_in_a_field_gets_an_answer_or_an_error_in_openais_shape(with_tools, body):
+    response = post(with_tools, CHAT, body)
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
         error_of(response)
 
 

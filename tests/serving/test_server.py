@@ -146,6 +146,20 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         assert sampled[0]["choices"][0]["text"] == sampled[1]["choices"][0]["text"]
         assert len({choice["text"] for choice in sampled[1]["choices"]}) == 3
 
+        schema = {"type": "array", "items": {"enum": ["ice", "ship"]}, "minItems": 2, "maxItems": 4}
+        formatted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        asked_json = {
+            "prompt": "the ice",
+            "max_tokens": 99,
+            "temperature": 2,
+            "logprobs": 2,
+            "response_format": formatted,
+        }
+        [choice] = server.post(asked_json).json()["choices"]
+        assert set(json.loads(choice["text"])) <= {"ice", "ship"}
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"] + "<eos>"
+        assert len(choice["logprobs"]["top_logprobs"]) == len(choice["logprobs"]["token_logprobs"])
+
         client = OpenAI(base_url=server.url + "/v1", api_key="none")
         said = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=3)
         assert said.usage.completion_tokens == 3
@@ -195,7 +209,7 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
     page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     lines = page.replace("\\\n", " ").splitlines()
     commands = [line.strip() for line in lines if line.startswith("    curl ")]
-    assert len(commands) == 2
+    assert len(commands) == 3
     with job("model=smollm2") as server:
         for command in commands:
             run = subprocess.run(
@@ -208,5 +222,9 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
             )
             if "-N" in command:
                 assert run.stdout.rstrip().endswith("data: [DONE]")
+            elif "json_object" in command:
+                [choice] = json.loads(run.stdout)["choices"]
+                assert choice["text"].startswith("{")
+                assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"]), dict)
             else:
                 assert "Shelley" in json.loads(run.stdout)["choices"][0]["message"]["content"]

@@ -1,0 +1,146 @@
+"""Fields of a request that say how its answers are generated, as generation options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from launch.server.errors import wrong
+from launch.server.reader import Fields, check_unicode
+from runahead.config import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, GenerationOptions
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
+MAX_BIASES = 1024
+MAX_NEW_TOKENS = 2**31
+MAX_SCHEMA_CHARACTERS = 100_000
+LEAST_TEMPERATURE = 0.01
+"""A lower temperature is greedy: logits divided by it might overflow."""
+
+FIELD_OF = {"json_schema": "response_format"}
+"""Field of a generation option that has another name."""
+
+ANY_OBJECT = '{"type": "object"}'
+"""Schema of `{"type": "json_object"}`."""
+
+
+def read_generation(
+    fields: Fields, defaults: GenerationOptions, *, is_chat: bool
+) -> tuple[GenerationOptions, bool, bool]:
+    """Options of one answer, and whether the client gave its length and its seed. Raises: APIError."""
+    lengths = {
+        name: fields.number(name, 1, MAX_NEW_TOKENS, whole=True) for name in ("max_completion_tokens", "max_tokens")
+    }
+    given = [value for value in lengths.values() if value is not None]
+    if len(set(given)) == 2:
+        raise wrong("max_tokens", "and 'max_completion_tokens' differ; give one")
+    seed = fields.number("seed", 0, MAX_SEED, whole=True)
+    stops, biases, schema = _stops(fields), _biases(fields), _schema(fields, defaults.json_schema)
+    ignore_eos = fields.flag("ignore_eos") or defaults.ignore_eos
+    if schema is not None and ignore_eos:
+        raise wrong("response_format", "does not go with 'ignore_eos': true")
+    repetition = fields.number("repetition_penalty", 0.1, 10)
+    presence, frequency = (
+        fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in ("presence_penalty", "frequency_penalty")
+    )
+    chosen = replace(
+        defaults,
+        max_new_tokens=given[0] if given else defaults.max_new_tokens,
+        **_sampling(fields, defaults),
+        repetition_penalty=repetition or defaults.repetition_penalty,
+        presence_penalty=defaults.presence_penalty if presence is None else presence,
+        frequency_penalty=defaults.frequency_penalty if frequency is None else frequency,
+        logit_bias=defaults.logit_bias if biases is None else biases,
+        seed=seed or 0,
+        stop=defaults.stop if stops is None else stops,
+        ignore_eos=ignore_eos,
+        json_schema=schema,
+        logprobs=(_chat_logprobs if is_chat else _text_logprobs)(fields, defaults.logprobs),
+    )
+    return chosen, bool(given), seed is not None
+
+
+def _sampling(fields: Fields, defaults: GenerationOptions) -> dict[str, Any]:
+    """Options of sampling, which are set back where nothing is sampled, so that equal requests are equal."""
+    temperature = fields.number("temperature", 0, 100)
+    top_p = fields.number("top_p", 0, 1, above=True)
+    top_k = fields.number("top_k", -1, 2**31, whole=True)
+    min_p = fields.number("min_p", 0, 1)
+    samples = defaults.do_sample
+    if temperature is not None:
+        samples = temperature >= LEAST_TEMPERATURE
+    elif any(value is not None for value in (top_p, top_k, min_p)):
+        samples = True
+    if not samples:
+        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return {
+        "do_sample": True,
+        "temperature": defaults.temperature if temperature is None else temperature,
+        "top_p": top_p or defaults.top_p,
+        "top_k": defaults.top_k if top_k is None else max(0, top_k),
+        "min_p": defaults.min_p if min_p is None else min_p,
+    }
+
+
+def _stops(fields: Fields) -> list[str] | None:
+    stop = fields.take("stop", lambda value: isinstance(value, str | list), "must be a text or a list of texts")
+    if stop is None:
+        return None
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS:
+        raise wrong("stop", f"has {len(stops):,} texts; {MAX_STOPS} is the most")
+    for each in stops:
+        if not isinstance(each, str) or not 1 <= len(each) <= MAX_STOP_CHARACTERS:
+            raise wrong("stop", f"must hold texts of 1 to {MAX_STOP_CHARACTERS:,} characters")
+        check_unicode(each, "stop")
+    return stops
+
+
+def _biases(fields: Fields) -> dict[int, float] | None:
+    given = fields.take("logit_bias", lambda value: isinstance(value, dict), "must be an object")
+    if given is None:
+        return None
+    if len(given) > MAX_BIASES:
+        raise wrong("logit_bias", f"has {len(given):,} tokens; {MAX_BIASES:,} is the most")
+    for token, bias in given.items():
+        is_id = token.isascii() and token.isdecimal() and len(token) < 10
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_id or not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise wrong("logit_bias", f"must have numbers from -{MAX_BIAS} to {MAX_BIAS} by token id")
+    return {int(token): float(bias) for token, bias in given.items()}
+
+
+def _chat_logprobs(fields: Fields, default: int | None) -> int | None:
+    asked = fields.take("logprobs", lambda value: isinstance(value, bool), "must be true or false")
+    number = fields.number("top_logprobs", 0, MAX_LOGPROBS, whole=True)
+    if number and not asked:
+        raise wrong("top_logprobs", "needs 'logprobs': true")
+    return default if asked is None else (number or 0) if asked else None
+
+
+def _text_logprobs(fields: Fields, default: int | None) -> int | None:
+    number = fields.number("logprobs", 0, MAX_LOGPROBS, whole=True)
+    return default if number is None else number
+
+
+def _schema(fields: Fields, default: str | None) -> str | None:
+    """The JSON schema that the answer is to follow, as JSON text; None for any text."""
+    given = fields.take("response_format", lambda value: isinstance(value, dict), "must be an object with 'type'")
+    if given is None:
+        return default
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise wrong("response_format.type", "must be text, json_object or json_schema")
+    named = given.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise wrong("response_format.json_schema", "must be an object with 'schema', a JSON schema")
+    text = json.dumps(schema)
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        rule = f"has {len(text):,} characters; {MAX_SCHEMA_CHARACTERS:,} is the most"
+        raise wrong("response_format.json_schema.schema", rule)
+    return text

@@ -1,0 +1,136 @@
+"""Fields of a request's body: each is taken and checked once, and none is ignored silently."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from launch.server.errors import APIError, shown, wrong
+
+MAX_DEPTH = 60
+"""Brackets in brackets: a JSON schema nests."""
+WITHOUT_BOUND = 2**31
+"""Numbers from here on are no bounds that a message names."""
+
+NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+}
+"""Fields of OpenAI's API that are not supported where nothing takes them, with the values that ask for nothing."""
+
+WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "metadata", "parallel_tool_calls")
+"""Fields that are taken and change nothing in the answer, neither here nor at OpenAI's."""
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object in a request's body. Raises: APIError."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        reason = "nested too deep" if isinstance(error, RecursionError) else shown(str(error), 120)
+        raise APIError(400, f"the body is not JSON in UTF-8: {reason}") from error
+    if not isinstance(value, dict):
+        raise APIError(400, "the body must be a JSON object")
+    if is_deeper(value, MAX_DEPTH):
+        raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+class Fields:
+    """Fields of a body, each taken once; `end` refuses those that nobody took."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._left = dict(body)
+
+    def take(self, name: str, is_right: Callable[[Any], bool], rule: str) -> Any:
+        """The value of a field, None if it is missing or null. Raises: APIError: it is wrong."""
+        value = self._left.pop(name, None)
+        if value is not None and not is_right(value):
+            raise wrong(name, rule)
+        return value
+
+    def number(self, name: str, least: float, most: float, *, whole: bool = False, above: bool = False) -> Any:
+        """A number from `least` (or above it) to `most`."""
+
+        def is_right(value: Any) -> bool:
+            kinds = int if whole else int | float
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            return is_number and (least < value if above else least <= value) and value <= most
+
+        what = "a whole number" if whole else "a number"
+        bounds = f"above {least:g}" if above else f"of at least {least:g}"
+        upper = "" if most >= WITHOUT_BOUND or most == math.inf else f" and at most {most:g}"
+        value = self.take(name, is_right, f"must be {what} {bounds}{upper}")
+        return value if whole or value is None else float(value)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.take(name, lambda value: isinstance(value, bool), "must be true or false"))
+
+    def end(self) -> None:
+        """Raises: APIError: a field is unknown, or known and not supported."""
+        for name, value in self._left.items():
+            if name in WITHOUT_EFFECT:
+                continue
+            if name not in NOT_SUPPORTED:
+                raise APIError(400, f"Unrecognized request argument supplied: {shown(name)}", param=shown(name))
+            # True == 1 and False == 0 in Python, and either asks for something else.
+            if not any(
+                (type(value) is type(idle) and value == idle) or _same(value, idle) for idle in NOT_SUPPORTED[name]
+            ):
+                raise unsupported(name)
+
+
+def unsupported(name: str, what: str = "") -> APIError:
+    """The error for a field of OpenAI's API, or one of its values, that this server does not support."""
+    message = f"'{name}'{f' {what}' if what else ''} is not supported by this server; leave it out"
+    return APIError(400, message, param=name, code="unsupported_parameter")
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises: APIError: a text of the field `name` is no valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise wrong(name, "holds a character that is not valid Unicode") from error
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are nested deeper than `depth`."""
+    level = [value]
+    for _ in range(depth):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [
+            child
+            for each in inner
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _same(value: Any, idle: Any) -> bool:
+    """Whether two numbers are the same, as 0 and 0.0 are."""
+    numbers = [each for each in (value, idle) if isinstance(each, int | float) and not isinstance(each, bool)]
+    return len(numbers) == 2 and value == idle
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
