@@ -316,7 +316,7 @@ def test_a_request_with_all_fields_is_answered(with_tools):
     assert [len(each["top_logprobs"]) for each in choice["logprobs"]["content"]] == [2, 2]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=changed_somewhere())
 def test_any_value_in_a_field_gets_an_answer_or_an_error_in_openais_shape(with_tools, body):
     response = post(with_tools, CHAT, body)

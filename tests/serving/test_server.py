@@ -227,4 +227,4 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
                 assert choice["text"].startswith("{")
                 assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"]), dict)
             else:
-                assert "Shelley" in json.loads(run.stdout)["choices"][0]["message"]["content"]
+                assert "Frankenstein" in json.loads(run.stdout)["choices"][0]["message"]["content"]
