@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Annotated, Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -260,3 +262,14 @@ def test_tools_that_the_template_does_not_take_are_refused(client):
     with pytest.raises(BadRequestError) as refused:
         client.chat.completions.create(**ASKED, tools=[TOOL], tool_choice="required")
     assert (refused.value.body["param"], refused.value.body["code"]) == ("tool_choice", "unsupported_parameter")
+
+
+def test_a_server_without_the_extra_names_it():
+    missing = mock.patch.dict(sys.modules, {"llguidance": None, "llguidance.hf": None})
+    with missing, serving() as served:
+        client = OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+        with pytest.raises(BadRequestError) as refused:
+            client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
+        assert refused.value.body["param"] == "response_format"
+        assert "pip install 'runahead[guided]'" in refused.value.body["message"]
+        assert client.chat.completions.create(**ASKED).choices[0].finish_reason == "length"
