@@ -17,6 +17,9 @@ class LearningPartitioner(Protocol):
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition: ...
 
+    def decide(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        """The same on rank 0 alone, while the other ranks do something else."""
+
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Take in one prompt, with the seconds by rank; of a batch, its seconds divided by the number of rows."""
 
@@ -74,6 +77,13 @@ class ContextPartition:
         if self.num_tokens != num_tokens:
             raise ValueError(f"context partition covers {self.num_tokens} tokens but the prompt has {num_tokens}")
         return self
+
+
+def decide(chosen: Partitioner, num_tokens: int, num_ranks: int) -> ContextPartition:
+    """The partition of a prompt, asked for on rank 0 alone."""
+    if isinstance(chosen, LearningPartitioner):
+        return chosen.decide(num_tokens, num_ranks)
+    return chosen(num_tokens, num_ranks)
 
 
 def even(num_tokens: int, num_ranks: int) -> ContextPartition:

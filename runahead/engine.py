@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from policies.base import ReusingPrompt
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeOptions, GenerationOptions, Positions, PrefillOptions
-from runahead.context import ContextPartition, LearningPartitioner, Partitioner, even
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, Positions, PrefillOptions
+from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.placement import Placement
@@ -20,7 +22,7 @@ from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model, model_fingerprint
 from runahead.model.shares import check_arrangement
-from runahead.prefill import PREFILLS, Prefilled, PrefillJob, PromptBatch
+from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
@@ -116,7 +118,7 @@ class Engine:
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         num_new = max((each.max_new_tokens for each, _ in rows), default=1)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
-        limits = PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
+        limits = self.prompt_limits
         check_prompts(prompts, limits, num_new=num_new)
         ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
         reuse = self._reuse(prompts)
@@ -150,17 +152,12 @@ class Engine:
             offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
             self.ranks.barrier("all ranks to hold the prompt")
             began_s = time.perf_counter()
-            job = PrefillJob(
-                model=self.model,
-                ranks=self.ranks,
-                batch=batch,
-                partition=partition,
-                capacity=batch.num_tokens + num_new - 1,
-                options=self.prefill,
-                policies=self.policies,
+            job = self._job(
+                batch,
+                partition,
+                num_new,
                 shards=shards,
                 reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.stage) else None,
-                chunk_tokens=limits.chunk_tokens(batch.num_tokens),
                 record=record_timeline,
             )
             prefilled, policies = self._strategy.run(job), job.own_policies
@@ -177,24 +174,85 @@ class Engine:
             result.decode = "last" if shards is None else "sharded"
             if reuse is not None:
                 reuse.add_to(result)
-            self._teach(partition, result)
+            num = len(result.generations)
+            self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
         self._num_calls += 1
         return result
 
-    def _teach(self, partition: ContextPartition, result: GenerationBatch) -> None:
-        """Tell a partitioner that learns how long each stage computed and waited, per row of the batch.
+    @property
+    def may_shard(self) -> bool:
+        """Whether stages may decode together."""
+        return self.ranks.num_stages > 1 and self.decode.name is not DecodeName.last
+
+    @property
+    def takes_stage_alone(self) -> bool:
+        """Whether the last stage can compute a prompt alone."""
+        return self.ranks.num_stages == 1 or self._strategy.takes_policies
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """Which prompts can be generated from."""
+        return PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
+
+    def split(self, num_tokens: int) -> ContextPartition:
+        """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
+        return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
+
+    def prefill_part(
+        self,
+        prompts: Sequence[list[int]],
+        partition: ContextPartition,
+        *,
+        num_new: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> Prefilled:
+        """Run this rank's part of a prefill that all ranks were told, for a server.
+
+        In contrast to `generate` nothing is compared, and no rank waits for another one but for its keys and values:
+        one that has no chunk, or has computed it, may go on to other prompts. All ranks run the same prefills in the
+        same order; those of one stage alone may change places with others.
+
+        Args:
+            prompts: token ids.
+            partition: chunks of the longest prompt.
+            num_new: most tokens that are generated after a prompt.
+            meanwhile: what this rank does besides.
+        """
+        check_chunk_tokens(self.prefill, len(partition.chain))
+        batch = PromptBatch.of(list(prompts), self.ranks.device)
+        with self.ranks.busy():
+            self._strategy.connect(self.ranks, partition, self.prefill)
+        return self._strategy.run(self._job(batch, partition, num_new, meanwhile=meanwhile))
+
+    def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
+        return PrefillJob(
+            model=self.model,
+            ranks=self.ranks,
+            batch=batch,
+            partition=partition,
+            capacity=batch.num_tokens + num_new - 1,
+            options=self.prefill,
+            policies=self.policies,
+            chunk_tokens=self.prompt_limits.chunk_tokens(batch.num_tokens),
+            **more,
+        )
+
+    def learn(self, partition: ContextPartition, seconds: Mapping[int, tuple[float, float]]) -> None:
+        """Tell a partitioner that learns how long each stage computed and waited.
 
         A rank that waits for keys and values holds up the other shares of its stage, for which that is compute. So the
         times of the share that waited longest are those of the stage.
+
+        Args:
+            seconds: of a prefill, and of waiting in it, by rank and per row.
         """
         if isinstance(self.partition, LearningPartitioner) and self.prefill.takes_partition:
-            rows, mesh = len(result.generations), self.ranks.mesh
+            mesh = self.ranks.mesh
             stages = [
-                max((result.ranks[rank] for rank in mesh.members(stage)), key=lambda report: report.wait_s)
+                max((seconds[rank] for rank in mesh.members(stage)), key=lambda times: times[1])
                 for stage in range(mesh.num_stages)
             ]
-            compute_s = [(each.prefill_s - each.wait_s) / rows for each in stages]
-            self.partition.learn(partition, compute_s, [each.wait_s / rows for each in stages])
+            self.partition.learn(partition, [prefill - wait for prefill, wait in stages], [wait for _, wait in stages])
 
     def _agree(
         self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions | Sequence[GenerationOptions]

@@ -75,6 +75,10 @@ class AutoChoice:
     def __call__(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
         return self.chosen(num_tokens, num_ranks)
 
+    def decide(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
+        """The same on rank 0 alone."""
+        return context.decide(self.chosen, num_tokens, num_ranks)
+
     def learn(self, partition: context.ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Pass the times of a prompt on to a split that learns."""
         if isinstance(self.chosen, context.LearningPartitioner):

@@ -91,7 +91,11 @@ class AutoPartition:
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         if num_ranks == 1:
             return even(num_tokens, 1)
-        return self._ranks.on_rank_0("the split", lambda: self._known().split(num_tokens))
+        return self._ranks.on_rank_0("the split", lambda: self.decide(num_tokens, num_ranks))
+
+    def decide(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        """The same on rank 0 alone."""
+        return even(num_tokens, 1) if num_ranks == 1 else self._known().split(num_tokens)
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""

@@ -148,6 +148,11 @@ class KVStore:
         """The same tokens in the form that single new tokens attend to fastest."""
         return self
 
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        """Each row of the batch as a cache of its own, without its padding. They share this cache's memory."""
+        assert len(pads) == 1, f"{type(self).__name__} holds {len(pads)} rows, which stay together"
+        return [self]
+
     def note_peak(self) -> None:
         """Update `peak_bytes` with the bytes that are allocated now."""
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)

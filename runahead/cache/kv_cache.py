@@ -153,6 +153,10 @@ class KVCache(KVStore):
     def rotates(self) -> bool:
         return self._rotaries is not None
 
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        assert self.num_slabs == self.num_layers, "layers share slabs"
+        return [SlabRow(self, row, pad) for row, pad in enumerate(pads)]
+
     def take_layers(self) -> Iterator[SlabLayer]:
         """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
         assert self.num_slabs == self.num_layers, "layers share slabs"
@@ -163,3 +167,10 @@ class KVCache(KVStore):
     def layer(self, layer: int) -> KVSlab:
         """The slab of a layer; in a ring it is valid until layer + num_slabs takes its memory."""
         return self.layers[layer].slab
+
+
+class SlabRow(KVStore):
+    """One row of a KV cache, without its padding. The slabs are freed once all rows of the cache are gone."""
+
+    def __init__(self, cache: KVCache, row: int, pad: int) -> None:
+        self.layers = [SlabLayer(slab=layer.slab.row(row, pad)) for layer in cache.layers]

@@ -55,6 +55,13 @@ class KVSlab:
         part[..., : self.key_dim].copy_(k_BKSH.permute(2, 0, 1, 3))
         part[..., self.key_dim :].copy_(v_BKSV.permute(2, 0, 1, 3))
 
+    def row(self, row: int, pad: int) -> KVSlab:
+        """One row's tokens, numbered from the first after its padding, as a view."""
+        skipped = max(0, pad - self.first)
+        return KVSlab(
+            slab_TBKX=self.slab_TBKX[skipped:, row : row + 1], key_dim=self.key_dim, first=self.first + skipped - pad
+        )
+
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys (B, K, S, H) and values (B, K, S, V) of tokens [start, end), as views."""
         part_BKSX = self.tokens(start, end).permute(1, 2, 0, 3)

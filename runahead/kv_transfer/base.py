@@ -75,6 +75,10 @@ class KVTransfer(ABC):
     def await_prefix(self, layer: int) -> None:
         """Wait until all that is received of the layer may be read (on a GPU: by work queued from now on)."""
 
+    def has_prefix(self, layer: int, block_s: float) -> bool:
+        """Whether `await_prefix` would return at once. Blocks for `block_s` seconds at most until it would."""
+        return True
+
     @abstractmethod
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Wait until the content of these messages may be read (on a GPU: by work queued from now on)."""

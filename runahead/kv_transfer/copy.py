@@ -82,6 +82,12 @@ class CopyTransfer(KVTransfer):
     def await_prefix(self, layer: int) -> None:
         self.await_messages(layer, self.schedule.receives(layer))
 
+    def has_prefix(self, layer: int, block_s: float) -> bool:
+        if self._copying.is_asynchronous:  # the device waits
+            return True
+        self._check()
+        return self._have_reached([self._arrives[message] for message in self.schedule.receives(layer)], block_s)
+
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         arrivals = [self._arrives[message] for message in messages]
         self._wait(arrivals, layer, f"the KV of layer {layer} from", "receive", layer, messages)
@@ -226,14 +232,18 @@ class CopyTransfer(KVTransfer):
                 return of_which + self.state(direction, of_layer, messages) if messages else "nothing to be sent"
 
             def ready(block_s: float) -> bool:
-                deadline = time.perf_counter() + block_s
                 self._check()
-                return all(self._copying.wait(*at, max(0.0, deadline - time.perf_counter())) for at in ats)
+                return self._have_reached(ats, block_s)
 
             self.ranks.wait_until(ready, f"{what} {named}", self._peers, detail)
             self.log.waits.append((layer, begin, self.clock.mark()))
         elif self._copying.is_asynchronous:
             self.log.waits.append((layer, begin, self.clock.mark()))
+
+    def _have_reached(self, ats: list[At], block_s: float) -> bool:
+        """Let the host wait for cells, for `block_s` seconds at most."""
+        deadline = time.perf_counter() + block_s
+        return all(self._copying.wait(*at, max(0.0, deadline - time.perf_counter())) for at in ats)
 
     def _watch(self, number: int, what: str) -> None:
         """Let the host wait until its device has done so many steps."""

@@ -86,6 +86,9 @@ class GlooTransfer(KVTransfer):
         if self._staging is not None:
             self._staging.await_upload(layer)
 
+    def has_prefix(self, layer: int, block_s: float) -> bool:
+        return self._arrived[layer].wait(block_s)
+
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         for message in messages:
             self._wait_for_arrival(self._chunk_arrived[layer, message.chunk], layer, [message])

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,22 @@ class PromptBatch:
         return self.ids_BS.shape[1]
 
 
+class Meanwhile(Protocol):
+    """What a rank does besides, inside a prefill. All ranks of a stage call it in the same places."""
+
+    def after_layer(self) -> None:
+        """Called after each layer's attention."""
+
+    def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
+        """Called before a rank waits for keys and values; may return before they have arrived.
+
+        Args:
+            arrived: whether they have; called with the seconds that it may block.
+            what: what is waited for, for messages.
+            peers: ranks that can delay it.
+        """
+
+
 @dataclass(kw_only=True)
 class PrefillJob:
     """One prompt batch to prefill, as one rank gets it.
@@ -60,6 +77,7 @@ class PrefillJob:
         reused: keys and values of prompt segments; the batch then holds the new tokens alone.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
         record: record the timeline of this rank.
+        meanwhile: what the rank does besides; None is nothing.
     """
 
     model: Model
@@ -73,6 +91,7 @@ class PrefillJob:
     reused: ReusedKV | None = None
     chunk_tokens: int | None = None
     record: bool = False
+    meanwhile: Meanwhile | None = None
 
     @property
     def shard(self) -> Shard | None:

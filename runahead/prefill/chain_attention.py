@@ -41,7 +41,7 @@ class ChainAttention(CausalAttention):
         store.append(k_BKCH, v_BKCV, tokens)
         self.run.send(layer)
         seen = store.seen(q_BNCH, tokens)
-        out_BNCV = seen.output(terms, partial(self.run.transfer.await_prefix, layer))
+        out_BNCV = seen.output(terms, partial(self.run.await_prefix, layer))
         self.after(layer, store, seen, terms)
         self.run.close(layer)
         return out_BNCV

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -80,6 +81,13 @@ class ChainRun:
         if layer == self.cache.num_layers - 1 and not (self.is_last or self._attends_last):
             raise PrefillEndsHere
 
+    def await_prefix(self, layer: int) -> None:
+        """Wait until the tokens of earlier ranks may be read."""
+        if self.job.meanwhile is not None:
+            what, peers = f"the KV of layer {layer}", self.transfer.schedule.peers
+            self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
+        self.transfer.await_prefix(layer)
+
     def close(self, layer: int) -> None:
         """Release the slab of a layer for a later one, after its attention.
 
@@ -90,6 +98,8 @@ class ChainRun:
         self.job.ranks.progress()
         if self.job.record:
             self._layer_ends.append(self._clock.mark())
+        if self.job.meanwhile is not None:
+            self.job.meanwhile.after_layer()
         if layer == self.cache.num_layers - 1 and not self.is_last:
             raise PrefillEndsHere
 

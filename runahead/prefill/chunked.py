@@ -35,6 +35,8 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         if kept is not None:
             kept.peak_bytes = max(kept.peak_bytes, kept.num_bytes)  # without a pool in host memory
         ranks.progress()
+        if job.meanwhile is not None:
+            job.meanwhile.after_layer()
 
     edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
     began_s, clock = time.perf_counter(), clock_for(ranks.device)

@@ -81,7 +81,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return 0 if job.reused is not None else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
-    carrier = carrier or TRANSFERS[ranks.backend]
+    if carrier is None or len(job.partition.chain) == 1:  # which sends nothing
+        carrier = TRANSFERS[ranks.backend]
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,

@@ -1,0 +1,144 @@
+"""Rows that are decoded together though they began at different times: each joins and leaves between two steps."""
+
+# Legend: B rows of a prompt batch or of a group, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runahead.cache.base import KVStore
+from runahead.cache.rows import RowsCache
+from runahead.decoding.decode import Row
+from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.sampling import next_tokens
+from runahead.model.model import Model
+from runahead.thinning.rank_policies import RankPolicies
+
+RowId = tuple[int, int]
+"""Number of a prompt batch, and of the row in it."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A row's next token, and how the row ended if it did."""
+
+    row: RowId
+    token: int
+    ended: str | None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Live:
+    """A row that goes on.
+
+    Attributes:
+        cache: of this row alone.
+        num_tokens: tokens that it stores.
+    """
+
+    id: RowId
+    row: Row
+    cache: KVStore
+    num_tokens: int
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Rows that one forward decodes."""
+
+    rows: list[_Live]
+    forward: Forward
+
+
+class LiveRows:
+    """The rows that this rank decodes. All ranks of a stage make the same calls.
+
+    One forward decodes all of them, so the weights are read once. With cache policies, which look at one row's cache as
+    a whole, every row has a forward of its own. Of a model that counts positions from the start of the batch, rows of
+    the same length share one.
+    """
+
+    def __init__(self, model: Model, policies: RankPolicies) -> None:
+        self._model, self._policies = model, policies
+        self._live: dict[RowId, _Live] = {}
+        self._groups: list[_Group] | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows' caches."""
+        return sum(each.cache.num_bytes for each in self._live.values())
+
+    def join(
+        self, ids: Sequence[RowId], rows: Sequence[Row], logits_BV: Tensor, cache: KVStore, pads: Sequence[int]
+    ) -> list[NewToken]:
+        """Choose the first tokens of a prompt batch. Rows that do not end with them join.
+
+        Args:
+            ids: names of the rows.
+            rows: without new tokens.
+            logits_BV: of the prompts' last tokens.
+            cache: of the prompts.
+            pads: left padding per row.
+        """
+        caches = cache.for_decoding().split(pads)
+        joining = [
+            _Live(id=id, row=row, cache=each, num_tokens=len(row.prompt))
+            for id, row, each in zip(ids, rows, caches, strict=True)
+        ]
+        self._live |= {each.id: each for each in joining}
+        self._groups = None
+        return self._add(joining, logits_BV)
+
+    def step(self) -> list[NewToken]:
+        """Decode one token of every row. Rows that end with it leave."""
+        if self._groups is None:
+            self._groups = self._grouped()
+        found = []
+        for group in self._groups:
+            ids_B1 = torch.tensor([[each.row.new_ids[-1]] for each in group.rows], device=self._model.device)
+            logits_BV = group.forward(ids_B1, max(each.num_tokens for each in group.rows))
+            for each in group.rows:
+                each.num_tokens += 1
+            found += self._add(group.rows, logits_BV)
+        return found
+
+    def drop(self, ids: Collection[RowId]) -> list[RowId]:
+        """Let rows leave, those that are here. Returns their ids."""
+        found = [id for id in ids if self._live.pop(id, None) is not None]
+        if found:
+            self._groups = None
+        return found
+
+    def _add(self, rows: Sequence[_Live], logits_BV: Tensor) -> list[NewToken]:
+        samplers, found = [each.row.sampler for each in rows], []
+        for each, token in zip(rows, next_tokens(samplers, logits_BV), strict=True):
+            assert token is not None
+            each.row.add(token)
+            found.append(NewToken(each.id, token, each.row.finish_reason))
+        self.drop([new.row for new in found if new.ended is not None])
+        return found
+
+    def _grouped(self) -> list[_Group]:
+        groups: dict[Hashable, list[_Live]] = {}
+        for each in self._live.values():
+            key: Hashable = None
+            if self._policies:
+                key = each.id
+            elif self._model.uneven_limit is not None:
+                key = each.num_tokens
+            groups.setdefault(key, []).append(each)
+        return [_Group(rows=rows, forward=self._forward(rows)) for rows in groups.values()]
+
+    def _forward(self, rows: Sequence[_Live]) -> Forward:
+        longest = max(each.num_tokens for each in rows)  # all rows grow by a token per step, so pads stay as they are
+        pads = [longest - each.num_tokens for each in rows]
+        cache = rows[0].cache if self._policies else RowsCache([each.cache for each in rows])
+        policies, prompt_tokens = self._policies.while_decoding, len(rows[0].row.prompt)
+        return forward_over(self._model, cache, policies, pads=pads, prompt_tokens=prompt_tokens)

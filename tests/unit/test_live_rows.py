@@ -1,0 +1,144 @@
+"""Rows that join and leave between decoding steps: their tokens are those that each has alone."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from policies.exact_topk import ExactTopK
+from policies.h2o import H2O
+from policies.streaming_llm import StreamingLLM
+from runahead import ContextPartition, Engine, GenerationOptions
+from runahead.config import Device, RanksOptions
+from runahead.decoding.decode import Row
+from runahead.decoding.live_rows import LiveRows
+from runahead.prefill import Prefilled
+from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import WINDOW, prompt, throughout
+from tests.ranks.tasks import tiny_model
+
+GREEDY = GenerationOptions(max_new_tokens=9, ignore_eos=True)
+OPTIONS = [
+    GREEDY,
+    replace(GREEDY, max_new_tokens=4, do_sample=True, temperature=2.0, seed=7),
+    replace(GREEDY, max_new_tokens=12, repetition_penalty=3.0),
+    replace(GREEDY, max_new_tokens=6, do_sample=True, top_k=5, seed=3),
+]
+PROMPTS = [prompt(2 * WINDOW + 9, seed=1), prompt(WINDOW + 3, seed=2), prompt(WINDOW + 3, seed=3), prompt(1, seed=4)]
+
+
+def engine_of(family: str, policies: RankPolicies | None = None) -> Engine:
+    return Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)), policies=policies)
+
+
+class Decoding:
+    """Rows of an engine that are decoded together; `tokens` are those of each row so far."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.live = engine, LiveRows(engine.model, engine.policies)
+        self.tokens: dict[int, list[int]] = {}
+
+    def join(self, *rows: int) -> Prefilled:
+        prompts = [PROMPTS[row] for row in rows]
+        whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
+        num_new = max(OPTIONS[row].max_new_tokens for row in rows)
+        prefilled = self.engine.prefill_part(prompts, whole, num_new=num_new)
+        made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
+        assert prefilled.cache is not None and prefilled.logits_BV is not None
+        pads = [whole.num_tokens - len(ids) for ids in prompts]
+        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, pads))
+        return prefilled
+
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self._take(self.live.step())
+
+    def _take(self, new) -> None:
+        for each in new:
+            self.tokens.setdefault(each.row, []).append(each.token)
+
+
+def alone(engine: Engine) -> list[list[int]]:
+    return [
+        engine.generate([ids], [options]).generations[0].new_token_ids
+        for ids, options in zip(PROMPTS, OPTIONS, strict=True)
+    ]
+
+
+FAMILIES = [
+    "llama",
+    "llama_dynamic_ntk",
+    "phi3_longrope",
+    "mistral",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "bart",
+    "gptj",
+    "bloom",
+    "falcon_alibi",
+    "llama4_text_tempered",
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family):
+    engine = engine_of(family)
+    with throughout(engine.model.dtype):
+        expected, decoding = alone(engine), Decoding(engine)
+        decoding.join(0)
+        decoding.step(3)
+        decoding.join(1, 2)  # of equal length, and one of them ends soon
+        decoding.step(2)
+        decoding.join(3)
+        decoding.step(12)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+    assert len(decoding.live) == 0
+
+
+def test_prompts_that_are_padded_to_be_computed_at_once_decode_as_alone():
+    engine = engine_of("mistral")
+    with throughout(engine.model.dtype):
+        expected, decoding = alone(engine), Decoding(engine)
+        decoding.join(0, 1, 2, 3)
+        decoding.step(12)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+
+
+@pytest.mark.parametrize(
+    "policy", [StreamingLLM(budget=16, sinks=2), H2O(budget=16), ExactTopK(fetch=8)], ids=lambda policy: str(policy)
+)
+def test_under_a_policy_rows_are_decoded_one_by_one_as_alone(policy):
+    engine = engine_of("llama", RankPolicies.everywhere([policy]))
+    with throughout(engine.model.dtype):
+        expected, decoding = alone(engine), Decoding(engine)
+        for row in range(4):
+            decoding.join(row)
+            decoding.step(1)
+        decoding.step(12)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+
+
+def test_memory_returns_when_rows_leave():
+    engine = engine_of("llama")
+    with throughout(engine.model.dtype):
+        decoding = Decoding(engine)
+        caches = [weakref.ref(decoding.join(*rows).cache) for rows in ((0, 1), (2,), (3,))]
+        assert [cache() for cache in caches] == [None] * 3, "rows keep no more than their slabs"
+        held = decoding.live.num_bytes
+        decoding.step(1)
+        assert decoding.live.num_bytes == held > 0
+        assert decoding.live.drop([2, 2, 77]) == [2]
+        assert 0 < decoding.live.num_bytes < held
+        decoding.step(12)
+    assert decoding.live.num_bytes == 0 and len(decoding.live) == 0
+    assert decoding.tokens[2] == alone_of(engine, 2)[:2]
+
+
+def alone_of(engine: Engine, row: int) -> list[int]:
+    with throughout(engine.model.dtype):
+        return engine.generate([PROMPTS[row]], [OPTIONS[row]]).generations[0].new_token_ids
