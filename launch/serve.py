@@ -27,9 +27,11 @@ Answers OpenAI's API (/v1/chat/completions, /v1/completions) on rank 0: long pro
 KV-Runahead. It needs the extra serve: pip install 'runahead[serve]'. docs/server.md explains it.
 
   serve.host=127.0.0.1  serve.port=8000   serve.api_key_file=<file, a key per line>   serve.model_name=<name>
-  serve.batch=8                answers that are generated at once
-  serve.batch_tokens=4096      prompt tokens of several requests in one batch     serve.batch_wait_s=0.01
-  serve.max_tokens=<n>         of prompt and answer, of a whole batch; by default what fits into memory
+  serve.batch=8                answers that are generated at once; 1 answers one after another
+  serve.batch_tokens=4096      prompt tokens of several requests that are computed at once
+  serve.max_tokens=<n>         of prompt and answer, of all answers at once; by default what fits into memory
+  serve.itl_s=0.5              seconds after which a prefill is interrupted for a decoding step
+  serve.decode_ranks=0|1       1: the last stage only decodes, and the others compute prompts
   serve.max_waiting=64         serve.max_per_client=32     serve.max_ttft_s=<predicted seconds>
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512
   serve.read_timeout_s=30      serve.write_timeout_s=60    serve.ping_s=10

@@ -153,7 +153,8 @@ def measure(run: Run) -> Iterator[Line]:
             outcomes = asyncio.run(
                 load(sessions, starts_s, lambda ids: ask(options.url, ids, options.new_tokens, options.key))
             )
-            about = {"workload": workload, "rate": rate, "length": options.length, "new_tokens": options.new_tokens}
+            about = {"server": options.server, "workload": workload, "rate": rate}
+            about |= {"length": options.length, "new_tokens": options.new_tokens}
             slo = {"ttft": options.ttft, "ttft_per_token": options.ttft_per_token, "itl": options.itl}
             yield about | {"slo": slo} | summary(outcomes, time.perf_counter() - began_s, **slo)
 
@@ -192,6 +193,7 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
 def table(found: list[Line]) -> str:
     """A row per workload and rate."""
     columns = (
+        "server",
         "workload",
         "rate",
         "sent",
@@ -208,7 +210,8 @@ def table(found: list[Line]) -> str:
         ttft, itl = line["ttft_s"], line["itl_s"]
         times = ("-" if x is None else f"{x:.2f} s" for x in (ttft["p50"], ttft["p99"], itl["p99"], itl["max"]))
         counts = (line["requests"], line["answered"], line["refused"], f"{line['goodput']:.3f}")
-        rows.append("".join(f"{cell:>10}" for cell in (line["workload"], f"{line['rate']:g}", *counts, *times)))
+        names = (line["server"], line["workload"], f"{line['rate']:g}")
+        rows.append("".join(f"{cell:>10}" for cell in (*names, *counts, *times)))
     return "\n".join(rows)
 
 
@@ -221,17 +224,25 @@ def picture(found: list[Line]) -> bytes:
         "inter-token latency p99 in s": lambda line: line["itl_s"]["p99"],
     }
     for axes, (name, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for workload in dict.fromkeys(line["workload"] for line in _newest(found)):
-            points = sorted((x["rate"], value(x)) for x in _newest(found) if x["workload"] == workload and value(x))
+        for name_of, lines in by_curve(_newest(found)).items():
+            points = sorted((x["rate"], value(x)) for x in lines if value(x))
             rates, values = [rate for rate, _ in points], [value for _, value in points]
-            axes.plot(rates, values, marker="o", label=workload)
+            axes.plot(rates, values, marker="o", label=name_of)
         dress(axes, x="sessions per s", y=name)
     legend(axes)
     return png(figure)
 
 
+def by_curve(found: list[Line]) -> dict[str, list[Line]]:
+    """The lines of each server and workload, by both names."""
+    curves: dict[str, list[Line]] = {}
+    for line in found:
+        curves.setdefault(f"{line['server']}, {line['workload']}", []).append(line)
+    return curves
+
+
 def _newest(found: list[Line]) -> list[Line]:
-    return list(newest(found, "workload", "rate", "length").values())
+    return list(newest(found, "server", "workload", "rate", "length").values())
 
 
 STUDY = Study(
@@ -244,6 +255,7 @@ STUDY = Study(
     options={
         "url": option("http://127.0.0.1:8000", "address of the server"),
         "key": option(None, "its key"),
+        "server": option("default", "what its settings are called, in table and picture"),
         "workloads": option(list(WORKLOADS), "workloads", choices=list(WORKLOADS)),
         "rates": option([0.05, 0.1, 0.2], "sessions per second"),
         "seconds": option(300.0, "time in which sessions arrive, per workload and rate"),

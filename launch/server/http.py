@@ -41,10 +41,16 @@ class HTTPServer:
 
     Args:
         bound: the socket to listen on.
-        on_end: called when the thread ends by itself.
+        on_failure: called with the reason when the thread ends by itself.
     """
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, options: ServeOptions, on_end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        options: ServeOptions,
+        on_failure: Callable[[BaseException], object],
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=_protocol(options),
@@ -59,7 +65,7 @@ class HTTPServer:
             timeout_graceful_shutdown=2,
             h11_max_incomplete_event_size=options.max_header_bytes,
         )
-        self._server, self._bound, self._on_end = uvicorn.Server(config), bound, on_end
+        self._server, self._bound, self._on_failure = uvicorn.Server(config), bound, on_failure
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
@@ -71,12 +77,14 @@ class HTTPServer:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        reason = "nobody asked it to"
         try:
             asyncio.run(self._serve())
-        except Exception as error:
-            print(f"the HTTP server has failed: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
-        finally:
-            self._on_end()
+            if self._server.should_exit:
+                return
+        except BaseException as error:  # uvicorn may raise SystemExit
+            reason = f"{type(error).__name__}: {first_line(error)}"
+        self._on_failure(OSError(f"the HTTP server has ended: {reason}"))
 
     async def _serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(_tell)

@@ -13,28 +13,23 @@ from runahead.config import (
     DecodeOptions,
     GenerationOptions,
     ModelOptions,
+    PrefillName,
     PrefillOptions,
     RanksOptions,
     require,
 )
+from runahead.serving.limits import QueueLimits
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(kw_only=True)
-class ServeOptions:
-    """Address, limits and log of the server.
+class ServeOptions(QueueLimits):
+    """Address, limits and log of the server. The limits of the queue are those of `QueueLimits`.
 
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
         model_name: the model's name in the API; None is the name under which it was loaded.
-        batch: most rows (answers) that are generated at once.
-        batch_tokens: most prompt tokens, padding included, of several requests in one batch.
-        batch_wait_s: seconds that a request waits for others that may share its batch.
-        max_tokens: most tokens of prompt and answer of a batch; None is what fits into memory.
-        max_waiting: most requests that wait.
-        max_per_client: most requests of one key and address, waiting or running.
-        max_ttft_s: a request whose first token is predicted later is refused; None refuses none.
         max_body_bytes, max_header_bytes: largest request.
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.
@@ -49,13 +44,6 @@ class ServeOptions:
     port: int = 8000
     api_key_file: str | None = None
     model_name: str | None = None
-    batch: int = 8
-    batch_tokens: int = 4096
-    batch_wait_s: float = 0.01
-    max_tokens: int | None = None
-    max_waiting: int = 64
-    max_per_client: int = 32
-    max_ttft_s: float | None = None
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_connections: int = 512
@@ -67,20 +55,15 @@ class ServeOptions:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.host), "serve.host", self.host, "must be an address")
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
-        counts = ("batch", "batch_tokens", "max_waiting", "max_per_client", "max_body_bytes", "max_connections")
-        for name in counts:
+        for name in ("max_body_bytes", "max_connections"):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
         require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
-        for name in ("max_tokens", "max_ttft_s"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < math.inf, f"serve.{name}", value, "must be above 0")
         for name in ("read_timeout_s", "write_timeout_s", "ping_s", "drain_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"serve.{name}", value, "must be a number of seconds above 0")
-        rule = "must be a number of seconds from 0 to 10"
-        require(0 <= self.batch_wait_s <= 10, "serve.batch_wait_s", self.batch_wait_s, rule)
 
 
 @dataclass(kw_only=True)
@@ -107,6 +90,13 @@ class ServeRun:
         if self.policy["name"] == "prompt_cache":
             raise ValueError("policy=prompt_cache is not served yet; use launch/infer.py, or another policy")
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
+        if self.serve.decode_ranks:
+            name, decode = self.prefill.name, self.decode.name
+            beside = "serve.decode_ranks=1, where one stage decodes and the others compute prompts"
+            if name is not PrefillName.kv_runahead:
+                raise ValueError(f"prefill={name.name} does not go with {beside}; use prefill=kv_runahead")
+            if decode is not DecodeName.last:
+                raise ValueError(f"decode={decode.name} does not go with {beside}; use decode=last")
 
 
 def open_to_others(run: ServeRun) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import threading
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from launch.inputs.generation import check_generation
@@ -25,12 +28,16 @@ from runahead.model.loading.memory import available_bytes, free_device_bytes
 from runahead.model.memory import activation_bytes
 from runahead.model.model import Model
 from runahead.model.shares import check_shares, load_model
+from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
-from runahead.serving.estimate import TimeEstimate
-from runahead.serving.scheduler import QueueLimits, Scheduler, follow
+from runahead.serving.arrangement import chunks
+from runahead.serving.estimate import PrefillTimes, TimeEstimate
+from runahead.serving.executor import Executor
+from runahead.serving.items import Generate, Inbox, Item, Part, Prefill, Report, Tokens
+from runahead.serving.scheduler import Scheduler, follow
 
 MEMORY_SHARE = 0.8
-"""Share of the free memory that the KV cache of a batch and its activations may take."""
+"""Share of the free memory that the KV caches of all rows and their activations may take."""
 
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
@@ -54,7 +61,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
     partition = partitioner(run.partition, ranks)
     front: list[tuple[socket.socket, Keys, Any]] = []
-    ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh.num_shares)))
+    ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
@@ -67,28 +74,53 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     else:
         asked = threading.Event()
         with first_signal(asked.set):
-            follow(engine, asked.is_set)
+            follow(engine, run.serve, asked.is_set)
 
 
-def _prepare(run: ServeRun, num_shares: int) -> tuple[socket.socket, Keys, Any]:
+def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
     """Whatever can go wrong before the weights are loaded: address, keys, config, tokenizer. Rank 0 calls it."""
+    if run.serve.decode_ranks and mesh.num_stages == 1:
+        raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
     keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    check_shares(config, num_shares)
+    check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
     return bound, keys, tokenizer
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:
-    """Times of two prompts without meaning. Every rank makes the same call."""
-    estimate, most = TimeEstimate(), engine.model.max_positions or max(WARM_UP_TOKENS)
+    """Times of prompts without meaning, computed by one stage and by all. Every rank makes the same call."""
+    estimate, ranks, reports = TimeEstimate(), engine.ranks, list[Report]()
+    executor = Executor(engine, Inbox(), reports.append, itl_s=math.inf)
+    most = engine.model.max_positions or max(WARM_UP_TOKENS)
+    options = [GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True)]
     for length in WARM_UP_TOKENS:
-        ids = [number % engine.model.vocab_size for number in range(max(1, min(length, most - 2)))]
-        for _ in range(2):  # the first of a length may set things up
-            result = engine.generate([ids], GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True))
-        estimate.learn([len(ids)], result.ttft_s, result.tpot_s, [1])
+        prompts = [[number % engine.model.vocab_size for number in range(max(1, min(length, most - 2)))]]
+        ways: list[tuple[PrefillTimes, Item]] = []
+        if engine.may_shard:
+            ways = [(estimate.chain, Generate(number=0, prompts=prompts, options=options))]
+        else:
+            num_tokens = len(prompts[0])
+            chain = ranks.on_rank_0("the split", partial(chunks, engine, num_tokens, 1.0, (0.0, 0.0))).boundaries
+            ways = [(estimate.chain, Prefill(number=0, prompts=prompts, options=options, boundaries=chain))]
+            if engine.takes_stage_alone:
+                alone = (0,) * ranks.num_stages + (num_tokens,)
+                ways.append((estimate.alone, Prefill(number=0, prompts=prompts, options=options, boundaries=alone)))
+        for times, item in ways:
+            for _ in range(2):  # the first of a length may set things up
+                reports.clear()
+                ranks.barrier("all ranks to be warm")
+                with ranks.announcing_failure():
+                    executor.carry_out(item)
+                    executor.decode_all()
+            found = [each for of_rank in ranks.gather(reports, "the warm-up") for each in of_rank]
+            # Of a chain, the rank that has the first token takes longest.
+            times.learn([len(prompts[0])], max(each.prefill_s for each in found if isinstance(each, Part)))
+            for each in found:
+                if isinstance(each, Tokens) and each.step_s is not None:
+                    estimate.learn_step(each.step_s)
     return estimate
 
 
@@ -109,16 +141,17 @@ def _serve_clients(
     tokenizer: Any,
 ) -> None:
     options, model = run.serve, engine.model
-    limits = QueueLimits(
-        batch=options.batch,
-        batch_tokens=options.batch_tokens,
-        batch_wait_s=options.batch_wait_s,
-        max_tokens=max_tokens,
-        max_waiting=options.max_waiting,
-        max_per_client=options.max_per_client,
-        max_ttft_s=options.max_ttft_s,
-    )
-    scheduler = Scheduler(engine, limits, estimate)
+    # A thread, as the main one may be in a long call.
+    end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
+    end.daemon = True
+
+    def when_draining() -> None:
+        counts = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
+        os.write(2, f"draining: {counts}, {options.drain_s:g} s at most\n".encode())  # print() is not reentrant
+        end.start()
+
+    limits = replace(options, max_tokens=max_tokens)
+    scheduler = Scheduler(engine, limits, estimate, when_draining=when_draining)
     api = API(
         scheduler,
         tokenizer=tokenizer,
@@ -129,19 +162,8 @@ def _serve_clients(
         defaults=run.generation,
         keys=keys,
     )
-    http = HTTPServer(api.app, bound, options, on_end=scheduler.drain)
-
-    # A thread, as the main one may be in a long call.
-    end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
-    end.daemon = True
-
-    def drain() -> None:
-        counts = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
-        os.write(2, f"draining: {counts}, {options.drain_s:g} s at most\n".encode())  # print() is not reentrant
-        scheduler.drain()
-        end.start()
-
-    with first_signal(drain):
+    http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
+    with first_signal(scheduler.drain):
         http.start()
         address = f"{options.host}:{bound.getsockname()[1]}"
         say(f"serving {api.model} on http://{address}, at most {max_tokens:,} tokens of prompts and answers at a time")

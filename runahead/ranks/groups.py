@@ -36,6 +36,7 @@ class Groups(ControlMessages):
         self._sets: dict[tuple[tuple[tuple[int, ...], ...], int | None], Communicator] = {}
         """Communicators of sets of ranks, one set for each rank, by all sets and the number of CTAs."""
         self._stage_groups: dict[Mesh, dist.ProcessGroup] = {}
+        self._mail_group: dist.ProcessGroup | None = None
 
     def arrange(self, num_shares: int) -> None:
         """Arrange the ranks as stages of `num_shares` ranks that share one model. Every rank calls this.
@@ -76,6 +77,13 @@ class Groups(ControlMessages):
     def kv_group(self) -> dist.ProcessGroup:
         """Gloo group that carries KV between CPUs, or between GPUs by way of host memory."""
         return self._kv_group
+
+    def mail_group(self) -> dist.ProcessGroup:
+        """Gloo group for messages of threads, while main threads compute. Every rank calls this."""
+        if self._mail_group is None:
+            what = "the connections for mail"
+            self._mail_group = self.control(what, lambda: dist.new_group(backend="gloo", timeout=NEVER))
+        return self._mail_group
 
     def nccl_links(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Communicator]:
         """NCCL communicators of directed links (from rank, to rank). All ranks call it with the same links.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -219,6 +220,8 @@ class Ranks(Groups):
             PeerFailure: as for `wait_until`, or a connection was lost.
             Exception: whatever else `call` raises.
         """
+        if self._collective is not None and self._collective.ident == threading.get_ident():
+            return call()  # inside such a call
         if self._collective is None:
             self._collective = Worker("collectives")
             if self._heartbeat is not None:

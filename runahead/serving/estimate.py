@@ -5,43 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FORGETTING = 0.95
-"""Weight that each batch leaves to those before it, so that the estimate follows the machine."""
+"""Weight that each prefill leaves to those before it, so that the estimate follows the machine."""
 
 
-class TimeEstimate:
-    """Seconds of a prefill, as a * tokens + b * tokens^2 with a, b >= 0, and seconds of an answer's tokens.
+class PrefillTimes:
+    """Seconds of a prefill, as a * tokens + b * tokens^2 with a, b >= 0.
 
-    The constants minimise the squared relative error over the batches so far, the latest of which weigh most.
+    The constants minimise the squared relative error over the prefills so far, the latest of which weigh most.
     """
 
     def __init__(self) -> None:
         self._moments = [0.0] * 5  # weighted sums of xx, xy, yy, x and y, see `learn`
-        self._step_s: float | None = None
-        self._new_tokens: float | None = None
 
-    def learn(self, lengths: Sequence[int], ttft_s: float, tpot_s: float | None, new_tokens: Sequence[int]) -> None:
-        """Take in a batch that was served.
-
-        Args:
-            lengths: of the prompts that were computed at once, in tokens.
-            ttft_s: seconds of their prefill.
-            tpot_s: seconds per step of decoding; None if there was only one token.
-            new_tokens: length of each answer in tokens.
-        """
+    def learn(self, lengths: Sequence[int], seconds: float) -> None:
+        """Take in the prefill of prompts of these lengths in tokens, which were computed at once."""
         num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
         # t = a n + b q is divided by t: 1 = a x + b y.
-        x, y = num_tokens / max(ttft_s, 1e-6), squares / max(ttft_s, 1e-6)
+        x, y = num_tokens / max(seconds, 1e-6), squares / max(seconds, 1e-6)
         self._moments = [
             FORGETTING * old + new for old, new in zip(self._moments, (x * x, x * y, y * y, x, y), strict=True)
         ]
-        if tpot_s is not None:
-            self._step_s = tpot_s if self._step_s is None else 0.8 * self._step_s + 0.2 * tpot_s
-        mean = sum(new_tokens) / max(1, len(new_tokens))
-        self._new_tokens = mean if self._new_tokens is None else 0.9 * self._new_tokens + 0.1 * mean
 
     @property
     def constants(self) -> tuple[float, float]:
-        """Seconds per token and per squared token of a prompt; 0, 0 before the first batch."""
+        """Seconds per token and per squared token of a prompt; 0, 0 before the first prefill."""
         xx, xy, yy, x, y = self._moments
         if not xx:
             return 0.0, 0.0
@@ -54,12 +41,39 @@ class TimeEstimate:
                 return 0.0, y / yy
         return x / xx, 0.0
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
-        """Seconds until the first tokens of prompts that run at once."""
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Seconds until the first tokens of prompts that are computed at once."""
         per_token, per_square = self.constants
         return per_token * sum(lengths) + per_square * sum(length**2 for length in lengths)
 
+
+class TimeEstimate:
+    """Times of a server.
+
+    Attributes:
+        alone: prefills that one stage computes.
+        chain: prefills that all stages compute.
+        step_s: seconds of a decoding step with as many rows as there were lately; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.alone, self.chain = PrefillTimes(), PrefillTimes()
+        self.step_s = 0.0
+        self._new_tokens: float | None = None
+
+    def learn_step(self, seconds: float) -> None:
+        """Take in a decoding step."""
+        self.step_s = 0.8 * self.step_s + 0.2 * seconds if self.step_s else seconds
+
+    def learn_answer(self, num_tokens: int) -> None:
+        """Take in the length of an answer in tokens."""
+        self._new_tokens = num_tokens if self._new_tokens is None else 0.9 * self._new_tokens + 0.1 * num_tokens
+
+    @property
+    def constants(self) -> tuple[float, float]:
+        """Seconds per token and per squared token of a long prompt."""
+        return self.chain.constants if any(self.chain.constants) else self.alone.constants
+
     def decoding_s(self, max_new_tokens: int) -> float:
         """Seconds of the tokens after the first, of an answer as long as answers have been."""
-        num_tokens = min(max_new_tokens, self._new_tokens or 1.0)
-        return (self._step_s or 0.0) * max(0.0, num_tokens - 1)
+        return self.step_s * max(0.0, min(max_new_tokens, self._new_tokens or 1.0) - 1)

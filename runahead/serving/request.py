@@ -37,6 +37,7 @@ class Request:
         client: whose request it is, for the limit of requests per client.
         cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
         arrived_s: `time.monotonic` of its arrival.
+        rows_left: rows that have not ended; written by the scheduler.
     """
 
     prompts: list[list[int]]
@@ -45,6 +46,10 @@ class Request:
     client: str = ""
     cancelled: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
+    rows_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows_left = len(self.prompts)
 
     @property
     def longest(self) -> int:

@@ -1,7 +1,8 @@
-"""The scheduler of a server: a queue of requests on rank 0, and the loop in which all ranks serve them.
+"""The scheduler of a server: rank 0 decides which work items all ranks carry out, and hears what they report.
 
-There is one global sequence of work items. Rank 0 decides it and tells every item to all ranks, which carry out the
-same items in the same order. An item is a batch to generate, a look at whether all ranks live, or the end.
+There is one global sequence of items (`items.py`), which every rank carries out in its order (`executor.py`). The last
+stage decodes all rows that have their first token, between and inside the prefills, so a request never waits for the
+answers of others, but for room. Items and reports travel as mail, which needs no rank's main thread.
 """
 
 from __future__ import annotations
@@ -10,113 +11,89 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import count
 
 from runahead.config import GenerationOptions
+from runahead.context import ContextPartition
 from runahead.engine import Engine
 from runahead.failures import first_line
-from runahead.prefill.prompt_check import PromptLimits, check_prompts
+from runahead.ranks.mail import Mail
+from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
+from runahead.serving.executor import Executor
+from runahead.serving.items import (
+    Alive,
+    Cancel,
+    Check,
+    End,
+    Generate,
+    Inbox,
+    Item,
+    Part,
+    Prefill,
+    Report,
+    RowId,
+    Tokens,
+)
+from runahead.serving.limits import QueueLimits
+from runahead.serving.queue import Batch, Refused, RequestQueue
 from runahead.serving.request import Request
 
 LOOK_S = 0.25
 """Seconds after which an idle rank 0 looks for failures and shows that it is alive."""
 
 CHECK_S = 10.0
-"""Most seconds between two looks at whether all ranks live, while the server is idle."""
-
-SIMILAR = 0.75
-"""Least ratio of the lengths of prompts that share a batch: the shorter ones are padded."""
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Work item: generate from these prompts as one batch."""
-
-    prompts: list[list[int]]
-    options: list[GenerationOptions]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Work item: all ranks show that they live, and whether one of them was asked to end."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Work item: there will be no other."""
-
-
-Item = Generate | Check | End
-
-
-class Refused(Exception):
-    """A request is not taken.
-
-    Attributes:
-        retry_after_s: seconds after which it may be tried again; None: not on this server.
-    """
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueueLimits:
-    """Limits of the queue and of a batch.
-
-    Attributes:
-        batch: most rows that are generated at once.
-        batch_tokens: most tokens of prompts, padding included, of several requests in one batch.
-        batch_wait_s: seconds that a request waits for others that may share its batch.
-        max_tokens: most tokens of a batch: rows times the longest prompt and answer. It bounds the KV cache's memory.
-        max_waiting: most requests that wait.
-        max_per_client: most requests of a client, waiting or running.
-        max_ttft_s: a request whose predicted TTFT is longer is refused; None: none is.
-    """
-
-    batch: int = 8
-    batch_tokens: int = 4096
-    batch_wait_s: float = 0.01
-    max_tokens: int | None = None
-    max_waiting: int = 64
-    max_per_client: int = 32
-    max_ttft_s: float | None = None
+"""Most seconds between two looks at whether all ranks live."""
 
 
 class Scheduler:
-    """Queue and loop of rank 0. `submit`, `cancel`, `drain` and what they read may be called from any thread.
+    """Queue of rank 0, and its part in the work. `submit`, `cancel`, `drain` and what they read serve any thread.
+
+    A thread of its own decides which item is next, while the main thread computes as on every other rank.
 
     Args:
         engine: this rank's engine; the other ranks call `follow` with theirs.
         limits: of the queue.
-        estimate: of times; learns from every batch.
+        estimate: of times; learns from every request.
+        when_draining: called once, when no more requests are taken.
     """
 
-    def __init__(self, engine: Engine, limits: QueueLimits, estimate: TimeEstimate | None = None) -> None:
-        self._engine, self.limits, self.estimate = engine, limits, estimate or TimeEstimate()
-        self._prompt_limits = PromptLimits.of_model(
-            engine.model, engine.policies, engine.prefill, engine.ranks.num_stages
-        )
+    def __init__(
+        self,
+        engine: Engine,
+        limits: QueueLimits,
+        estimate: TimeEstimate | None = None,
+        *,
+        when_draining: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._engine, self._ranks, self.limits = engine, engine.ranks, limits
+        self.estimate = estimate or TimeEstimate()
+        self._queue = RequestQueue(engine, limits, self.estimate)
         self._lock = threading.Lock()
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
-        self._started_s = 0.0
-        self._draining = False
+        self._numbers = count()
+        self._unread: dict[int, Batch] = {}  # of whose prefill some rank has not reported its part
+        self._unchecked: set[int] = set()
+        self._checked_s = time.monotonic()
+        self._when_draining, self._draining = when_draining, False
+        self._drain_lock = threading.RLock()  # a signal may come while this thread holds it
         self._failure: str | None = None
+        self._inbox = Inbox()
+        self._mail: Mail | None = None
+        self._leader = self._ranks.mesh.rank(self._ranks.num_stages - 1, 0)
         # Its put() may be called by a signal handler, at any moment of the thread that waits.
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._num_heard = 0
 
     # From any thread.
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queue.running)
 
     @property
     def refuses(self) -> str | None:
@@ -127,23 +104,11 @@ class Scheduler:
 
     def check(self, prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> None:
         """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
-        num_new = max(each.max_new_tokens for each in options)
-        check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
-        limit, num_tokens = self.limits.max_tokens, len(prompts) * (max(map(len, prompts)) + num_new)
-        if limit is not None and num_tokens > limit:
-            raise ValueError(
-                f"{len(prompts)} x {num_tokens // len(prompts):,} tokens of prompt and answer are more than this "
-                f"server has memory for, which is {limit:,}"
-            )
+        self._queue.check(prompts, options)
 
     def fitting(self, prompts: Sequence[list[int]], wanted: int) -> int:
         """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
-        longest, bounds = max(map(len, prompts)), [wanted]
-        if self._prompt_limits.max_positions is not None and not self._engine.policies:
-            bounds.append(self._prompt_limits.max_positions - longest)
-        if self.limits.max_tokens is not None:
-            bounds.append(self.limits.max_tokens // len(prompts) - longest)
-        return max(1, min(bounds))
+        return self._queue.fitting(prompts, wanted)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -154,49 +119,41 @@ class Scheduler:
         with self._lock:
             if self.refuses is not None:
                 raise Refused(self.refuses)
-            ttft_s = self._predicted_ttft_s(request)
-            ours = sum(each.client == request.client for each in [*self._waiting, *self._running])
-            if ours >= self.limits.max_per_client:
-                raise Refused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
-            if len(self._waiting) >= self.limits.max_waiting:
-                raise Refused(f"{len(self._waiting)} requests are waiting, which is the most that may", ttft_s)
-            limit = self.limits.max_ttft_s
-            if limit is not None and ttft_s > limit:
-                told = f"the first token is predicted after {ttft_s:.0f} s, which is longer than {limit:g} s"
-                raise Refused(told, ttft_s - limit)
-            self._waiting.append(request)
-        self._wake.put(None)
+            self._queue.add(request)
+        self._events.put(None)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request that waits; end one that is decoded after its next token, and one in its prefill after it."""
+        """Drop a request that waits; end one that is decoded before its next step, and one in its prefill after it."""
         with self._lock:
             request.cancelled = True
-            self._waiting = [each for each in self._waiting if each is not request]
-        self._wake.put(None)
+            self._queue.waiting = [each for each in self._queue.waiting if each is not request]
+            for batch in self._queue.batches.values():
+                if batch.is_decoded:
+                    self._cancel_rows(batch)
+        self._events.put(None)
 
     def num_before(self, request: Request) -> int | None:
-        """Number of requests that wait before this one; None if it does not wait."""
+        """Number of requests that are due before this one; None if it does not wait."""
         with self._lock:
-            return self._waiting.index(request) if request in self._waiting else None
+            waiting = self._queue.by_deadline()
+            return waiting.index(request) if request in waiting else None
 
     def predicted_ttft_s(self, request: Request) -> float:
-        """Seconds until the first token of a request that would come now, as if none shared a batch with it."""
+        """Seconds until the first token of a request that would come now."""
         with self._lock:
-            return self._predicted_ttft_s(request)
-
-    def _predicted_ttft_s(self, request: Request) -> float:
-        running_s = self._total_s(self._running) - (time.monotonic() - self._started_s)
-        waiting_s = sum(self._total_s([each]) for each in self._waiting)
-        return max(0.0, running_s) + waiting_s + self.estimate.prefill_s(_lengths([request]))
-
-    def _total_s(self, batch: list[Request]) -> float:
-        longest_answer = max((each.max_new_tokens for each in batch), default=1)
-        return self.estimate.prefill_s(_lengths(batch)) + self.estimate.decoding_s(longest_answer)
+            return self._queue.predicted_ttft_s(request)
 
     def drain(self) -> None:
         """Take no more requests, and end once those that were taken are answered. A signal handler may call it."""
-        self._draining = True
-        self._wake.put(None)
+        with self._drain_lock:
+            is_first, self._draining = not self._draining, True
+        if is_first:
+            self._when_draining()
+            self._events.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Let `run` end with an error."""
+        self._inbox.fail(error)
 
     # In the main thread.
 
@@ -207,132 +164,192 @@ class Scheduler:
             Exception: whatever ends this rank; the requests have been told.
         """
         try:
-            checked_s = time.monotonic()
-            while (batch := self._next_batch(checked_s)) is not None:
-                if batch:
-                    self._generate(batch)
-                else:
-                    _tell(self._engine, Check())
-                    if any(_asked_to_end(self._engine, self._draining)):
-                        self.drain()
-                    checked_s = time.monotonic()
-            _tell(self._engine, End())
+            with self._ranks.announcing_failure():
+                if self._ranks.size > 1:
+                    self._mail = Mail(self._ranks, self._receive, partial(self._inbox.fail, is_cut_off=True))
+                threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
+                Executor(self._engine, self._inbox, self._events.put, itl_s=self.limits.itl_s).run(self._await)
+                if self._mail is not None:
+                    self._mail.close()
         except BaseException as error:
             self._fail(f"the server has failed: {first_line(error)}")
             raise
 
-    def _next_batch(self, checked_s: float) -> list[Request] | None:
-        """The next batch, waited for; empty when it is time to look at the ranks, None when there will be none."""
-        ranks = self._engine.ranks
-        check_at = checked_s + min(CHECK_S, ranks.timeout_s / 2)
-        while True:
-            if time.monotonic() >= check_at and ranks.size > 1:
-                return []
-            with self._lock:
-                wait_s = self._batch_wait_s()
-                if self._waiting and wait_s <= 0:
-                    self._running, self._started_s = self._choose(), time.monotonic()
-                    self._waiting = [each for each in self._waiting if each not in self._running]
-                    return self._running
-                if self._draining and not self._waiting:
-                    return None
-            ranks.progress()
-            try:
-                look_s = min(LOOK_S, ranks.timeout_s / 4)
-                self._wake.get(timeout=min(look_s, wait_s) if wait_s > 0 else look_s)
-            except queue.Empty:
+    def _receive(self, report: Report) -> None:
+        self._num_heard += 1
+        self._events.put(report)
+
+    def _await(self, ready: Callable[[float], bool]) -> None:
+        """Wait for an item. While other ranks are at work, one that falls silent ends the server."""
+
+        def is_busy() -> bool:
+            return bool(self._queue.batches or self._unread or self._unchecked)
+
+        look_s = min(LOOK_S, self._ranks.timeout_s / 4)
+        while not ready(0.0):
+            if self._ranks.size == 1 or not is_busy():
+                self._ranks.progress()
+                ready(look_s)
                 continue
 
-    def _batch_wait_s(self) -> float:
-        """Seconds that the first request still waits for others to share its batch."""
-        if not self._waiting or self._draining or sum(len(each.prompts) for each in self._waiting) >= self.limits.batch:
-            return 0.0
-        return self._waiting[0].arrived_s + self.limits.batch_wait_s - time.monotonic()
+            def has_changed(block_s: float, heard: int = self._num_heard) -> bool:
+                return ready(block_s) or self._num_heard != heard or not is_busy()
 
-    def _choose(self) -> list[Request]:
-        """The request that came first, with those of similar length that fit into one batch with it."""
-        chosen = self._waiting[:1]
-        for other in self._waiting[1:]:
-            if len(chosen) == self.limits.batch:
-                break
-            together = [*chosen, other]
-            lengths = [each.longest for each in together]
-            rows = sum(len(each.prompts) for each in together)
-            if (
-                rows > self.limits.batch
-                or min(lengths) < SIMILAR * max(lengths)
-                or rows * max(lengths) > self.limits.batch_tokens
-            ):
-                continue
-            try:
-                item = _item_of(together)
-                self.check(item.prompts, item.options)
-            except ValueError:  # each can be generated from alone, but not at once
-                continue
-            chosen = together
-        return chosen
-
-    def _generate(self, batch: list[Request]) -> None:
-        owners = [(request, row) for request in batch for row in range(len(request.prompts))]
-
-        def on_tokens(tokens: list[int | None]) -> list[int]:
-            start = 0
-            for request in batch:
-                end = start + len(request.prompts)
-                if not request.cancelled:
-                    request.listener.on_tokens(tokens[start:end])
-                start = end
-            return [number for number, (request, _) in enumerate(owners) if request.cancelled]
-
-        for request in batch:
-            request.listener.on_start()
-        item = _item_of(batch)
-        _tell(self._engine, item)
-        result = self._engine.generate(item.prompts, item.options, on_tokens=on_tokens, cancellable=True)
-        new_tokens = [len(each.new_token_ids) for each in result.generations]
-        self.estimate.learn(_lengths(batch), result.ttft_s, result.tpot_s, new_tokens)
-        with self._lock:
-            self._running = []
-        for request in batch:
-            request.listener.on_end()
+            self._ranks.wait_until(has_changed, "what other ranks compute", range(self._ranks.size))
 
     def _fail(self, reason: str) -> None:
         with self._lock:
             self._failure = reason
-            requests, self._waiting, self._running = [*self._running, *self._waiting], [], []
+            requests = [*self._queue.running, *self._queue.waiting]
+            self._queue.running, self._queue.waiting = [], []
         for request in requests:
             request.listener.on_failure(reason)
 
+    # In the scheduler's thread.
 
-def follow(engine: Engine, asked_to_end: Callable[[], bool]) -> None:
+    def _decide(self) -> None:
+        """Hear reports and tell items, until the last."""
+        try:
+            while True:
+                try:
+                    report = self._events.get(timeout=min(LOOK_S, self._ranks.timeout_s / 4))
+                except queue.Empty:
+                    report = None
+                with self._lock:
+                    if self._failure is not None:
+                        return
+                    self._hear(report)
+                    while requests := self._queue.choose():
+                        self._begin(requests)
+                    is_over = self._draining and not (self._queue.waiting or self._queue.batches or self._unchecked)
+                if is_over:
+                    self._tell(End())
+                    return
+                self._check_ranks()
+        except BaseException as error:
+            self._inbox.fail(error)
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Tell all ranks to compute the prompts of these requests."""
+        queue = self._queue
+        queue.waiting = [each for each in queue.waiting if each not in requests]
+        queue.running += requests
+        is_short, predicted_s = queue.is_short(requests), queue.prefill_s(requests)
+        owners = [(request, row) for request in requests for row in range(len(request.prompts))]
+        for request in requests:
+            request.listener.on_start()
+        # Policies look at the cache of one row as a whole.
+        for some in [[owner] for owner in owners] if self._engine.policies else [owners]:
+            prompts, options = [each.prompts[row] for each, row in some], [each.options[row] for each, row in some]
+            number = next(self._numbers)
+            item: Prefill | Generate = Generate(number=number, prompts=prompts, options=options)
+            if not self._engine.may_shard:
+                boundaries = self._partition(max(map(len, prompts)), is_short=is_short).boundaries
+                item = Prefill(
+                    number=number, prompts=prompts, options=options, boundaries=boundaries, is_short=is_short
+                )
+            batch = Batch(
+                item=item, owners=some, predicted_s=predicted_s, is_short=is_short, is_alone=not queue.batches
+            )
+            queue.batches[number] = self._unread[number] = batch
+            self._tell(item)
+
+    def _partition(self, num_tokens: int, *, is_short: bool) -> ContextPartition:
+        """The chunks of a prompt. The last stage has so much of its speed as its decoding leaves."""
+        if is_short:
+            return ContextPartition(boundaries=(0,) * self._ranks.num_stages + (num_tokens,))
+        busy = min(1.0, self.estimate.step_s / self.limits.itl_s) if self._queue.batches else 0.0
+        speed = 0.0 if self.limits.decode_ranks else 1.0 - busy
+        return chunks(self._engine, num_tokens, speed, self.estimate.chain.constants)
+
+    def _hear(self, report: Report | None) -> None:
+        if isinstance(report, Tokens):
+            if report.step_s is not None:
+                self.estimate.learn_step(report.step_s)
+            for number in dict.fromkeys(number for number, _ in [*report.tokens, *report.ended]):
+                self._hear_tokens(self._queue.batches[number], report)
+        elif isinstance(report, Part):
+            self._hear_part(self._unread[report.number], report)
+        elif isinstance(report, Alive):
+            self._unchecked.discard(report.rank)
+            if report.asked_to_end:
+                self.drain()
+
+    def _hear_tokens(self, batch: Batch, report: Tokens) -> None:
+        number, told = batch.item.number, dict[Request, list[int | None]]()
+        for row, (request, index) in enumerate(batch.owners):
+            if (token := report.tokens.get((number, row))) is not None:
+                told.setdefault(request, [None] * len(request.prompts))[index] = token
+                batch.new_tokens[row] += 1
+        for request, tokens in told.items():
+            if not request.cancelled:
+                request.listener.on_tokens(tokens)
+        for row in sorted(batch.left):
+            if (how := report.ended.get((number, row))) is not None:
+                self._end_row(batch, row, how)
+        if not batch.left:
+            del self._queue.batches[number]
+        elif not batch.is_decoded:
+            batch.is_decoded = True
+            self._cancel_rows(batch)
+
+    def _end_row(self, batch: Batch, row: int, how: str) -> None:
+        batch.left.discard(row)
+        if how != "cancelled":
+            self.estimate.learn_answer(batch.new_tokens[row])
+        request, _ = batch.owners[row]
+        request.rows_left -= 1
+        if request.rows_left == 0:
+            self._queue.running.remove(request)
+            request.listener.on_end()
+
+    def _cancel_rows(self, batch: Batch) -> None:
+        """Let the rows of cancelled requests end, of a batch that is decoded."""
+        rows: list[RowId] = [(batch.item.number, row) for row in sorted(batch.left) if batch.owners[row][0].cancelled]
+        if rows:
+            self._tell(Cancel(rows))
+
+    def _hear_part(self, batch: Batch, part: Part) -> None:
+        batch.parts[part.rank] = part
+        if isinstance(batch.item, Prefill) and len(batch.parts) < self._ranks.size:
+            return
+        del self._unread[part.number]
+        first = batch.parts.get(self._leader, part)  # of the rank with the first token
+        self._queue.times(is_short=batch.is_short).learn(batch.lengths, first.prefill_s)
+        is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
+        if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
+            parts, num_rows = batch.parts, len(batch.owners)
+            seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}
+            self._engine.learn(ContextPartition(boundaries=batch.item.boundaries), seconds)
+
+    def _check_ranks(self) -> None:
+        """Ask all ranks now and then whether they live, and whether one of them was asked to end."""
+        period_s = min(CHECK_S, self._ranks.timeout_s / 2)
+        if self._ranks.size > 1 and not self._unchecked and time.monotonic() - self._checked_s >= period_s:
+            self._checked_s, self._unchecked = time.monotonic(), set(range(self._ranks.size))
+            self._tell(Check())
+
+    def _tell(self, item: Item) -> None:
+        """Put an item into the inbox of every rank; a cancel only where it is decided which rows go on."""
+        receivers = list(range(self._ranks.size))
+        if isinstance(item, Cancel):
+            receivers = [0 if self._engine.may_shard else self._leader]
+        if self._mail is not None and (others := [rank for rank in receivers if rank != 0]):
+            self._mail.post(item, others)
+        if 0 in receivers:
+            self._inbox.put(item)
+
+
+def follow(engine: Engine, limits: QueueLimits, asked_to_end: Callable[[], bool] = lambda: False) -> None:
     """Carry out the work items of rank 0 on another rank, until the last.
 
     Args:
-        asked_to_end: whether this process was asked to end, which rank 0 is told at its next look.
+        limits: as on rank 0.
+        asked_to_end: whether this process was asked to end, which rank 0 learns when it looks.
     """
-    while not isinstance(item := _tell(engine, None), End):
-        if isinstance(item, Generate):
-            engine.generate(item.prompts, item.options, cancellable=True)
-        else:
-            _asked_to_end(engine, asked_to_end())
-
-
-def _tell(engine: Engine, item: Item | None) -> Item:
-    """The next work item, which rank 0 gives to all ranks."""
-    told = engine.ranks.broadcast(item, 0, "the next request")
-    assert told is not None
-    return told
-
-
-def _asked_to_end(engine: Engine, asked: bool) -> list[bool]:
-    """Whether each rank was asked to end."""
-    return engine.ranks.gather(asked, "all ranks, while the server is idle")
-
-
-def _item_of(batch: Sequence[Request]) -> Generate:
-    prompts = [ids for request in batch for ids in request.prompts]
-    return Generate(prompts, [each for request in batch for each in request.options])
-
-
-def _lengths(batch: Sequence[Request]) -> list[int]:
-    return [len(ids) for request in batch for ids in request.prompts]
+    ranks, inbox = engine.ranks, Inbox()
+    with ranks.announcing_failure():
+        mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
+        executor = Executor(engine, inbox, mail.post, itl_s=limits.itl_s, asked_to_end=asked_to_end)
+        executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
+        mail.close()

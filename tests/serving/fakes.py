@@ -11,15 +11,24 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
-from runahead.config import Device, GenerationOptions, PrefillOptions, RanksOptions
-from runahead.decoding.scored_tokens import ScoredToken
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore, LayerStore
+from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
+from runahead.context import ContextPartition
+from runahead.model.json_schemas import JSONSchemas
+from runahead.prefill import Prefilled
+from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
-from runahead.report import TokenLogprobs
-from runahead.serving.scheduler import QueueLimits, Scheduler
+from runahead.report import RankReport
+from runahead.serving.limits import QueueLimits
+from runahead.serving.request import Request
+from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from tests.unit.tokenizers_for_tests import byte_level
 
@@ -43,35 +52,76 @@ def chat_tokenizer(template: str = TEMPLATE) -> Any:
     return tokenizer
 
 
-def scored(token: int, number: int | None) -> int:
-    """A token with made-up log-probabilities, if it is to have any."""
-    if number is None:
-        return token
-    top = [(token + place, -1.0 - place) for place in range(number)]
-    return ScoredToken(token, TokenLogprobs(logprob=-0.5, top=top))
+class FakeRow(LayerStore):
+    """A row of the fake model: its next token is the next one of its prompt, from the end, over and over again."""
+
+    def __init__(self, prompt: list[int], note: Callable[[int], object]) -> None:
+        self._prompt, self._note, self._num_made = prompt, note, 0
+
+    def next_token(self) -> int:
+        self._num_made += 1
+        self._note(self._num_made)
+        return self._prompt[-1 - (self._num_made - 1) % len(self._prompt)]
+
+    def append(self, *_: object) -> None:
+        raise AssertionError("the fake model has no attention")
+
+    seen = append  # type: ignore[assignment]
+    num_bytes = 0  # type: ignore[assignment]
+
+
+class FakeCache(KVStore):
+    """KV cache of fake rows."""
+
+    def __init__(self, rows: Sequence[FakeRow]) -> None:
+        self.layers = list(rows)
+
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        return [FakeCache([row]) for row in self.layers]
+
+
+class FakeModel(SimpleNamespace):
+    """A model without layers: what it decodes are `FakeRow`s."""
+
+    def forward(self, ids_B1: torch.Tensor, attention: CausalAttention, **_: object) -> torch.Tensor:
+        self.engine.before_step()
+        return self.engine.logits([layer for layer in attention.cache.layers[0].rows])
 
 
 class FakeEngine:
     """Answers every prompt with its own tokens, in reverse and over again.
 
     Attributes:
-        batches: prompts of each call.
+        batches: prompts of each prefill.
         options: of all rows so far.
-        steps: tokens that each call made.
-        prefill: called when a prefill begins.
-        step_s: seconds per token.
-        error: raised by the next call.
+        steps: most tokens that a row of each prefill has made.
+        when_prefilling: called when a prefill begins.
+        step_s: seconds per step of decoding.
+        error: raised by the next prefill or step.
     """
+
+    may_shard, takes_stage_alone = False, True
 
     def __init__(self) -> None:
         self.tokenizer = byte_level()
         self.ranks = Ranks.start(RanksOptions(device=Device.cpu))
-        self.policies, self.prefill_options = RankPolicies(), PrefillOptions()
+        self.policies, self.prefill, self.decode = RankPolicies(), PrefillOptions(), DecodeOptions(name=DecodeName.last)
         config = SimpleNamespace(
             max_position_embeddings=POSITIONS, num_hidden_layers=2, vocab_size=len(self.tokenizer), model_type="fake"
         )
-        self.model = SimpleNamespace(config=config, uneven_limit=None, length_threshold=None, name="fake")
-        self.prefill = self.prefill_options
+        self.model = FakeModel(
+            config=config,
+            uneven_limit=None,
+            length_threshold=None,
+            name="fake",
+            device=torch.device("cpu"),
+            eos_token_ids={self.tokenizer.eos_token_id},
+            tokenizer=self.tokenizer,
+            shares=None,
+            json_schemas=JSONSchemas(self.tokenizer, len(self.tokenizer), {self.tokenizer.eos_token_id}),
+            engine=self,
+        )
+        self.prompt_limits = PromptLimits.of_model(self.model, self.policies, self.prefill, 1)  # type: ignore[arg-type]
         self.batches: list[list[list[int]]] = []
         self.options: list[GenerationOptions] = []
         self.steps: list[int] = []
@@ -79,37 +129,35 @@ class FakeEngine:
         self.step_s = 0.0
         self.error: BaseException | None = None
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        options: Sequence[GenerationOptions],
-        *,
-        on_tokens: Callable[[list[int | None]], list[int]],
-        cancellable: bool,
-    ) -> Any:
+    def split(self, num_tokens: int) -> ContextPartition:
+        return ContextPartition(boundaries=(0, num_tokens))
+
+    def learn(self, *_: object) -> None:
+        pass
+
+    def prefill_part(self, prompts: list[list[int]], partition: ContextPartition, **_: object) -> Prefilled:
         self.batches.append(prompts)
-        self.options += options
         self.steps.append(0)
-        began_s = time.perf_counter()
+        number, began_s = len(self.steps) - 1, time.perf_counter()
         self.when_prefilling()
-        ttft_s = time.perf_counter() - began_s
-        ended = [False] * len(prompts)
-        step = 0
-        while not all(ended):
-            if self.error is not None:
-                raise self.error
-            tokens = [
-                None if end else scored(ids[-1 - step % len(ids)], each.logprobs)
-                for ids, end, each in zip(prompts, ended, options, strict=True)
-            ]
-            ended = [end or step + 1 >= each.max_new_tokens for end, each in zip(ended, options, strict=True)]
-            for row in on_tokens(tokens):
-                ended[row] = True
-            step += 1
-            self.steps[-1] = step
-            time.sleep(self.step_s)
-        rows = [SimpleNamespace(new_token_ids=[0] * each.max_new_tokens) for each in options]
-        return SimpleNamespace(ttft_s=max(ttft_s, 1e-4), tpot_s=1e-3, generations=rows)
+        self.before_step()
+
+        def note(num_made: int) -> None:
+            self.steps[number] = max(self.steps[number], num_made)
+
+        rows = [FakeRow(prompt, note) for prompt in prompts]
+        report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
+        return Prefilled(report=report, logits_BV=self.logits(rows), cache=FakeCache(rows))
+
+    def logits(self, rows: Sequence[FakeRow]) -> torch.Tensor:
+        logits_BV = torch.zeros(len(rows), len(self.tokenizer))
+        logits_BV[torch.arange(len(rows)), [row.next_token() for row in rows]] = 1e4
+        return logits_BV
+
+    def before_step(self) -> None:
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.step_s)
 
 
 class Served:
@@ -120,6 +168,13 @@ class Served:
     ) -> None:
         self.engine, self.options = engine, options
         self.scheduler = Scheduler(engine, limits)
+        submit = self.scheduler.submit
+
+        def noted(request: Request) -> None:
+            engine.options = [*getattr(engine, "options", []), *request.options]
+            submit(request)
+
+        self.scheduler.submit = noted  # type: ignore[method-assign]
         self.api = API(
             self.scheduler,
             tokenizer=tokenizer,
@@ -134,7 +189,7 @@ class Served:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # which the system may not make larger
         self.port = bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = HTTPServer(self.api.app, bound, options, on_end=self.scheduler.drain)
+        self.http = HTTPServer(self.api.app, bound, options, on_failure=self.scheduler.fail)
         self.ended: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -157,8 +212,7 @@ def serving(
 ) -> Iterator[Served]:
     """A server in threads of this process, stopped after the block; with an engine that makes up tokens by default."""
     made = ServeOptions(log=False, port=0, **options)
-    limits = limits or QueueLimits(batch=made.batch, batch_wait_s=0.0)
-    served = Served(engine or FakeEngine(), made, limits, keys or Keys(), tokenizer or chat_tokenizer(), seed)
+    served = Served(engine or FakeEngine(), made, limits or made, keys or Keys(), tokenizer or chat_tokenizer(), seed)
     served.http.start()
     served.thread.start()
     deadline = time.monotonic() + 20

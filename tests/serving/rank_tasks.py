@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import torch
 
-from runahead import Engine, GenerationOptions
+from runahead import Engine, GenerationOptions, PrefillOptions
+from runahead.config import DecodeName, DecodeOptions
 from runahead.ranks.ranks import Ranks
+from runahead.serving.estimate import TimeEstimate
+from runahead.serving.executor import Choice, Executor
+from runahead.serving.items import Item
+from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
-from runahead.serving.scheduler import QueueLimits, Scheduler, follow
+from runahead.serving.scheduler import Scheduler, follow
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 from tests.ranks.tensor_tasks import arranged, shared_model
@@ -40,19 +52,34 @@ def cancel_rows(
 
 
 class Kept:
-    """A listener that keeps what it hears."""
+    """A listener that keeps what it hears.
 
-    def __init__(self, num_rows: int) -> None:
+    Attributes:
+        rows: tokens of each row.
+        heard: what happened, in order: "start", a number of tokens so far, "end" or a failure.
+    """
+
+    def __init__(self, num_rows: int, when: dict[int, Callable[[], object]] | None = None) -> None:
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
-        self.heard: list[str] = []
+        self.heard: list[str | int] = []
+        self._when = when or {}
+        self.when_started: Callable[[], object] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.heard) > 0 and self.heard[-1] != "start" and isinstance(self.heard[-1], str)
 
     def on_start(self) -> None:
         self.heard.append("start")
+        threading.Thread(target=self.when_started).start()
 
     def on_tokens(self, tokens: Sequence[int | None]) -> None:
         for row, token in zip(self.rows, tokens, strict=True):
             if token is not None:
                 row.append(token)
+        self.heard.append(sum(map(len, self.rows)))
+        if (call := self._when.pop(max(map(len, self.rows)), None)) is not None:
+            threading.Thread(target=call).start()  # the scheduler's thread must not wait for itself
 
     def on_end(self) -> None:
         self.heard.append("end")
@@ -61,19 +88,125 @@ class Kept:
         self.heard.append(reason)
 
 
-def serve(
-    ranks: Ranks, prompts: list[list[int]], options: list[GenerationOptions], batch: int
-) -> tuple[list[list[int]], list[list[str]], int]:
-    """Tokens of a request per prompt, what their listeners heard, and the number of batches; on rank 0."""
-    engine = Engine(tiny_model(FAMILY), ranks)
-    with throughout(engine.model.dtype):
-        if ranks.rank != 0:
-            follow(engine, lambda: False)
-            return [], [], 0
-        scheduler = Scheduler(engine, QueueLimits(batch=batch, batch_wait_s=0.0))
-        listeners = [Kept(1) for _ in prompts]
-        for ids, each, listener in zip(prompts, options, listeners, strict=True):
-            scheduler.submit(Request(prompts=[ids], options=[each], listener=listener))
-        scheduler.drain()
-        scheduler.run()
-    return [each.rows[0] for each in listeners], [each.heard for each in listeners], engine._num_calls
+@dataclass(kw_only=True)
+class Load:
+    """Requests of a test, and how they are served.
+
+    Attributes:
+        after: by request, the one after whose second token it comes; the others come at once.
+        cancel: by request, the number of tokens after which it is cancelled; 0 is when its prefill begins.
+        short: prompts up to this length are computed by one stage.
+    """
+
+    prompts: list[list[int]]
+    options: list[GenerationOptions]
+    limits: QueueLimits
+    after: dict[int, int] = field(default_factory=dict)
+    cancel: dict[int, int] = field(default_factory=dict)
+    family: str = FAMILY
+    policies: RankPolicies | None = None
+    prefill: PrefillOptions | None = None
+    decode: DecodeName = DecodeName.last
+    num_shares: int = 1
+    short: int = 0
+
+
+@dataclass(kw_only=True)
+class Served:
+    """What rank 0 saw: tokens per request, what the listeners heard, items that were told; per rank, bytes that stay
+    in live rows, and decoding steps and prefills that were carried out inside a prefill."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    heard: list[list[str | int]] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    left_bytes: int = 0
+    inside: list[str] = field(default_factory=list)
+
+
+def serve(ranks: Ranks, load: Load) -> Served:
+    """Serve a load, and drain. Every rank makes the same call."""
+    served = Served()
+    with arranged(ranks, load.num_shares), noting(served):
+        if load.num_shares > 1:
+            model = shared_model(ranks, load.family, torch.float64, load.num_shares)
+        else:
+            model = tiny_model(load.family)
+        engine = Engine(
+            model, ranks, policies=load.policies, prefill=load.prefill, decode=DecodeOptions(name=load.decode)
+        )
+        with throughout(model.dtype):
+            if ranks.rank == 0:
+                _serve(engine, load, served)
+            else:
+                follow(engine, load.limits)
+    return served
+
+
+def _serve(engine: Engine, load: Load, served: Served) -> None:
+    estimate = TimeEstimate()
+    # A second per token beyond what is short, so that lengths alone decide.
+    estimate.alone.learn([100], 100.0 * load.limits.itl_s / (load.short + 0.5))
+    scheduler = Scheduler(engine, load.limits, estimate)
+    requests: list[Request] = []
+    later = dict[int, list[int]]()
+    for number, other in load.after.items():
+        later.setdefault(other, []).append(number)
+
+    def submitting(number: int) -> Callable[[], object]:
+        return lambda: [scheduler.submit(requests[other]) for other in later[number]]
+
+    def cancelling(number: int) -> Callable[[], object]:
+        return lambda: scheduler.cancel(requests[number])
+
+    for number, (ids, options) in enumerate(zip(load.prompts, load.options, strict=True)):
+        when: dict[int, Callable[[], object]] = {}
+        if number in later:
+            when[2] = submitting(number)
+        if load.cancel.get(number):
+            when[load.cancel[number]] = cancelling(number)
+        listener = Kept(1, when)
+        if load.cancel.get(number) == 0:
+            listener.when_started = cancelling(number)
+        requests.append(Request(prompts=[ids], options=[options], listener=listener))
+    kept = [request.listener for request in requests]
+    tell = scheduler._tell
+
+    def noted(item: Item) -> None:
+        served.items.append(item)
+        tell(item)
+
+    scheduler._tell = noted  # type: ignore[method-assign]
+    for times in (estimate.alone, estimate.chain):
+        times.learn = lambda *_: None  # type: ignore[method-assign]
+    for number, request in enumerate(requests):
+        if number not in load.after:
+            scheduler.submit(request)
+    waits = threading.Thread(target=_drain_at_the_end, args=(scheduler, kept), daemon=True)
+    waits.start()
+    scheduler.run()
+    served.tokens = [each.rows[0] for each in kept]
+    served.heard = [each.heard for each in kept]
+
+
+def _drain_at_the_end(scheduler: Scheduler, listeners: list[Kept]) -> None:
+    while not all(each.is_over for each in listeners):
+        time.sleep(0.005)
+    scheduler.drain()
+
+
+@contextmanager
+def noting(served: Served) -> Iterator[None]:
+    """While it is open, what is done inside prefills on this rank is noted."""
+    run, do = Executor.run, Executor._do
+
+    def noted_run(self: Executor, wait: Any) -> None:
+        run(self, wait)
+        served.left_bytes = self.live.num_bytes
+
+    def noted_do(self: Executor, choice: Choice) -> None:
+        if choice in (Choice.step, Choice.item):
+            served.inside.append(choice.name)
+        do(self, choice)
+
+    with mock.patch.object(Executor, "run", noted_run), mock.patch.object(Executor, "_do", noted_do):
+        yield

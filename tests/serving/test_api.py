@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIStatusError, OpenAI
 
+from launch.server.http import HTTPServer
 from launch.server.keys import Keys
+from launch.server.options import ServeOptions
 from launch.server.reader import NOT_SUPPORTED
 from runahead.failures import PeerFailure
-from runahead.serving.scheduler import QueueLimits
-from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, Served, chat_tokenizer, serving, until
+from runahead.serving.limits import QueueLimits
+from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, Served, chat_tokenizer, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = "a-key-of-this-test-only"
@@ -349,10 +351,10 @@ def test_a_file_without_good_keys_is_refused(tmp_path, content):
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back():
-    with serving(limits=QueueLimits(batch=1, batch_wait_s=0, max_waiting=1, max_per_client=9)) as served:
+    with serving(limits=QueueLimits(batch=1, max_waiting=1, max_per_client=9)) as served:
         gate = threading.Event()
         served.engine.when_prefilling = gate.wait
-        served.scheduler.estimate.learn([100], 100.0, 1.0, [1])
+        served.scheduler.estimate.alone.learn([100], 100.0)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(post, served, TEXT, {"prompt": "a b c", "max_tokens": 2})
             until(lambda: served.scheduler.num_running == 1)
@@ -368,7 +370,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back():
 
 
 def test_a_client_may_have_so_many_requests_and_no_more():
-    with serving(limits=QueueLimits(batch=1, batch_wait_s=0, max_per_client=1)) as served:
+    with serving(limits=QueueLimits(batch=1, max_per_client=1)) as served:
         gate = threading.Event()
         served.engine.when_prefilling = gate.wait
         with ThreadPoolExecutor(1) as pool:
@@ -380,13 +382,13 @@ def test_a_client_may_have_so_many_requests_and_no_more():
 
 
 def test_a_late_first_token_is_refused_where_that_is_asked_for():
-    with serving(limits=QueueLimits(max_ttft_s=5.0, batch_wait_s=0)) as served:
-        served.scheduler.estimate.learn([10], 100.0, None, [1])
+    with serving(limits=QueueLimits(max_ttft_s=5.0)) as served:
+        served.scheduler.estimate.alone.learn([10], 100.0)
         assert post(served, TEXT, {"prompt": "the letters of the captain"}).status_code == 429
 
 
 def test_requests_of_similar_length_that_wait_share_a_batch():
-    with serving(limits=QueueLimits(batch=4, batch_wait_s=0, batch_tokens=60)) as served:
+    with serving(limits=QueueLimits(batch=4, batch_tokens=60)) as served:
         gate = threading.Event()
         served.engine.when_prefilling = gate.wait
         ids = {"first": [5], "a": [5] * 10, "b": [6] * 9, "long": [7] * 40, "c": [8] * 8}
@@ -398,6 +400,32 @@ def test_requests_of_similar_length_that_wait_share_a_batch():
             gate.set()
             assert [each.result().json()["usage"]["completion_tokens"] for each in made] == [2, 3, 4, 5, 6]
         assert served.engine.batches == [[ids["first"]], [ids["a"], ids["b"], ids["c"]], [ids["long"]]]
+
+
+def test_requests_that_come_later_are_decoded_with_the_others():
+    with serving(batch=3) as served:
+        served.engine.step_s = 0.005
+        with connection_of(served, {"prompt": "a", "max_tokens": 4000, "stream": True}) as first:
+            read_until(first, b"data: ")
+            for _ in range(3):  # each is answered while the first goes on
+                answer = post(served, TEXT, {"prompt": "hello world", "max_tokens": 5, "n": 2}).json()
+                assert answer["usage"]["completion_tokens"] == 10
+            assert served.scheduler.num_running == 1
+        until(lambda: served.scheduler.num_running == 0)
+        assert [len(batch) for batch in served.engine.batches] == [1, 2, 2, 2]
+
+
+def test_a_request_waits_for_room_and_no_later_one_takes_it():
+    limits = QueueLimits(batch=8, max_tokens=1000)
+    with serving(limits=limits) as served, ThreadPoolExecutor(3) as pool:
+        served.engine.step_s = 0.002
+        made = {}
+        for number, new in enumerate((300, 900, 5)):
+            made[new] = pool.submit(post, served, TEXT, {"prompt": [number + 5] * 9, "max_tokens": new})
+            until(lambda: served.scheduler.num_running + served.scheduler.num_waiting == number + 1)  # noqa: B023
+        for new, each in made.items():
+            assert each.result().json()["usage"]["completion_tokens"] == new
+        assert [prompts[0][0] for prompts in served.engine.batches] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -507,6 +535,19 @@ def test_a_failure_is_told_to_all_who_wait(streams):
                 assert each.result().status_code == (200 if streams else 503)
         until(lambda: served.ended is served.engine.error)
         assert post(served, TEXT, {"prompt": "a b c"}).status_code == 503
+
+
+def test_a_server_whose_http_thread_ends_fails(monkeypatch):
+    async def fail(self: HTTPServer) -> None:
+        raise OSError("address in use")
+
+    monkeypatch.setattr(HTTPServer, "_serve", fail)
+    served = Served(FakeEngine(), ServeOptions(log=False, port=0), QueueLimits(), Keys(), chat_tokenizer(), 0)
+    served.thread.start()
+    served.http.start()
+    served.thread.join(20)
+    assert isinstance(served.ended, OSError)
+    assert str(served.ended) == "the HTTP server has ended: OSError: address in use"
 
 
 def test_metrics_count_what_was_served():

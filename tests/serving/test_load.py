@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.studies import serving as study
 from benchmarks.studies.serving import Outcome, Turn, ask, load, percentiles, summary
-from runahead.serving.scheduler import QueueLimits
+from runahead.serving.limits import QueueLimits
 from tests.serving.fakes import serving
 
 SLO = {"ttft": 1.0, "ttft_per_token": 0.0, "itl": 0.5}
@@ -18,7 +18,7 @@ SLO = {"ttft": 1.0, "ttft_per_token": 0.0, "itl": 0.5}
 
 def test_a_sweep_writes_a_line_per_rate_and_a_picture(tmp_path, capsys):
     lines = tmp_path / "lines.jsonl"
-    with serving(limits=QueueLimits(batch=1, batch_wait_s=0)) as served:
+    with serving(limits=QueueLimits(batch=1)) as served:
         served.engine.step_s = 0.002
         common = ["--url", served.url, "--lines", str(lines), "--out", str(tmp_path), "--length", "40"]
         common += ["--seconds", "0.5", "--new_tokens", "5", "--vocabulary", "300"]

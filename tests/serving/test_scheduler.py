@@ -1,36 +1,184 @@
-"""The scheduler on live ranks: the same answers alone and in a batch, rows that are cancelled; predicted times."""
+"""The scheduler on live ranks: the same answers alone and among others, order of events, cancels, memory; times."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from itertools import pairwise
 
-from runahead import GenerationOptions
-from runahead.serving.estimate import TimeEstimate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.streaming_llm import StreamingLLM
+from runahead import ContextPartition, GenerationOptions, PrefillOptions
+from runahead.config import DecodeName, PrefillName
+from runahead.serving.arrangement import with_slower_last
+from runahead.serving.estimate import PrefillTimes, TimeEstimate
+from runahead.serving.items import Cancel, Check, End, Generate, Prefill
+from runahead.serving.limits import QueueLimits
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import prompt
+from tests.ranks.tasks import generate
 from tests.serving import rank_tasks
+from tests.serving.rank_tasks import Load, Served
 
-PROMPTS = [prompt(40, seed=1), prompt(31, seed=2), prompt(36, seed=3)]
-OPTIONS = [
-    GenerationOptions(max_new_tokens=9, ignore_eos=True),
-    GenerationOptions(max_new_tokens=4, ignore_eos=True, do_sample=True, temperature=2.0, seed=7),
-    GenerationOptions(max_new_tokens=12, ignore_eos=True, repetition_penalty=3.0),
+GREEDY = GenerationOptions(max_new_tokens=9, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    replace(GREEDY, max_new_tokens=4, do_sample=True, temperature=2.0, seed=7),
+    replace(GREEDY, max_new_tokens=12, repetition_penalty=3.0),
+    replace(GREEDY, max_new_tokens=7, do_sample=True, top_k=9, seed=3),
 ]
+LENGTHS = [40, 9, 31, 55, 3, 36, 22, 1, 18, 64]
+PROMPTS = [prompt(length, seed=number) for number, length in enumerate(LENGTHS)]
+OPTIONS = [KINDS[number % len(KINDS)] for number in range(len(PROMPTS))]
+LATE = {3: 0, 4: 0, 5: 2, 6: 3, 7: 3, 8: 5, 9: 8}
+"""Requests that come while others are decoded: after the second token of which one."""
+
+MANY = Load(prompts=PROMPTS, options=OPTIONS, limits=QueueLimits(batch=6, itl_s=1e-6), after=LATE, short=20)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_answer_is_the_same_alone_and_in_a_batch(rank_pools: RankPools, size: int) -> None:
-    alone, heard, num_alone = rank_pools.run(size, rank_tasks.serve, PROMPTS, OPTIONS, 1)[0]
-    together, _, num_together = rank_pools.run(size, rank_tasks.serve, PROMPTS, OPTIONS, 3)[0]
-    assert (num_alone, num_together) == (3, 1)
-    assert alone == together
-    assert [len(row) for row in alone] == [9, 4, 12]
-    assert heard == [["start", "end"]] * 3
+def alone(pools: RankPools, family: str = rank_tasks.FAMILY) -> list[list[int]]:
+    """Tokens of each prompt, generated alone by one rank."""
+    return [
+        pools.run(1, generate, family, [ids], options)[0][0].generations[0].new_token_ids
+        for ids, options in zip(PROMPTS, OPTIONS, strict=True)
+    ]
+
+
+def prefills(served: Served) -> list[Prefill]:
+    return [item for item in served.items if isinstance(item, Prefill)]
+
+
+@pytest.mark.parametrize(
+    ("size", "load"),
+    [
+        (1, MANY),
+        (2, MANY),
+        (3, replace(MANY, family="gemma2")),
+        (2, replace(MANY, num_shares=2)),
+        (2, replace(MANY, limits=replace(MANY.limits, itl_s=1e3))),
+        (3, replace(MANY, limits=replace(MANY.limits, decode_ranks=1))),
+        (2, replace(MANY, prefill=PrefillOptions(name=PrefillName.zigzag))),
+        (2, replace(MANY, prefill=PrefillOptions(name=PrefillName.single))),
+    ],
+    ids=["1 rank", "2 ranks", "3 ranks", "shares", "no interruptions", "a stage that decodes", "zigzag", "single"],
+)
+def test_an_answer_is_the_same_alone_and_among_others(rank_pools: RankPools, size: int, load: Load) -> None:
+    by_rank = rank_pools.run(size, rank_tasks.serve, load)
+    if load.num_shares == 1:
+        assert by_rank[0].tokens == alone(rank_pools, load.family)
+    else:  # of another size of the family
+        one_by_one = replace(load, limits=replace(load.limits, batch=1))
+        assert by_rank[0].tokens == rank_pools.run(size, rank_tasks.serve, one_by_one)[0].tokens
+    assert [len(tokens) for tokens in by_rank[0].tokens] == [each.max_new_tokens for each in OPTIONS]
+    assert all((heard[0], heard[-1]) == ("start", "end") for heard in by_rank[0].heard)
+    assert [each.left_bytes for each in by_rank] == [0] * size
+    assert isinstance(by_rank[0].items[-1], End)
+
+
+def test_four_ranks_in_stages_of_two_serve_like_one_after_another(rank_pools: RankPools) -> None:
+    load = replace(MANY, num_shares=2)
+    together = rank_pools.run(4, rank_tasks.serve, load)
+    one_by_one = rank_pools.run(4, rank_tasks.serve, replace(load, limits=replace(load.limits, batch=1)))
+    assert together[0].tokens == one_by_one[0].tokens
+    assert together[2].inside == together[3].inside != []
+    assert together[0].inside == together[1].inside == []
+
+
+def test_one_at_a_time_is_a_limit_of_one(rank_pools: RankPools) -> None:
+    load = Load(prompts=PROMPTS[:4], options=OPTIONS[:4], limits=QueueLimits(batch=1))
+    served = rank_pools.run(2, rank_tasks.serve, load)[0]
+    assert [len(item.prompts) for item in prefills(served)] == [1] * 4
+    assert served.tokens == alone(rank_pools)[:4]
+
+
+def test_rows_are_decoded_between_the_layers_of_a_prefill(rank_pools: RankPools) -> None:
+    long = replace(GREEDY, max_new_tokens=200)
+    load = Load(prompts=[PROMPTS[0], PROMPTS[3]], options=[long, GREEDY], limits=QueueLimits(itl_s=1e-6), after={1: 0})
+    for size in (1, 2):
+        by_rank = rank_pools.run(size, rank_tasks.serve, load)
+        assert by_rank[-1].inside.count("step") >= 3  # a step per layer, at least
+        never = replace(load, limits=QueueLimits(itl_s=1e3))
+        served = rank_pools.run(size, rank_tasks.serve, never)
+        if size == 1:  # on several ranks it also decodes while it waits for keys and values
+            assert served[0].inside == []
+        assert served[0].tokens == by_rank[0].tokens
+
+
+def test_short_prompts_go_to_the_last_stage_and_long_ones_to_all(rank_pools: RankPools) -> None:
+    limits = QueueLimits(itl_s=1e3)
+    load = Load(prompts=PROMPTS[3:5], options=OPTIONS[3:5], limits=limits, short=10)
+    by_rank = rank_pools.run(2, rank_tasks.serve, load)
+    short, long = sorted(prefills(by_rank[0]), key=lambda item: len(item.prompts[0]))
+    assert (short.is_short, short.boundaries) == (True, (0, 0, 3))
+    assert not long.is_short and 0 < long.boundaries[1] < 55
+    assert by_rank[0].tokens == alone(rank_pools)[3:5]
+
+
+def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools) -> None:
+    endless = [replace(each, max_new_tokens=400) for each in OPTIONS[:4]]
+    options = [endless[0], *OPTIONS[1:3], endless[3], *OPTIONS[4:]]
+    load = replace(MANY, options=options, cancel={0: 30, 3: 0}, after=LATE | {6: 4, 7: 4})
+    served = rank_pools.run(2, rank_tasks.serve, load)
+    expected = alone(rank_pools)
+    for number, tokens in enumerate(served[0].tokens):
+        if number not in (0, 3):
+            assert tokens == expected[number]
+    assert served[0].tokens[0][:9] == expected[0] and 30 <= len(served[0].tokens[0]) < 400
+    assert len(served[0].tokens[3]) < 400
+    assert any(isinstance(item, Cancel) for item in served[0].items)
+    assert served[1].left_bytes == 0
+
+
+def test_policies_decode_row_by_row(rank_pools: RankPools) -> None:
+    load = replace(MANY, policies=RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)]), prompts=PROMPTS, short=0)
+    together = rank_pools.run(2, rank_tasks.serve, load)[0]
+    one_by_one = rank_pools.run(2, rank_tasks.serve, replace(load, limits=QueueLimits(batch=1)))[0]
+    assert together.tokens == one_by_one.tokens
+
+
+def test_sharded_decoding_is_an_item_of_its_own(rank_pools: RankPools) -> None:
+    load = replace(MANY, decode=DecodeName.sharded, cancel={2: 5})
+    served = rank_pools.run(2, rank_tasks.serve, load)[0]
+    expected = alone(rank_pools)
+    assert [ids for number, ids in enumerate(served.tokens) if number != 2] == [*expected[:2], *expected[3:]]
+    assert 5 <= len(served.tokens[2]) <= 12
+    assert {type(item) for item in served.items} - {Check, Cancel} == {Generate, End}
+
+
+@given(
+    ends=st.lists(st.integers(0, 500), min_size=1, max_size=5),
+    speed=st.floats(0, 1),
+    constants=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, 0.01), (0.0, 0.0)]),
+)
+def test_a_slower_last_rank_gets_less_work_and_at_least_a_token(
+    ends: list[int], speed: float, constants: tuple[float, float]
+) -> None:
+    partition = ContextPartition(boundaries=(0, *sorted(ends), 501))
+    slower = with_slower_last(partition, speed, *constants)
+    assert slower.num_tokens == 501 and slower.num_ranks == partition.num_ranks
+    assert 1 <= slower.chunk_lengths[-1] <= max(1, partition.chunk_lengths[-1])
+    if speed == 1:
+        assert slower == partition
+
+
+def test_the_last_ranks_work_is_its_share_of_speed() -> None:
+    def works(partition: ContextPartition) -> list[float]:
+        return [end + 1e-3 * end**2 - start - 1e-3 * start**2 for start, end in pairwise(partition.boundaries)]
+
+    partition = ContextPartition(boundaries=(0, 5000, 8000, 10_000))
+    before, after = works(partition), works(with_slower_last(partition, 0.25, 1.0, 1e-3))
+    assert after[0] / before[0] == pytest.approx(after[1] / before[1], rel=1e-3)
+    assert after[2] / before[2] == pytest.approx(0.25 * after[0] / before[0], rel=1e-3)
+    assert with_slower_last(partition, 0.0, 1.0, 1e-3).chunk_lengths[2] == 1
 
 
 @pytest.mark.parametrize(("size", "num_shares"), [(1, 1), (3, 1), (2, 2), (4, 2)])
 def test_cancelled_rows_end_after_the_next_step_on_all_ranks(rank_pools: RankPools, size: int, num_shares: int) -> None:
-    by_rank = rank_pools.run(size, rank_tasks.cancel_rows, num_shares, PROMPTS, OPTIONS, {0: 3, 2: 5})
+    prompts = [prompt(40, seed=1), prompt(31, seed=2), prompt(36, seed=3)]
+    by_rank = rank_pools.run(size, rank_tasks.cancel_rows, num_shares, prompts, OPTIONS[:3], {0: 3, 2: 5})
     assert all(outcome == by_rank[0] for outcome in by_rank)
     cancelled, whole = by_rank[0][:3], by_rank[0][3:]
     assert [reason for _, reason in cancelled] == ["cancelled", "length", "cancelled"]
@@ -41,20 +189,23 @@ def test_cancelled_rows_end_after_the_next_step_on_all_ranks(rank_pools: RankPoo
 
 
 def test_the_estimate_finds_the_constants_of_what_it_has_seen() -> None:
-    estimate = TimeEstimate()
-    assert estimate.prefill_s([1000]) == 0
+    times, estimate = PrefillTimes(), TimeEstimate()
+    assert times.seconds([1000]) == 0
     for length in (100, 3000, 700, 8000):
-        estimate.learn([length, length], 2 * (2e-3 * length + 1e-6 * length**2), 0.05, [11, 31])
-    assert estimate.constants == pytest.approx((2e-3, 1e-6), rel=1e-6)
-    assert estimate.prefill_s([2000]) == pytest.approx(8.0)
-    assert estimate.decoding_s(1000) == pytest.approx(20 * 0.05)
+        times.learn([length, length], 2 * (2e-3 * length + 1e-6 * length**2))
+        estimate.learn_step(0.05)
+        estimate.learn_answer(11)
+    estimate.learn_answer(101)
+    assert times.constants == pytest.approx((2e-3, 1e-6), rel=1e-6)
+    assert times.seconds([2000]) == pytest.approx(8.0)
+    assert estimate.decoding_s(1000) == pytest.approx(19 * 0.05)
     assert estimate.decoding_s(5) == pytest.approx(4 * 0.05)
 
 
 @pytest.mark.parametrize("seconds", [{100: 1.0, 1000: 2.0}, {100: 0.01, 1000: 100.0}, {500: 1.0}])
 def test_an_estimate_is_never_negative(seconds: dict[int, float]) -> None:
-    estimate = TimeEstimate()
+    times = PrefillTimes()
     for length, ttft_s in seconds.items():
-        estimate.learn([length], ttft_s, None, [1])
-    assert min(estimate.constants) >= 0 < max(estimate.constants)
-    assert all(estimate.prefill_s([length]) > 0 for length in (1, 100, 10_000))
+        times.learn([length], ttft_s)
+    assert min(times.constants) >= 0 < max(times.constants)
+    assert all(times.seconds([length]) > 0 for length in (1, 100, 10_000))

@@ -100,7 +100,7 @@ def job(*options: str, **how: Any) -> Iterator[Job]:
 
 
 def options(model: str, *more: str) -> list[str]:
-    return ["model=hf", f"model.path={model}", "serve.batch_wait_s=0.05", "serve.ping_s=0.2", *more]
+    return ["model=hf", f"model.path={model}", "serve.ping_s=0.2", *more]
 
 
 def test_options_are_those_of_conf():
@@ -119,13 +119,16 @@ def test_help_and_page_name_every_option():
     [
         ("serve.port=70000", "serve.port=70000 must be from 0"),
         ("serve.batch=0", "serve.batch=0 must be at least 1"),
+        ("serve.itl_s=0", "serve.itl_s=0.0 must be a number of seconds above 0"),
+        ("serve.decode_ranks=2", "serve.decode_ranks=2 must be 0, or 1 for a stage that only decodes"),
+        (["serve.decode_ranks=1", "prefill=zigzag"], "prefill=zigzag does not go with serve.decode_ranks=1"),
         ("serve.drain_s=0", "serve.drain_s=0.0 must be a number of seconds above 0"),
         ("policy=prompt_cache", "policy=prompt_cache is not served yet"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(argument, message):
     with pytest.raises(ValueError, match=message):
-        SERVE.read([argument])
+        SERVE.read([argument] if isinstance(argument, str) else argument)
 
 
 def test_two_ranks_answer_stream_cancel_and_drain(model):
@@ -188,19 +191,52 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         assert "draining: 1 running, 0 waiting" in server.ranks[0].errors
 
 
-def test_a_killed_rank_is_a_503_and_the_end(model):
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (signal.SIGKILL, "rank 1 has ended"),
+        pytest.param(signal.SIGSTOP, "rank 1 has been silent", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_lost_is_a_503_and_the_end(model, number, found):
     with job(*options(model, "ranks.timeout_s=5")) as server:
         time.sleep(3)  # idle for longer than a heartbeat, and than half of ranks.timeout_s
         endless = {"prompt": "the ice", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             next(lines)
-            server.ranks[1].kill()
+            os.kill(server.ranks[1].pid, number)
             rest = list(lines)
         assert "data: [DONE]" not in rest
         assert any("server has failed" in line and "rank 1" in line for line in rest)
         assert server.ranks[0].wait(60) == 1
-        assert "[rank 0/2] rank 1 has ended" in server.ranks[0].errors
+        assert f"[rank 0/2] {found}" in server.ranks[0].errors
+
+
+def test_a_drain_that_another_rank_begins_ends_in_time(model):
+    with job(*options(model, "ranks.timeout_s=4", "serve.drain_s=1")) as server:
+        endless = {"prompt": "the ice", "n": 8, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=endless) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.ranks[1].pid, signal.SIGTERM)
+            status = server.ranks[0].wait(60)
+            assert status == 143, (status, server.ranks[0].errors, server.ranks[1].errors)
+        assert "draining: 1 running, 0 waiting, 1 s at most" in server.ranks[0].errors
+
+
+def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
+    with job(*options(model, "serve.itl_s=0.05")) as server:
+        endless = {"prompt": TEXT * 5, "max_tokens": 700, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=endless) as response:
+            lines = response.iter_lines()
+            while not next(lines).startswith("data: "):
+                pass
+            short = server.post({"prompt": "the ice", "max_tokens": 3})
+            assert short.json()["usage"]["completion_tokens"] == 3
+            assert server.metric("runahead:num_requests_running") == 1
+            assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""Mail: small objects from rank 0 to all others, and from each to rank 0, while the main threads compute.
+
+Collectives of `ControlMessages` need every rank's main thread. Mail is sent and received by threads of its own, over a
+Gloo group of its own, so it arrives while a rank is in a prefill or decodes. Messages of one sender stay in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runahead.ranks.ranks import Ranks
+from runahead.ranks.worker import Worker
+
+TAG = 5
+
+END = None
+"""The last message of a sender."""
+
+
+class Mail:
+    """One rank's end. Every rank makes one, in the same order among all that they do together, and closes it.
+
+    Args:
+        on_message: called with each message, in the thread that received it.
+        on_loss: called with the error, in such a thread, when a connection is lost. The main thread should then raise
+            `Ranks.lost_connection`, which names the rank.
+    """
+
+    def __init__(
+        self, ranks: Ranks, on_message: Callable[[Any], object], on_loss: Callable[[Exception], object]
+    ) -> None:
+        self._ranks, self._on_message, self._on_loss = ranks, on_message, on_loss
+        self._peers = list(range(1, ranks.size)) if ranks.rank == 0 else [0]
+        self._group = ranks.mail_group()
+        self._sending = Worker("mail")
+        self._receiving = [
+            threading.Thread(target=self._receive, args=(peer,), name=f"mail from rank {peer}", daemon=True)
+            for peer in self._peers
+        ]
+        for thread in self._receiving:
+            thread.start()
+
+    def post(self, message: object, to: Sequence[int] | None = None) -> None:
+        """Send a message and return at once.
+
+        Args:
+            to: the receivers; by default rank 0, or all others.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+
+        def send() -> None:
+            try:
+                for peer in self._peers if to is None else to:
+                    dist.send(torch.tensor([len(data)]), peer, group=self._group, tag=TAG)
+                    dist.send(data, peer, group=self._group, tag=TAG)
+            except Exception as error:
+                self._on_loss(error)
+
+        self._sending.submit(send)
+
+    def close(self) -> None:
+        """Send what is posted, and wait for the last message of every peer. Every rank calls this."""
+        self.post(END)
+
+        def ended(block_s: float) -> bool:
+            deadline = time.monotonic() + block_s
+            for thread in self._receiving:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            return not any(thread.is_alive() for thread in self._receiving)
+
+        self._ranks.wait_until(ended, "the last mail of all ranks", self._peers)
+        self._sending.close()
+
+    def _receive(self, peer: int) -> None:
+        try:
+            while True:
+                length = torch.empty(1, dtype=torch.long)
+                dist.recv(length, peer, group=self._group, tag=TAG)
+                data = torch.empty(int(length), dtype=torch.uint8)
+                dist.recv(data, peer, group=self._group, tag=TAG)
+                message = pickle.loads(data.numpy().tobytes())
+                if message is END:
+                    return
+                self._on_message(message)
+        except Exception as error:
+            self._on_loss(error)

@@ -1,0 +1,245 @@
+"""One rank's part in a server: it carries out the work items, and decodes all live rows between and inside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from runahead.context import ContextPartition
+from runahead.decoding.decode import Row
+from runahead.decoding.live_rows import LiveRows, NewToken
+from runahead.engine import Engine
+from runahead.serving.items import Alive, Check, End, Generate, Inbox, Item, Part, Prefill, Report, RowId, Tokens
+
+Wait = Callable[[Callable[[float], bool]], None]
+"""Waits until the given function, which may block for the given seconds, returns true."""
+
+
+class Choice(IntEnum):
+    """What the ranks of a stage do next."""
+
+    go_on = 0
+    step = 1
+    item = 2
+    wait = 3
+
+
+class Executor:
+    """Carries out items in order. The last stage decodes a step of its live rows whenever no item is there.
+
+    Inside a prefill it decodes between two layers, once `itl_s` have passed since the last step, and while it waits for
+    keys and values of earlier stages. The stack then holds two forwards, which share nothing but the weights: what a
+    forward works on is passed to it. It also computes a short prompt between two layers of another one.
+
+    Where a stage has several ranks, they must do the same in the same order, though items reach each at its own time.
+    So the first of them decides and tells the others.
+
+    Args:
+        engine: this rank's.
+        inbox: where items arrive.
+        report: called with what rank 0 should know. Of ranks that do the same, the first reports.
+        itl_s: see `QueueLimits`.
+        asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        report: Callable[[Report], object],
+        *,
+        itl_s: float,
+        asked_to_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
+        self._itl_s, self._asked_to_end = itl_s, asked_to_end
+        self.live = LiveRows(engine.model, engine.policies)
+        decodes = self._ranks.stage == self._ranks.num_stages - 1
+        self._leads = decodes and self._ranks.share == 0
+        # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
+        narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
+        self._interrupts = decodes and not narrows
+        self._depth = 0
+        self._stepped_s = time.monotonic()
+        self._step_s = 0.0
+        self._aside_s = 0.0  # seconds inside prefills in which something else was done
+
+    def run(self, wait: Wait) -> None:
+        """Carry out items until the last.
+
+        Args:
+            wait: used while there is nothing to do.
+
+        Raises:
+            PeerFailure: another rank is gone or silent.
+        """
+        while not isinstance(item := self._next(wait), End):
+            self.carry_out(item)
+
+    def _next(self, wait: Wait) -> Item:
+        """The next item. Rows are decoded until it has come."""
+        while self.live and self._decide(lambda: Choice.item if self._inbox.has_item() else Choice.step) is Choice.step:
+            self._step()
+        wait(self._inbox.has_item)
+        return self._taken()
+
+    def _taken(self) -> Item:
+        """The next item, which is there, or the reason why there is none."""
+        if self._inbox.is_cut_off:
+            raise self._ranks.lost_connection("the next work item") from self._inbox.error
+        if self._inbox.error is not None:
+            raise self._inbox.error
+        return self._inbox.take()
+
+    def decode_all(self) -> None:
+        """Decode until every row has ended."""
+        while self.live:
+            self._step()
+
+    def carry_out(self, item: Item) -> None:
+        """Do what an item says, but for the decoding that follows."""
+        if isinstance(item, Prefill):
+            self._prefill(item)
+        elif isinstance(item, Generate):
+            self._generate(item)
+        elif isinstance(item, Check):
+            self._report(Alive(self._ranks.rank, self._asked_to_end()))
+
+    def _prefill(self, item: Prefill) -> None:
+        partition = ContextPartition(boundaries=item.boundaries)
+        aside_s, was_idle = self._aside_s, not self.live
+        self._depth += 1
+        prefilled = self._engine.prefill_part(
+            item.prompts,
+            partition,
+            num_new=max(options.max_new_tokens for options in item.options),
+            meanwhile=self if self._interrupts else None,
+        )
+        self._depth -= 1
+        aside_s = self._aside_s - aside_s
+        if prefilled.cache is not None:
+            assert prefilled.logits_BV is not None
+            rows = [
+                Row(self._engine.model, prompt, options, seed=options.seed)
+                for prompt, options in zip(item.prompts, item.options, strict=True)
+            ]
+            ids = [(item.number, row) for row in range(len(rows))]
+            pads = [partition.num_tokens - len(prompt) for prompt in item.prompts]
+            if was_idle and not self.live:
+                self._stepped_s = time.monotonic()
+            self._tell(self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, pads))
+        report = prefilled.report
+        self._report(
+            Part(
+                number=item.number,
+                rank=self._ranks.rank,
+                prefill_s=report.prefill_s - aside_s,
+                wait_s=report.wait_s,
+                is_alone=was_idle and aside_s == 0,
+            )
+        )
+
+    def _generate(self, item: Generate) -> None:
+        def on_tokens(tokens: list[int | None]) -> list[int]:
+            new = {(item.number, row): token for row, token in enumerate(tokens) if token is not None}
+            self._report(Tokens(tokens=new))
+            return [row for number, row in self._inbox.take_cancelled() if number == item.number]
+
+        result = self._engine.generate(item.prompts, item.options, on_tokens=on_tokens, cancellable=True)
+        if self._ranks.rank == 0:
+            ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}
+            self._report(Tokens(tokens={}, ended=ends, step_s=result.tpot_s))
+            self._report(Part(number=item.number, rank=0, prefill_s=result.ttft_s, wait_s=0.0, is_alone=True))
+
+    def _step(self) -> None:
+        if not self.live:  # all rows were cancelled
+            return
+        began_s = time.monotonic()
+        new = self.live.step()
+        self._stepped_s = time.monotonic()
+        self._step_s = self._stepped_s - began_s
+        self._ranks.progress()
+        self._tell(new, self._step_s)
+
+    def _tell(self, new: Sequence[NewToken], step_s: float | None = None) -> None:
+        if self._leads and new:
+            ended = {each.row: each.ended for each in new if each.ended is not None}
+            self._report(Tokens(tokens={each.row: each.token for each in new}, ended=ended, step_s=step_s))
+
+    # Inside a prefill: `Meanwhile`.
+
+    def after_layer(self) -> None:
+        def choice() -> Choice:
+            if self._depth == 1 and isinstance(item := self._inbox.next, Prefill) and item.is_short:
+                return Choice.item
+            return Choice.step if self._is_due else Choice.go_on
+
+        self._do(self._decide(choice))
+
+    def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
+        # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
+        # would: most waits are shorter, and a step would hold up the prefill.
+        patience_s = self._step_s
+
+        def ready(block_s: float) -> bool:
+            nonlocal patience_s
+
+            def choice() -> Choice:
+                began_s = time.monotonic()
+                if arrived(0.0 if self._is_due else min(block_s, max(0.0, patience_s))):
+                    return Choice.go_on
+                has_waited = patience_s <= time.monotonic() - began_s
+                return Choice.step if self._is_due or has_waited else Choice.wait
+
+            began_s = time.monotonic()
+            if not self.live or (chosen := self._decide(choice)) is Choice.go_on:
+                return True
+            self._do(chosen)
+            patience_s -= time.monotonic() - began_s
+            return False
+
+        self._ranks.wait_until(ready, what, peers)
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self.live) and time.monotonic() - self._stepped_s >= self._itl_s
+
+    def _do(self, choice: Choice) -> None:
+        """Do something else inside a prefill."""
+        if choice not in (Choice.step, Choice.item):
+            return
+        began_s, before_s = time.monotonic(), self._aside_s
+        if choice is Choice.step:
+            self._step()
+        else:
+            self._ranks.wait_until(self._inbox.has_item, "the next work item", [0])
+            self.carry_out(self._taken())
+        self._aside_s = before_s + time.monotonic() - began_s
+
+    def _decide(self, choose: Callable[[], Choice]) -> Choice:
+        """What the first rank of this stage chooses, on all its ranks. Rows that were cancelled by then have left."""
+        chosen, cancelled = Choice.go_on, list[RowId]()
+        if self._leads:
+            chosen, cancelled = choose(), self._inbox.take_cancelled()
+        if (shares := self._engine.model.shares) is not None:
+            head, rows = torch.tensor([chosen, len(cancelled)]), torch.tensor(cancelled, dtype=torch.long)
+            device = self._ranks.device
+
+            def share() -> tuple[torch.Tensor, torch.Tensor]:
+                told = head.to(device)
+                dist.broadcast(told, group=shares.group, group_src=0)
+                who = rows.to(device) if self._leads else torch.empty(int(told[1]), 2, dtype=torch.long, device=device)
+                if len(who):
+                    dist.broadcast(who, group=shares.group, group_src=0)
+                return told, who
+
+            told, who = shares.run(share)
+            chosen, cancelled = Choice(int(told[0])), [(number, row) for number, row in who.tolist()]
+        dropped = self.live.drop(cancelled)
+        if self._leads and dropped:
+            self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))
+        return chosen

@@ -1,0 +1,234 @@
+"""The queue of a server: which requests are taken, and which one begins when. The scheduler's lock protects it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runahead.config import GenerationOptions, PrefillName
+from runahead.engine import Engine
+from runahead.prefill.prompt_check import check_prompts
+from runahead.serving.estimate import PrefillTimes, TimeEstimate
+from runahead.serving.items import Generate, Part, Prefill
+from runahead.serving.limits import QueueLimits
+from runahead.serving.request import Request
+
+SIMILAR = 0.75
+"""Least ratio of the lengths of prompts that are computed at once: the shorter ones are padded."""
+
+SLACK = 3.0
+"""A prefill is due within this many times its seconds. So short ones go first, and no request waits for ever."""
+
+
+class Refused(Exception):
+    """A request is not taken.
+
+    Attributes:
+        retry_after_s: seconds after which it may be tried again; None: not on this server.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The rows of one item, from the moment that it is told.
+
+    Attributes:
+        owners: request of each row, and the row's number in it.
+        predicted_s: seconds of the prefill.
+        is_short: one stage computes it alone.
+        is_alone: no other row was computed or decoded when it began.
+        is_decoded: its rows have their first tokens.
+        left: rows that have not ended.
+        parts: of the prefill, by rank, as far as they were reported.
+        new_tokens: number of new tokens of each row.
+    """
+
+    item: Prefill | Generate
+    owners: list[tuple[Request, int]]
+    predicted_s: float
+    is_short: bool
+    is_alone: bool
+    is_decoded: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    parts: dict[int, Part] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.item.prompts]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which the rows have memory, until the last of them has ended."""
+        return num_tokens_of(self.item.prompts, self.item.options)
+
+
+class RequestQueue:
+    """Requests that wait, and those that are answered.
+
+    Attributes:
+        waiting, running: requests.
+        batches: rows that are computed or decoded, by number of their item.
+    """
+
+    def __init__(self, engine: Engine, limits: QueueLimits, estimate: TimeEstimate) -> None:
+        self._engine, self._limits, self._estimate = engine, limits, estimate
+        self._prompt_limits = engine.prompt_limits
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.batches: dict[int, Batch] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are computed or decoded."""
+        return sum(len(batch.left) for batch in list(self.batches.values()))
+
+    # Which requests are taken.
+
+    def check(self, prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> None:
+        """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
+        num_new = max(each.max_new_tokens for each in options)
+        check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
+        limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options)
+        if limit is not None and num_tokens > limit:
+            raise ValueError(
+                f"{len(prompts)} x {num_tokens // len(prompts):,} tokens of prompt and answer are more than this "
+                f"server has memory for, which is {limit:,}"
+            )
+
+    def fitting(self, prompts: Sequence[list[int]], wanted: int) -> int:
+        """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
+        longest, bounds = max(map(len, prompts)), [wanted]
+        if self._prompt_limits.max_positions is not None and not self._engine.policies:
+            bounds.append(self._prompt_limits.max_positions - longest)
+        if self._limits.max_tokens is not None:
+            bounds.append(self._limits.max_tokens // len(prompts) - longest)
+        return max(1, min(bounds))
+
+    def add(self, request: Request) -> None:
+        """Let a request wait. Raises: Refused: too many do, or too many of this client."""
+        limits, ttft_s = self._limits, self.predicted_ttft_s(request)
+        ours = sum(each.client == request.client for each in [*self.waiting, *self.running])
+        if ours >= limits.max_per_client:
+            raise Refused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
+        if len(self.waiting) >= limits.max_waiting:
+            raise Refused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
+        if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:
+            told = f"the first token is predicted after {ttft_s:.0f} s, which is longer than {limits.max_ttft_s:g} s"
+            raise Refused(told, ttft_s - limits.max_ttft_s)
+        self.waiting.append(request)
+
+    def predicted_ttft_s(self, request: Request) -> float:
+        """Seconds until the first token of a request that would come now.
+
+        Prefills come one after another, as if none were computed together, and then as many rounds of answers as it
+        takes until there is room for all rows.
+        """
+        now, others = time.monotonic(), [*self.waiting, request]
+        begun_s = sum(
+            max(0.0, batch.predicted_s - (now - batch.began_s))
+            for batch in self.batches.values()
+            if not batch.is_decoded
+        )
+        rows = self.num_rows + sum(len(each.prompts) for each in others)
+        rounds = max(0, rows - self._limits.batch) / self._limits.batch
+        longest = max(each.max_new_tokens for each in [*self.running, *others])
+        prefills_s = sum(self.prefill_s([each]) for each in others)
+        return begun_s + prefills_s + rounds * self._estimate.decoding_s(longest)
+
+    # Which one begins when.
+
+    def times(self, *, is_short: bool) -> PrefillTimes:
+        """The estimate for prompts that one stage computes, or all."""
+        return self._estimate.alone if is_short or not self._has_chain else self._estimate.chain
+
+    def prefill_s(self, requests: Sequence[Request]) -> float:
+        """Predicted seconds of a prefill."""
+        return self.times(is_short=self.is_short(requests)).seconds(_lengths(requests))
+
+    def is_short(self, requests: Sequence[Request]) -> bool:
+        """Whether the last stage computes these prompts alone: soon enough for the rows that it decodes, or sooner than
+        all stages would."""
+        if self._limits.decode_ranks or not self._engine.takes_stage_alone or self._engine.may_shard:
+            return False
+        lengths = _lengths(requests)
+        in_chain_s = self._estimate.chain.seconds(lengths) if self._has_chain else 0.0
+        return self._estimate.alone.seconds(lengths) <= max(self._limits.itl_s, in_chain_s)
+
+    @property
+    def _has_chain(self) -> bool:
+        return self._engine.ranks.num_stages > 1 and self._engine.prefill.name is not PrefillName.single
+
+    def by_deadline(self) -> list[Request]:
+        """The requests that wait, that which is due first in front."""
+        return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
+
+    def choose(self) -> list[Request]:
+        """The requests whose prefill begins now; none if there is no room, or enough is being computed."""
+        waiting = self.by_deadline()
+        for request in waiting:
+            if not self._is_blocked(is_short=self.is_short([request])):
+                chosen = self._with_similar(request, waiting)
+                return chosen if self._has_room(chosen) else []  # no other one may take the room for which it waits
+        return []
+
+    def _is_blocked(self, *, is_short: bool) -> bool:
+        """Whether a prefill has to wait for another one.
+
+        A chain begins once rank 0 has computed its part of the one before. A short prompt waits for short ones alone.
+        """
+        if self._engine.may_shard:
+            return bool(self.batches)
+        return any(
+            batch.is_short == is_short and not batch.is_decoded and (is_short or 0 not in batch.parts)
+            for batch in self.batches.values()
+        )
+
+    def _with_similar(self, first: Request, waiting: Sequence[Request]) -> list[Request]:
+        """A request and those of similar length that can be computed at once with it."""
+        chosen = [first]
+        for other in waiting if not self._engine.policies else []:
+            together = [*chosen, other]
+            rows, lengths = sum(len(each.prompts) for each in together), [each.longest for each in together]
+            if (
+                other is first
+                or min(lengths) < SIMILAR * max(lengths)
+                or rows * max(lengths) > self._limits.batch_tokens
+                or not self._has_room(together)
+            ):
+                continue
+            try:
+                self.check(*rows_of(together))
+            except ValueError:  # each can be generated from alone, but not at once
+                continue
+            chosen = together
+        return chosen
+
+    def _has_room(self, requests: Sequence[Request]) -> bool:
+        """Whether there is room for these requests beside all that are answered."""
+        prompts, options = rows_of(requests)
+        num_tokens = num_tokens_of(prompts, options) + sum(batch.num_tokens for batch in self.batches.values())
+        is_over = self._limits.max_tokens is not None and num_tokens > self._limits.max_tokens
+        return not (self.num_rows + len(prompts) > self._limits.batch or is_over) or not (self.batches or requests[1:])
+
+
+def rows_of(requests: Sequence[Request]) -> tuple[list[list[int]], list[GenerationOptions]]:
+    """Prompts and options of all rows."""
+    prompts = [ids for request in requests for ids in request.prompts]
+    return prompts, [each for request in requests for each in request.options]
+
+
+def num_tokens_of(prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> int:
+    """Tokens for which rows need memory that are computed at once."""
+    return len(prompts) * (max(map(len, prompts)) + max(each.max_new_tokens for each in options))
+
+
+def _lengths(requests: Sequence[Request]) -> list[int]:
+    return [len(ids) for request in requests for ids in request.prompts]

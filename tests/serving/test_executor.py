@@ -1,0 +1,137 @@
+"""One rank's part in a server, step by step: what is done inside a prefill, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runahead import Engine, GenerationOptions
+from runahead.config import Device, RanksOptions
+from runahead.ranks.ranks import Ranks
+from runahead.serving.executor import Executor
+from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Tokens
+from tests.families import prompt, throughout
+from tests.ranks.tasks import tiny_model
+
+GREEDY = GenerationOptions(max_new_tokens=50, ignore_eos=True)
+NUM_LAYERS = 3
+
+
+class Rank:
+    """A rank alone with its executor; `reports` is what it tells."""
+
+    def __init__(self, itl_s: float) -> None:
+        engine = Engine(tiny_model("llama"), Ranks.start(RanksOptions(device=Device.cpu)))
+        self.inbox, self.reports = Inbox(), list[Any]()
+        self.executor = Executor(engine, self.inbox, self.reports.append, itl_s=itl_s, asked_to_end=lambda: True)
+
+    def carry_out(self, item: Item) -> list[Any]:
+        """What is told while an item is carried out."""
+        self.reports.clear()
+        with throughout(self.executor._engine.model.dtype):
+            self.executor.carry_out(item)
+        return list(self.reports)
+
+
+def item(number: int, length: int, *, is_short: bool = False, num_new: int = 50) -> Prefill:
+    options = [replace(GREEDY, max_new_tokens=num_new)]
+    prompts = [prompt(length, seed=number)]
+    return Prefill(number=number, prompts=prompts, options=options, boundaries=(0, length), is_short=is_short)
+
+
+def rows(reports: list[Any]) -> list[int]:
+    """Numbers of the items whose rows got a token, in order."""
+    return [number for each in reports if isinstance(each, Tokens) for number, _ in each.tokens]
+
+
+def test_a_step_is_decoded_after_every_layer_if_it_is_due():
+    rank = Rank(itl_s=1e-9)
+    assert rows(rank.carry_out(item(0, 20))) == [0]
+    reports = rank.carry_out(item(1, 30))
+    assert rows(reports) == [0] * NUM_LAYERS + [1]
+    part = reports[-1]
+    assert isinstance(part, Part) and not part.is_alone
+    assert part.prefill_s > 0
+
+
+def test_no_step_is_decoded_before_it_is_due():
+    rank = Rank(itl_s=1e3)
+    [_, part] = rank.carry_out(item(0, 20))
+    assert part.is_alone
+    reports = rank.carry_out(item(1, 30))
+    assert rows(reports) == [1] and not reports[-1].is_alone
+
+
+def test_a_short_prompt_is_computed_inside_a_long_one():
+    rank = Rank(itl_s=1e3)
+    rank.inbox.put(item(1, 5, is_short=True))
+    rank.inbox.put(item(2, 5, is_short=True))
+    reports = rank.carry_out(item(0, 40))
+    assert rows(reports) == [1, 2, 0]
+    assert [each.number for each in reports if isinstance(each, Part)] == [1, 2, 0]
+    assert not rank.inbox.has_item()
+
+
+def test_a_long_prompt_waits_for_the_one_before():
+    rank = Rank(itl_s=1e3)
+    rank.inbox.put(item(1, 30))
+    rank.inbox.put(item(2, 5, is_short=True))
+    assert rows(rank.carry_out(item(0, 40))) == [0]
+    assert rank.inbox.next == item(1, 30)
+
+
+def test_a_row_that_is_cancelled_leaves_inside_a_prefill():
+    rank = Rank(itl_s=1e-9)
+    rank.carry_out(item(0, 20))
+    rank.carry_out(item(1, 20))
+    rank.inbox.put(Cancel([(0, 0), (7, 0)]))
+    reports = rank.carry_out(item(2, 20))
+    assert reports[0] == Tokens(tokens={}, ended={(0, 0): "cancelled"})
+    assert rows(reports) == [1] * NUM_LAYERS + [2]
+
+
+@pytest.mark.parametrize(("itl_s", "num_steps"), [(1e-9, 4), (1e3, 4)])
+def test_rows_are_decoded_while_a_prefix_has_not_arrived(itl_s, num_steps):
+    rank = Rank(itl_s=itl_s)
+    rank.carry_out(item(0, 20))
+    rank.reports.clear()
+    with throughout(rank.executor._engine.model.dtype):
+        rank.executor.until(lambda block_s: len(rows(rank.reports)) >= num_steps, "a prefix", [])
+        assert rows(rank.reports) == [0] * num_steps
+        rank.reports.clear()
+        rank.executor.until(lambda block_s: True, "a prefix", [])  # which is there already
+    assert rows(rank.reports) == []
+
+
+def test_items_are_carried_out_before_the_rows_go_on():
+    rank = Rank(itl_s=1e3)
+    waited: list[bool] = []
+
+    def wait(ready: Callable[[float], bool]) -> None:
+        waited.append(ready(0.0))
+
+    for each in (item(0, 9, num_new=3), Check(), item(1, 9, num_new=2)):
+        rank.inbox.put(each)
+    told: list[Any] = []
+
+    def report(message: Any) -> None:
+        told.append(message)
+        if isinstance(message, Tokens) and message.ended.keys() >= {(0, 0)}:
+            rank.inbox.put(End())
+
+    rank.executor._report = report
+    with throughout(rank.executor._engine.model.dtype):
+        rank.executor.run(wait)
+    assert rows(told) == [0, 1, 0, 1, 0]
+    assert [each for each in told if isinstance(each, Alive)] == [Alive(0, True)]
+    assert all(waited) and rank.executor.live.num_bytes == 0
+
+
+def test_an_error_ends_the_run():
+    rank = Rank(itl_s=1e3)
+    rank.inbox.fail(OSError("the HTTP server has ended"))
+    with pytest.raises(OSError, match="has ended"):
+        rank.executor.run(lambda ready: None)
