@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
-from runahead.config import DecodeName, PrefillName
+from runahead.config import Carrier, DecodeName, PrefillName, Transfer
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.items import Cancel, Check, End, Generate, Prefill
@@ -62,8 +62,21 @@ def prefills(served: Served) -> list[Prefill]:
         (3, replace(MANY, limits=replace(MANY.limits, decode_ranks=1))),
         (2, replace(MANY, prefill=PrefillOptions(name=PrefillName.zigzag))),
         (2, replace(MANY, prefill=PrefillOptions(name=PrefillName.single))),
+        (2, replace(MANY, prefill=PrefillOptions(carrier=Carrier.copy))),
+        (3, replace(MANY, prefill=PrefillOptions(carrier=Carrier.copy, transfer=Transfer.direct), short=0)),
     ],
-    ids=["1 rank", "2 ranks", "3 ranks", "shares", "no interruptions", "a stage that decodes", "zigzag", "single"],
+    ids=[
+        "1 rank",
+        "2 ranks",
+        "3 ranks",
+        "shares",
+        "no interruptions",
+        "a stage that decodes",
+        "zigzag",
+        "single",
+        "copies",
+        "direct copies",
+    ],
 )
 def test_an_answer_is_the_same_alone_and_among_others(rank_pools: RankPools, size: int, load: Load) -> None:
     by_rank = rank_pools.run(size, rank_tasks.serve, load)
@@ -76,6 +89,18 @@ def test_an_answer_is_the_same_alone_and_among_others(rank_pools: RankPools, siz
     assert all((heard[0], heard[-1]) == ("start", "end") for heard in by_rank[0].heard)
     assert [each.left_bytes for each in by_rank] == [0] * size
     assert isinstance(by_rank[0].items[-1], End)
+
+
+def test_an_answer_is_the_same_among_thirty_others(rank_pools: RankPools) -> None:
+    load = Load(
+        prompts=[*PROMPTS * 3, PROMPTS[0]],
+        options=[*OPTIONS * 3, OPTIONS[0]],
+        limits=QueueLimits(batch=31, itl_s=1e-3),
+        after={number: number % 10 for number in range(10, 31)},
+        short=20,
+    )
+    expected = alone(rank_pools)
+    assert rank_pools.run(2, rank_tasks.serve, load)[0].tokens == [*expected * 3, expected[0]]
 
 
 def test_four_ranks_in_stages_of_two_serve_like_one_after_another(rank_pools: RankPools) -> None:

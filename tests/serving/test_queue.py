@@ -1,0 +1,123 @@
+"""The queue of a server: order, room, predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runahead import GenerationOptions
+from runahead.serving.estimate import TimeEstimate
+from runahead.serving.items import Prefill
+from runahead.serving.limits import QueueLimits
+from runahead.serving.queue import SLACK, Batch, Refused, RequestQueue
+from runahead.serving.request import Request
+from tests.serving.fakes import FakeEngine
+from tests.serving.rank_tasks import Kept
+
+
+def queue_of(**limits: Any) -> RequestQueue:
+    """A queue whose prefills take a second per token."""
+    estimate = TimeEstimate()
+    estimate.alone.learn([100], 100.0)
+    estimate.learn_step(2.0)
+    estimate.learn_answer(11)
+    return RequestQueue(FakeEngine(), QueueLimits(**limits), estimate)  # type: ignore[arg-type]
+
+
+def request(length: int, *, num_rows: int = 1, arrived_s: float = 0.0, num_new: int = 100) -> Request:
+    options = [GenerationOptions(max_new_tokens=num_new)] * num_rows
+    return Request(prompts=[[5] * length] * num_rows, options=options, listener=Kept(num_rows), arrived_s=arrived_s)
+
+
+def begin(queue: RequestQueue, requests: list[Request]) -> Batch:
+    """As the scheduler begins requests."""
+    number = len(queue.batches)
+    prompts = [ids for each in requests for ids in each.prompts]
+    item = Prefill(
+        number=number,
+        prompts=prompts,
+        options=[options for each in requests for options in each.options],
+        boundaries=(0, max(map(len, prompts))),
+    )
+    owners = [(each, row) for each in requests for row in range(len(each.prompts))]
+    is_short = queue.is_short(requests)
+    queue.waiting = [each for each in queue.waiting if each not in requests]
+    queue.running += requests
+    queue.batches[number] = batch = Batch(
+        item=item, owners=owners, predicted_s=queue.prefill_s(requests), is_short=is_short, is_alone=False
+    )
+    return batch
+
+
+def test_short_prompts_go_first_and_long_ones_do_not_wait_for_ever():
+    queue = queue_of()
+    long = request(100, arrived_s=0.0)
+    for each in (long, request(10, arrived_s=50.0), request(10, arrived_s=SLACK * 90 + 1)):
+        queue.add(each)
+    assert [each.longest for each in queue.by_deadline()] == [10, 100, 10]
+    assert queue.by_deadline()[1] is long
+
+
+def test_short_prompts_do_not_wait_for_a_long_one():
+    queue = queue_of(itl_s=5.0)
+    queue.add(request(100))
+    batch = begin(queue, queue.choose())
+    assert not batch.is_short
+    queue.add(request(80))
+    assert queue.choose() == []  # the first one is still computed
+    queue.add(short := request(4))
+    assert queue.choose() == [short]
+    assert begin(queue, [short]).is_short
+    queue.add(request(4))
+    assert queue.choose() == []  # one of each kind at a time
+    batch.is_decoded = True
+    assert [each.longest for each in queue.choose()] == [80]
+
+
+def test_requests_wait_for_rows_and_for_memory():
+    queue = queue_of(batch=4, max_tokens=1000, itl_s=1e3)
+    for each in (request(50, num_rows=2), request(50, num_rows=3), request(50)):
+        queue.add(each)
+    assert sorted(len(each.prompts) for each in queue.choose()) == [1, 2]  # those that fit, of similar length
+    batch = begin(queue, queue.choose())
+    batch.is_decoded = True
+    assert queue.choose() == []
+    batch.left -= {0, 1}  # memory stays until the last row has ended
+    assert queue.num_rows == 1 and queue.choose() == [queue.waiting[0]]
+    batch.left.clear()
+    queue.batches.clear()
+    queue.add(request(900, num_new=50))
+    begin(queue, [queue.waiting[-1]]).is_decoded = True
+    assert queue.choose() == []
+
+
+def test_what_is_larger_than_all_room_is_computed_alone():
+    queue = queue_of(batch=2, max_tokens=100)
+    queue.add(large := request(300, num_rows=3))
+    assert queue.choose() == [large]
+
+
+def test_the_predicted_ttft_counts_prefills_and_the_rounds_of_answers():
+    queue = queue_of(batch=2)
+    assert queue.predicted_ttft_s(request(10)) == pytest.approx(10.0)
+    queue.add(request(20, num_rows=2))
+    batch = begin(queue, queue.choose())
+    # 40 s of the first two rows and 10 s; then half of a round of answers of 11 tokens.
+    assert queue.predicted_ttft_s(request(10)) == pytest.approx(40 + 10 + 0.5 * 20, abs=1)
+    batch.is_decoded = True
+    assert queue.predicted_ttft_s(request(10)) == pytest.approx(10 + 0.5 * 20)
+    queue.add(request(30))
+    assert queue.predicted_ttft_s(request(10)) == pytest.approx(30 + 10 + 20)
+
+
+def test_a_refused_request_is_told_when_to_come_back():
+    queue = queue_of(max_waiting=1, max_ttft_s=15.0)
+    queue.add(request(10))
+    with pytest.raises(Refused, match="1 requests are waiting") as refused:
+        queue.add(request(4))
+    assert refused.value.retry_after_s == pytest.approx(14.0)
+    queue.waiting.clear()
+    with pytest.raises(Refused, match="predicted after 20 s, which is longer than 15 s") as refused:
+        queue.add(request(20))
+    assert refused.value.retry_after_s == pytest.approx(5.0)
