@@ -116,10 +116,17 @@ class Quest(Retriever):
             return None
         bounds_BKGP = index.bounds(q_BNH)[..., :whole]
         need_BKP = (bounds_BKGP - bounds_BKGP.amax(dim=-1, keepdim=True)).amax(dim=2)
-        need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
+        if slots.positions_BKn is None:
+            num_sinks = max(self.sinks, 1)
+            need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
+        else:  # the first and the last tokens of the text may be on other ranks
+            num_sinks = 1
+            need_BKP.masked_fill_(self._always_BKP(slots, whole), torch.inf)
         for row, pad in enumerate(slots.pads):
-            first = pad // self.page  # the page with the first token is always chosen, even if it is mostly padding
-            need_BKP[row, :, first : (pad + max(self.sinks, 1) - 1) // self.page + 1] = torch.inf
+            first = pad // self.page
+            # A page with padding and tokens is always chosen, so that it is known how much padding is.
+            if slots.positions_BKn is None or pad % self.page:
+                need_BKP[row, :, first : (pad + num_sinks - 1) // self.page + 1] = torch.inf
             # Pages of padding alone come last, those closest to the tokens first.
             need_BKP[row, :, :first] = torch.arange(first, device=need_BKP.device, dtype=need_BKP.dtype) - 1e30
         pages_BKp = need_BKP.topk(chosen, dim=-1, sorted=False).indices
@@ -127,6 +134,14 @@ class Quest(Retriever):
         slots_BKm = (pages_BKp[..., None] * self.page + within_S).flatten(2)
         last = torch.arange(whole * self.page, slots.num_slots, device=pages_BKp.device)
         return torch.cat([slots_BKm, last.expand(*slots_BKm.shape[:2], rest)], dim=-1)
+
+    def _always_BKP(self, slots: Slots, whole: int) -> Tensor:  # noqa: N802
+        """Which whole pages, (B, K, P) or (B, 1, P), have one of the first or last tokens of the text."""
+        assert slots.positions_BKn is not None and slots.next_B is not None
+        positions_BKPS = slots.positions_BKn[..., : whole * self.page].unflatten(2, (whole, self.page))
+        is_sink = (positions_BKPS >= 0) & (positions_BKPS < max(self.sinks, 1))
+        is_recent = positions_BKPS >= slots.next_B[:, None, None, None] - self.recent
+        return (is_sink | is_recent).any(dim=-1)
 
     def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
         whole, chosen = slots.num_slots // self.page, self._num_pages(slots)

@@ -215,12 +215,19 @@ def test_attention_is_over_what_the_ranks_retrieved(rank_pools: RankPools, name:
         assert max(evicted for report in reports if report is not None for evicted in report.evicted) > 0
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ExactTopK(min_tokens=0, fetch=24, sinks=2, recent=4),
+        Quest(min_tokens=0, fetch=24, sinks=2, recent=4, page=1, first_layer=0),
+    ],
+    ids=["exact_topk", "quest, pages of a token"],
+)
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_each_rank_retrieves_the_highest_scores_of_its_own_tokens(
-    rank_pools: RankPools, bounds: tuple[int, ...]
+    rank_pools: RankPools, bounds: tuple[int, ...], policy: Policy
 ) -> None:
-    """And the first tokens of the text and the last ones, which each is on one rank."""
-    policy = ExactTopK(min_tokens=0, fetch=12, sinks=2, recent=4)
+    """And the first tokens of the text and the last ones, each of which is on one rank."""
     seen = run(rank_pools, policy, bounds)
     partition = ContextPartition(boundaries=bounds)
     parts = shards(partition, NUM_NEW - 1, by_share=True)
@@ -233,7 +240,7 @@ def test_each_rank_retrieves_the_highest_scores_of_its_own_tokens(
             for shard in parts.values():
                 slots = [*shard.chunk, *(index for index in shard.own_new if index < NUM_TOKENS + step)]
                 own = [index - pad for index in slots if index >= pad]
-                num = min(len(slots), max(shard.part([]).share_of(12), 2 + 4))
+                num = min(len(slots), max(shard.part([]).share_of(24), 2 + 4))
                 if len(own) <= num:
                     found |= set(own)
                     continue
