@@ -71,7 +71,8 @@ def forward_over(
 
         def over_all(ids_B1: Tensor, start: int) -> Tensor:
             logits_BV = _logits(model, ids_B1, attention(cache, start=start, pads=pads, phase=Phase.decode))
-            if next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
+            may_capture = part is None  # under policies no rank has a cache of fixed shape
+            if may_capture and next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
                 agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
             return logits_BV
 
