@@ -24,7 +24,7 @@ usage: torchrun --nproc-per-node=N launch/serve.py [name=value ...]     (or: pyt
 rank)
 
 Answers OpenAI's API (/v1/chat/completions, /v1/completions) on rank 0: long prompts are read on all ranks with
-KV-Runahead. It needs the extra serve: pip install 'runahead[serve]'. docs/server.md explains it.
+KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md explains it.
 
   serve.host=127.0.0.1  serve.port=8000   serve.api_key_file=<file, a key per line>   serve.model_name=<name>
   serve.batch=8                answers that are generated at once; 1 answers one after another
@@ -62,7 +62,7 @@ def _check_extra(run: ServeRun) -> bool:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{error.name} is not installed; use pip install 'runahead[serve]'") from error
+        raise ValueError(f"{error.name} is not installed; use pip install -e '.[serve]'") from error
     return False
 
 

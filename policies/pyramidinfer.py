@@ -118,7 +118,8 @@ class PyramidInfer(Policy):
 
     def of_part(self, part: PromptPart) -> Self:
         budget = None if self.budget is None else part.share_of(int(self.budget))
-        return replace(self, budget=budget, evict_every=part.share_of(self.evict_every))
+        floor, evict_every = part.share_of(self.min_tokens), part.share_of(self.evict_every)
+        return replace(self, budget=budget, min_tokens=floor, evict_every=evict_every)
 
     def layer_tokens(self, num_tokens: int, num_layers: int, before: Sequence[int]) -> list[int]:
         if self.select is Select.top_p:

@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from launch.inputs.generation import check_generation
@@ -62,6 +64,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     partition = partitioner(run.partition, ranks)
     front: list[tuple[socket.socket, Keys, Any]] = []
     ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
+    # Rank 0 checks schemas for the stage that decodes.
+    ranks.require_same({"llguidance": _version_of("llguidance")}, "install the same version on all hosts")
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
@@ -88,6 +92,12 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
     return bound, keys, tokenizer
+
+
+def _version_of(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "not installed"
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
@@ -140,9 +141,9 @@ def launch_command(plan: Plan, model: ModelOptions) -> str:
     nodes = f" --nnodes={num_nodes} --rdzv-backend=c10d --rdzv-endpoint=<host of rank 0>:29500" if num_nodes > 1 else ""
     words = [f"torchrun{nodes} --nproc-per-node={on_node} launch/infer.py", f"model={model.name.name}"]
     if model.name is ModelName.hf:
-        words.append(f"model.path={model.path}")
+        words.append(shlex.quote(f"model.path={model.path}"))
     elif model.name is ModelName.random:
-        words.append(f"model.config={model.config}")
+        words.append(shlex.quote(f"model.config={model.config}"))
     given = {"dtype": model.dtype.name, "layers": model.layers, "trust_remote_code": model.trust_remote_code}
     defaults = {"dtype": DType.auto.name, "layers": None, "trust_remote_code": False}
     words += [f"model.{name}={str(value).lower()}" for name, value in given.items() if value != defaults[name]]

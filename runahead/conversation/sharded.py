@@ -17,10 +17,10 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.part import PartCache, kept_of
 from runahead.cache.shard import ShardCache, emptiest, shards
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeName, DecodeOptions, PrefillOptions
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
-from runahead.decoding.decode import Choose
+from runahead.decoding.decode import Choose, Decoded
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.together import choose_together, gathering_between
 from runahead.kv_transfer.gathering import Gathering, Gatherings
@@ -110,6 +110,20 @@ class ShardedConversation(Conversation):
             turn = {"the turn": secret((ids_BC.tolist(), pads, all_logits))}
             self.ranks.require_same(turn, "every rank must feed the same tokens")
         return super().feed(ids_BC, pads=pads, all_logits=all_logits, cut_back=cut_back)
+
+    def follow(self, ids_BC: Tensor) -> Tensor:
+        """As `Conversation.follow`; the same logits on every rank."""
+        if self.ranks.size > 1:
+            self.ranks.require_same({"the tokens": secret(ids_BC.tolist())}, "every rank must give the same tokens")
+        with self.ranks.announcing_failure():
+            return super().follow(ids_BC)
+
+    def generate(self, options: GenerationOptions | None = None) -> Decoded:
+        """As `Conversation.generate`; the same answer on every rank."""
+        if self.ranks.size > 1:
+            self.ranks.require_same({"the options": secret(options)}, "every rank must ask for the same answer")
+        with self.ranks.announcing_failure():
+            return super().generate(options)
 
     def fork(self) -> ShardedConversation:
         other = super().fork()

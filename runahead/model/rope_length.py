@@ -49,7 +49,9 @@ def _forget(rotary: nn.Module) -> None:
 
 @contextmanager
 def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
-    forward, replaced = rotary.forward, vars(rotary).get("forward")
+    replaced = vars(rotary).get("forward")
+    # A server computes other rows inside a forward, whose lengths are not theirs.
+    forward = getattr(replaced, "own", rotary.forward)
 
     def forward_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows = position_ids.expand(len(lengths_B), -1)
@@ -62,6 +64,7 @@ def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
             tables.append((cos[:, :-1], sin[:, :-1]))
         return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
 
+    forward_rows.own = forward  # type: ignore[attr-defined]
     rotary.forward = forward_rows
     try:
         yield

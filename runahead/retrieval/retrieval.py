@@ -303,7 +303,9 @@ class Retrieval:
         probabilities = torch.cat([scores_BKGn, own_BKGC], dim=-1).softmax(dim=-1)
         slots_BKGm = fetched.slots_BKm[:, :, None].expand(-1, -1, q_BKGH.shape[2], -1)
         seen = probabilities.gather(3, slots_BKGm).sum(dim=-1) + probabilities[..., k_BKnH.shape[2] :].sum(dim=-1)
-        found.hit_mass.append(float(seen.mean()))
+        sees_any = [row for row, pad in enumerate(self.pool[layer].pads) if pad < k_BKnH.shape[2] or k_BKCH.shape[2]]
+        if sees_any:  # else every row is padding here, and its tokens are another rank's
+            found.hit_mass.append(float(seen[sees_any].mean()))
 
     def _folded(self, layer: int, index: Index) -> FoldedProjection | None:
         """The query projection folded with an index's basis; None if the index has no smaller basis of one row.

@@ -174,7 +174,8 @@ class Executor:
 
     def after_layer(self) -> None:
         def choice() -> Choice:
-            if self._depth == 1 and isinstance(item := self._inbox.next, Prefill) and item.is_short:
+            item = self._inbox.next
+            if isinstance(item, Check) or (self._depth == 1 and isinstance(item, Prefill) and item.is_short):
                 return Choice.item
             return Choice.step if self._is_due else Choice.go_on
 

@@ -110,6 +110,9 @@ class RequestQueue:
             bounds.append(self._prompt_limits.max_positions - longest)
         if self._limits.max_tokens is not None:
             bounds.append(self._limits.max_tokens // len(prompts) - longest)
+        threshold = self._prompt_limits.length_threshold
+        if threshold is not None:  # which no answer may cross
+            bounds += [threshold - len(ids) + 1 for ids in prompts if len(ids) <= threshold]
         return max(1, min(bounds))
 
     def add(self, request: Request) -> None:
@@ -199,6 +202,7 @@ class RequestQueue:
             rows, lengths = sum(len(each.prompts) for each in together), [each.longest for each in together]
             if (
                 other is first
+                or self.is_short(together) != self.is_short(chosen)
                 or min(lengths) < SIMILAR * max(lengths)
                 or rows * max(lengths) > self._limits.batch_tokens
                 or not self._has_room(together)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -419,7 +420,7 @@ def test_the_command_has_the_mesh_the_split_and_the_way_to_decode() -> None:
     single = make_plan(size_of("llama-8b"), machine(8), Job(tokens=2097152, tensor=8))
     assert "prefill.chunk_tokens=" in launch_command(single, run.model)
     for each in (plan, single):
-        words = launch_command(each, run.model).partition("launch/infer.py ")[2].split()
+        words = shlex.split(launch_command(each, run.model).partition("launch/infer.py ")[2])
         infer = INFER.compose(words)
         assert infer.ranks.tensor == each.candidates[0].num_shares
     assert json.loads(json.dumps(as_json(plan)))["gpus"] == 16

@@ -77,11 +77,9 @@ def generate(
     fetched: dict[int, list[Positions]] = {}
     choose, gathered = together.next_tokens, Retrieval._gathered
 
-    def next_tokens(
-        samplers: Sequence[Sampler | None], ids: Sequence[list[int]], logits_BV: Tensor
-    ) -> list[int | None]:
+    def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[int | None]:
         logits.append(logits_BV.tolist())
-        return choose(samplers, ids, logits_BV)
+        return choose(samplers, logits_BV)
 
     def looked_at(model: Any, cache: KVStore, *args: Any, **kwargs: Any) -> Forward:
         forward = forward_over(model, cache, *args, **kwargs)

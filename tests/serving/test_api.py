@@ -458,7 +458,7 @@ def test_a_client_that_goes_while_it_is_answered_ends_its_rows(streams, in_prefi
                 read_until(connection, b": prefill")
             if not in_prefill:
                 gate.set()
-                until(lambda: served.engine.steps[-1] > 3)
+                until(lambda: served.engine.steps and served.engine.steps[-1] > 3)
         if in_prefill:
             time.sleep(0.1)
             gate.set()

@@ -271,5 +271,5 @@ def test_a_server_without_the_extra_names_it():
         with pytest.raises(BadRequestError) as refused:
             client.chat.completions.create(**ASKED, response_format={"type": "json_object"})
         assert refused.value.body["param"] == "response_format"
-        assert "pip install 'runahead[guided]'" in refused.value.body["message"]
+        assert "pip install -e '.[guided]'" in refused.value.body["message"]
         assert client.chat.completions.create(**ASKED).choices[0].finish_reason == "length"

@@ -53,6 +53,24 @@ OLD = {case: rotary_of(case) for case in CASES}
 
 
 @every_case
+@pytest.mark.parametrize("outer", [[MAX_TOKENS], [MAX_TOKENS, 3]])
+def test_a_forward_inside_another_has_the_tables_of_its_own_length(case: str, outer: list[int]) -> None:
+    rotary, keywords = rotary_of(case)
+    positions = torch.arange(4)[None]
+    with rotary_length([rotary], [4]):
+        alone = tables(rotary, positions, keywords)
+    with rotary_length([rotary], outer):
+        around = tables(rotary, positions, keywords)
+        with rotary_length([rotary], [4]):
+            inside = tables(rotary, positions, keywords)
+        after = tables(rotary, positions, keywords)
+    assert all(map(torch.equal, inside, alone))
+    assert all(map(torch.equal, after, around))
+    if "sliding" not in case:
+        assert not torch.equal(around[0][:1], alone[0])
+
+
+@every_case
 @given(length=lengths, data=st.data())
 def test_chunk_gets_the_whole_prompts_tables(case: str, length: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, length - 1))
