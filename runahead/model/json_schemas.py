@@ -73,7 +73,7 @@ class JSONSchemas:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ValueError(
-                f"answers in JSON need {error.name}, which is not installed; use pip install -e '.[guided]' in the checkout"
+                f"answers in JSON need {error.name}, which is not installed; use pip install -e '.[guided]'"
             ) from error
         if self._tokenizer is None or not self._eos_ids:
             missing = "a tokenizer" if self._tokenizer is None else "an end token"
