@@ -61,7 +61,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.frequency_penalty=0   generation.logit_bias={{<id>:<bias>}}
                                generation.seed=0   generation.logprobs=<n, into the report>
                                generation.stop=<text or JSON list>   generation.ignore_eos=false
-                               generation.json_schema=<JSON that answers follow; needs runahead[guided]>
+                               generation.json_schema=<JSON that answers follow; needs the extra guided>
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it

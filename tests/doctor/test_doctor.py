@@ -101,6 +101,7 @@ def test_text_picture_and_json_are_written(examined: tuple[Path, str]) -> None:
     assert "TTFT(p)" in printed and "2 ranks on " in printed
 
 
+@pytest.mark.slow
 def test_one_rank_is_examined_alone(model: Path, tmp_path: Path) -> None:
     done = run(options(model, tmp_path, "doctor.ranks=1"))
     assert done.returncode == 0, done.stdout + done.stderr

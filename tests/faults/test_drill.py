@@ -29,7 +29,10 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
 @pytest.mark.parametrize(
     "chosen",
     [
-        Drill(kind="kill -9 of a rank", rank=1, moment="prefill", layer=2, prefill="kv_runahead direct"),
+        pytest.param(
+            Drill(kind="kill -9 of a rank", rank=1, moment="prefill", layer=2, prefill="kv_runahead direct"),
+            marks=pytest.mark.slow,
+        ),
         Drill(kind="kill -9 of a rank", size=3, rank=1, moment="copy", prefill="kv_runahead copy", layer=2),
         pytest.param(
             Drill(kind="stop of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=1),

@@ -121,6 +121,7 @@ def test_the_ranks_of_a_killed_run_end(program, tmp_path):
         assert not list(namespaces.FOLDER.glob(f"runahead-{namespaces.CHECKOUT}-{running.pid}-*"))
 
 
+@pytest.mark.slow
 def test_infer_on_two_hosts_gives_the_tokens_of_one(tmp_path):
     config = LlamaConfig(
         vocab_size=128,

@@ -155,6 +155,7 @@ def test_scancel_leaves_nothing_behind(cluster: Cluster, model: list[str], tmp_p
     }
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     # So many repeats that it is interrupted long before its first entry.
     options = ("table=mine.json", "search.lengths=[96,192]", "search.ranks=[2]", "search.repeats=40")

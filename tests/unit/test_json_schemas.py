@@ -101,7 +101,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_one_line(schema: dict[st
 def test_what_is_missing_is_named() -> None:
     tokenizer = byte_level()
     missing = mock.patch.dict(sys.modules, {"llguidance": None, "llguidance.hf": None})
-    with missing, pytest.raises(ValueError, match=r"pip install 'runahead\[guided\]'"):
+    with missing, pytest.raises(ValueError, match=r"pip install -e '.\[guided\]'"):
         JSONSchemas(tokenizer, 400, {1}).check("{}")
     with pytest.raises(ValueError, match="a model with a tokenizer"):
         JSONSchemas(None, 400, {1}).check("{}")
