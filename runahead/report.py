@@ -281,10 +281,13 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries that determine a run's results and speed."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "runahead"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a checkout that was never installed
-            versions[package] = None
-    return versions
+    packages = ("torch", "transformers", "runahead")  # the last is not installed where a checkout is run as it is
+    return {"python": platform.python_version()} | {package: package_version(package) for package in packages}
+
+
+def package_version(package: str) -> str | None:
+    """Version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -373,7 +373,7 @@ class Answering:
         await self._write(b"", more=False)
 
     def _state(self) -> str:
-        """What a request without tokens is doing, for a comment."""
+        """State of a request without tokens, for a comment."""
         if self._exchange.first_token_s is not None:
             return "decoding"
         if self._exchange.started:

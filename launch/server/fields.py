@@ -15,7 +15,7 @@ from runahead.config import MAX_SEED, GenerationOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What both kinds of requests have.
+    """The fields that both kinds of requests have.
 
     Attributes:
         model: the name that the client asked for; None if it named none.

@@ -7,10 +7,8 @@ import os
 import signal
 import socket
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 from launch.inputs.generation import check_generation
@@ -32,6 +30,7 @@ from runahead.model.model import Model
 from runahead.model.shares import check_shares, load_model
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
+from runahead.report import package_version
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
@@ -65,7 +64,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     front: list[tuple[socket.socket, Keys, Any]] = []
     ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
     # Rank 0 checks schemas for the stage that decodes.
-    ranks.require_same({"llguidance": _version_of("llguidance")}, "install the same version on all hosts")
+    guided = {"llguidance": package_version("llguidance") or "not installed"}
+    ranks.require_same(guided, "install the same version on all hosts")
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
@@ -82,7 +82,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
 
 
 def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
-    """Whatever can go wrong before the weights are loaded: address, keys, config, tokenizer. Rank 0 calls it."""
+    """Make all that can fail before the weights are loaded: address, keys, config, tokenizer. Rank 0 calls it."""
     if run.serve.decode_ranks and mesh.num_stages == 1:
         raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
     keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
@@ -92,12 +92,6 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
     return bound, keys, tokenizer
-
-
-def _version_of(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "not installed"
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:

@@ -186,7 +186,7 @@ class Conversation:
         return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
 
     def _choose(self) -> Choose:
-        """What chooses generated tokens."""
+        """The function that chooses generated tokens."""
         return choose_alone
 
     def _unthinned(self) -> Conversation:

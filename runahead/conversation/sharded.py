@@ -106,24 +106,24 @@ class ShardedConversation(Conversation):
         self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
     ) -> Tensor:
         """As `Conversation.feed`; the same logits on every rank."""
-        if self.ranks.size > 1:
-            turn = {"the turn": secret((ids_BC.tolist(), pads, all_logits))}
-            self.ranks.require_same(turn, "every rank must feed the same tokens")
+        self._require_same("the turn", (ids_BC.tolist(), pads, all_logits), "every rank must feed the same tokens")
         return super().feed(ids_BC, pads=pads, all_logits=all_logits, cut_back=cut_back)
 
     def follow(self, ids_BC: Tensor) -> Tensor:
         """As `Conversation.follow`; the same logits on every rank."""
-        if self.ranks.size > 1:
-            self.ranks.require_same({"the tokens": secret(ids_BC.tolist())}, "every rank must give the same tokens")
+        self._require_same("the tokens", ids_BC.tolist(), "every rank must give the same tokens")
         with self.ranks.announcing_failure():
             return super().follow(ids_BC)
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
         """As `Conversation.generate`; the same answer on every rank."""
-        if self.ranks.size > 1:
-            self.ranks.require_same({"the options": secret(options)}, "every rank must ask for the same answer")
+        self._require_same("the options", options, "every rank must ask for the same answer")
         with self.ranks.announcing_failure():
             return super().generate(options)
+
+    def _require_same(self, name: str, value: object, remedy: str) -> None:
+        if self.ranks.size > 1:
+            self.ranks.require_same({name: secret(value)}, remedy)
 
     def fork(self) -> ShardedConversation:
         other = super().fork()

@@ -23,11 +23,11 @@ from runahead.decoding.scored_tokens import ROW_ENDED, unpack
 from runahead.model.json_schemas import JSONSchemas
 
 LEAST_SCORE = -1e30
-"""Of an allowed token. Divided by a low temperature it is still a number."""
+"""Least logit of an allowed token. Divided by a low temperature it is still a number."""
 
 
 class Constraint(Protocol):
-    """What a row's text may be."""
+    """Rule that a row's text follows."""
 
     def allowed(self, device: torch.device) -> Tensor:
         """The tokens that may come next, as bool (V). There is always one."""

@@ -50,7 +50,7 @@ class PromptBatch:
 
 
 class Meanwhile(Protocol):
-    """What a rank does besides, inside a prefill. All ranks of a stage call it in the same places."""
+    """Other work of a rank inside a prefill. All ranks of a stage call it in the same places."""
 
     def after_layer(self) -> None:
         """Called after each layer's attention."""
@@ -95,7 +95,7 @@ class PrefillJob:
 
     @property
     def shard(self) -> Shard | None:
-        """What this rank's stage stores for decoding, if each stage stores its own."""
+        """The shard that this rank's stage stores for decoding, if each stage stores its own."""
         return None if self.shards is None else self.shards.get(self.ranks.stage)
 
     @property

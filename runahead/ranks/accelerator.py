@@ -43,10 +43,10 @@ OTHER_STREAMS = 4
 """Streams of a rank besides those of its links: compute, posting of receives, passing on, timeline."""
 
 WAITED = "called a synchronizing CUDA operation"
-"""What torch warns of where the host waits for a GPU, if it was asked to."""
+"""Words of torch's warning where the host waits for a GPU, if it was asked to."""
 
 NO_DETECTOR = "Synchronization debug mode is a prototype"
-"""What torch warns of when it is asked to."""
+"""Words of torch's warning when it is asked to."""
 
 
 class Communicator:

@@ -20,7 +20,7 @@ Wait = Callable[[Callable[[float], bool]], None]
 
 
 class Choice(IntEnum):
-    """What the ranks of a stage do next."""
+    """The next action of all ranks of a stage."""
 
     go_on = 0
     step = 1
@@ -222,7 +222,7 @@ class Executor:
         self._aside_s = before_s + time.monotonic() - began_s
 
     def _decide(self, choose: Callable[[], Choice]) -> Choice:
-        """What the first rank of this stage chooses, on all its ranks. Rows that were cancelled by then have left."""
+        """The choice of the first rank of this stage, on all its ranks. Rows that were cancelled by then have left."""
         chosen, cancelled = Choice.go_on, list[RowId]()
         if self._leads:
             chosen, cancelled = choose(), self._inbox.take_cancelled()
