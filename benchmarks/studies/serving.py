@@ -6,8 +6,9 @@
 Sessions arrive at random (Poisson) at each rate, whether or not earlier ones have been answered: an open loop. The
 definitions are those of `vllm bench serve`: TTFT is the time to the first token of a stream, TPOT is (the last token's
 time - TTFT) / (tokens - 1) of a request, and inter-token latencies are the times between a stream's events. A request
-is good if its TTFT is at most `--ttft` plus `--ttft_per_token` per prompt token, and its longest gap between events at
-most `--itl`; refused requests are not good. Prompts are random token ids, and answers have a fixed length.
+is good if its TTFT is at most `--ttft` plus `--ttft_per_token` per prompt token and `--ttft_per_square` per squared
+one, and 99% of its gaps between events are at most `--itl`; refused requests are not good. Prompts are random token ids, and
+answers have a fixed length. Several addresses are replicas, which get the requests in turn.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, pairwise
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -50,6 +56,11 @@ def mixed(draw: Draw, length: int, vocabulary: int) -> Session:
     return uniform(draw, length if draw.random() < 0.1 else max(1, length // 16), vocabulary)
 
 
+def spread(draw: Draw, length: int, vocabulary: int) -> Session:
+    """One prompt of a sixteenth of the length to all of it, the logarithm of which is uniform."""
+    return uniform(draw, round(length * 16 ** (draw.random() - 1)), vocabulary)
+
+
 def turns(draw: Draw, length: int, vocabulary: int) -> Session:
     """Four turns over a growing text, with pauses of 5 s on average."""
     text = _ids(draw, length, vocabulary)
@@ -62,7 +73,7 @@ def document(draw: Draw, length: int, vocabulary: int) -> Session:
 
 
 WORKLOADS: dict[str, Callable[[Draw, int, int], Session]] = {
-    each.__name__: each for each in (uniform, mixed, turns, document)
+    each.__name__: each for each in (uniform, mixed, spread, turns, document)
 }
 
 
@@ -72,12 +83,21 @@ def _ids(draw: Draw, length: int, vocabulary: int) -> list[int]:
 
 @dataclass
 class Outcome:
-    """Outcome of one request: its status (0: no answer), and seconds after its start at which events came."""
+    """Outcome of one request.
+
+    Attributes:
+        status: of HTTP; 0: no answer.
+        events_s: seconds after its start at which events came.
+        predicted_s: what the server predicted for the first of them; None if it did not.
+        began_s: `time.perf_counter` of its start.
+    """
 
     prompt_tokens: int
     status: int = 0
     events_s: list[float] = field(default_factory=list)
     new_tokens: int = 0
+    predicted_s: float | None = None
+    began_s: float = field(default_factory=time.perf_counter)
 
     @property
     def is_answered(self) -> bool:
@@ -85,7 +105,13 @@ class Outcome:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [after - before for before, after in zip(self.events_s, self.events_s[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.events_s)]
+
+    def gaps_beside_s(self, others: Sequence[Outcome]) -> list[float]:
+        """The gaps in which one of the others waited for its first token."""
+        spans = [(each.began_s, each.began_s + each.events_s[0]) for each in others if each is not self]
+        events = [self.began_s + event_s for event_s in self.events_s]
+        return [b - a for a, b in pairwise(events) if any(begin < b and a < end for begin, end in spans)]
 
 
 async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Outcome:
@@ -98,13 +124,14 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Out
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         f"{authorization}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    began_s = time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=2**24)
         try:
             writer.write(head.encode() + body)
             status = int((await reader.readline()).split()[1])
             async for line in reader:
+                if line.startswith(b"x-predicted-ttft: "):
+                    outcome.predicted_s = float(line.split()[1])
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line[6:])
@@ -113,13 +140,17 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Out
                 if event.get("usage"):
                     outcome.new_tokens = event["usage"]["completion_tokens"]
                 elif event["choices"][0]["text"]:
-                    outcome.events_s.append(time.perf_counter() - began_s)
+                    outcome.events_s.append(time.perf_counter() - outcome.began_s)
             outcome.status = status
         finally:
             writer.close()
     except (OSError, IndexError, ValueError):  # the server is gone
         pass
     return outcome
+
+
+async def _ask_in_turn(urls: Iterator[str], ids: list[int], **about: Any) -> Outcome:
+    return await ask(next(urls), ids, **about)
 
 
 async def load(
@@ -149,26 +180,53 @@ def measure(run: Run) -> Iterator[Line]:
                 starts_s.append(now_s)
                 now_s += draw.expovariate(rate)
             sessions = [WORKLOADS[workload](draw, options.length, options.vocabulary) for _ in starts_s]
-            began_s = time.perf_counter()
-            outcomes = asyncio.run(
-                load(sessions, starts_s, lambda ids: ask(options.url, ids, options.new_tokens, options.key))
-            )
+            before_s, began_s = rank_seconds(options.url, options.key), time.perf_counter()
+            asking = partial(_ask_in_turn, cycle(options.url), new_tokens=options.new_tokens, key=options.key)
+            outcomes = asyncio.run(load(sessions, starts_s, asking))
             about = {"server": options.server, "workload": workload, "rate": rate}
             about |= {"length": options.length, "new_tokens": options.new_tokens}
-            slo = {"ttft": options.ttft, "ttft_per_token": options.ttft_per_token, "itl": options.itl}
-            yield about | {"slo": slo} | summary(outcomes, time.perf_counter() - began_s, **slo)
+            slo = {name: getattr(options, name) for name in ("ttft", "ttft_per_token", "ttft_per_square", "itl")}
+            seconds = time.perf_counter() - began_s
+            after_s = rank_seconds(options.url, options.key)
+            about |= {"slo": slo, "rank_s": {name: after_s[name] - before_s.get(name, 0.0) for name in after_s}}
+            yield about | summary(outcomes, seconds, longest=options.length, **slo)
 
 
-def summary(outcomes: list[Outcome], seconds: float, *, ttft: float, ttft_per_token: float, itl: float) -> Line:
-    """Figures of one run. Percentiles are None where nothing was answered."""
+def rank_seconds(urls: list[str], key: str | None) -> dict[str, float]:
+    """Seconds that ranks have spent so far: "1 decoding" is that of the ranks 1 of all replicas."""
+    found: dict[str, float] = {}
+    for url in urls:
+        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read().decode()
+        for rank, doing, seconds in re.findall(r'rank_seconds_total\{rank="(\d+)",doing="(\w+)"\} (\S+)', text):
+            found[f"{rank} {doing}"] = found.get(f"{rank} {doing}", 0.0) + float(seconds)
+    return found
+
+
+def summary(
+    outcomes: list[Outcome],
+    seconds: float,
+    *,
+    ttft: float,
+    ttft_per_token: float,
+    ttft_per_square: float = 0.0,
+    itl: float,
+    longest: int | None = None,
+) -> Line:
+    """Figures of one run. Percentiles are None where nothing was answered.
+
+    `itl_beside_s` is of the gaps in which another prompt, of at least half of `longest` tokens, waited for its first
+    token: decoding beside a long prefill.
+    """
     answered = [each for each in outcomes if each.is_answered]
-    good = [
-        each
-        for each in answered
-        if each.events_s
-        and each.events_s[0] <= ttft + ttft_per_token * each.prompt_tokens
-        and max(each.gaps_s, default=0.0) <= itl
-    ]
+
+    def is_good(each: Outcome) -> bool:
+        limit_s = ttft + ttft_per_token * each.prompt_tokens + ttft_per_square * each.prompt_tokens**2
+        return each.events_s[0] <= limit_s and float(np.percentile(each.gaps_s or [0.0], 99)) <= itl
+
+    good = [each for each in answered if each.events_s and is_good(each)]
+    long = [each for each in answered if each.events_s and longest and each.prompt_tokens >= longest / 2]
     several = [each for each in answered if each.events_s and each.new_tokens > 1]
     tpot_s = [(each.events_s[-1] - each.events_s[0]) / (each.new_tokens - 1) for each in several]
     return {
@@ -180,6 +238,11 @@ def summary(outcomes: list[Outcome], seconds: float, *, ttft: float, ttft_per_to
         "ttft_s": percentiles([each.events_s[0] for each in answered if each.events_s]),
         "tpot_s": percentiles(tpot_s),
         "itl_s": percentiles([gap for each in answered for gap in each.gaps_s]),
+        "itl_beside_s": percentiles([gap for each in answered for gap in each.gaps_beside_s(long)]),
+        "ttft_over_predicted": percentiles(
+            [each.events_s[0] / each.predicted_s for each in several if each.predicted_s]
+        ),
+        "ttft_by_length": [[each.prompt_tokens, each.events_s[0]] for each in several],
     }
 
 
@@ -191,24 +254,18 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
 
 
 def table(found: list[Line]) -> str:
-    """A row per workload and rate."""
-    columns = (
-        "server",
-        "workload",
-        "rate",
-        "sent",
-        "answered",
-        "refused",
-        "goodput",
-        "TTFT p50",
-        "TTFT p99",
-        "ITL p99",
-        "ITL max",
-    )
-    rows = ["".join(f"{name:>10}" for name in columns)]
+    """A row per workload and rate.
+
+    "predicted" is the median of TTFT over the server's prediction, "beside" ITL p99 beside a long prefill.
+    """
+    columns = "server workload rate sent answered refused goodput TTFT,p50 TTFT,p99 predicted ITL,p99 beside"
+    rows = ["".join(f"{name.replace(',', ' '):>10}" for name in columns.split())]
     for line in _newest(found):
-        ttft, itl = line["ttft_s"], line["itl_s"]
-        times = ("-" if x is None else f"{x:.2f} s" for x in (ttft["p50"], ttft["p99"], itl["p99"], itl["max"]))
+        ttft, ratio = line["ttft_s"], line.get("ttft_over_predicted", {}).get("p50")
+        beside = line.get("itl_beside_s", {}).get("p99")
+        seconds = ("-" if x is None else f"{x:.2f} s" for x in (ttft["p50"], ttft["p99"], line["itl_s"]["p99"], beside))
+        times = list(seconds)
+        times.insert(2, "-" if ratio is None else f"{ratio:.2f}")
         counts = (line["requests"], line["answered"], line["refused"], f"{line['goodput']:.3f}")
         names = (line["server"], line["workload"], f"{line['rate']:g}")
         rows.append("".join(f"{cell:>10}" for cell in (*names, *counts, *times)))
@@ -253,7 +310,7 @@ STUDY = Study(
     table=table,
     pictures={"serving.png": picture},
     options={
-        "url": option("http://127.0.0.1:8000", "address of the server"),
+        "url": option(["http://127.0.0.1:8000"], "address of the server, or of replicas"),
         "key": option(None, "its key"),
         "server": option("default", "what its settings are called, in table and picture"),
         "workloads": option(list(WORKLOADS), "workloads", choices=list(WORKLOADS)),
@@ -264,7 +321,8 @@ STUDY = Study(
         "new_tokens": option(128, "tokens of an answer"),
         "ttft": option(1.0, "most seconds to the first token of a good request"),
         "ttft_per_token": option(0.01, "and per token of its prompt"),
-        "itl": option(1.0, "longest gap between events of a good request, in seconds"),
+        "ttft_per_square": option(0.0, "and per squared token of its prompt"),
+        "itl": option(1.0, "in seconds; 99% of the gaps between events of a good request are at most this long"),
         "seed": option(0, "of arrivals and prompts"),
     },
 )

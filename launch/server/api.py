@@ -109,7 +109,8 @@ class API:
             "predicted_seconds_per_token": ("Of a prefill, as learned so far.", per_token),
             "predicted_seconds_per_squared_token": ("Of a prefill, as learned so far.", per_square),
         }
-        return Response(self.metrics.text(gauges), media_type="text/plain; version=0.0.4")
+        text = self.metrics.text(gauges, dict(self.scheduler.busy_s))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HTTPRequest) -> Response:
         return _json({"object": "list", "data": [self._about_model()]})
@@ -387,6 +388,7 @@ class Answering:
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would hold a stream back
             "x-request-id": self._request.state.identity,
+            "x-predicted-ttft": f"{self._queued.predicted_ttft_s:.3f}",
         }
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._within(self._send({"type": "http.response.start", "status": status, "headers": encoded}))

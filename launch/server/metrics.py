@@ -51,8 +51,8 @@ class Metrics:
         """Count a request that has ended: "stop", "length", "cancelled", "failed" or its status."""
         self._ended[how] = self._ended.get(how, 0) + 1
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """All metrics, and gauges with their help and value."""
+    def text(self, gauges: Mapping[str, tuple[str, float]], busy_s: Mapping[tuple[int, str], float]) -> str:
+        """All metrics: those counted here, gauges with their help and value, and seconds by rank and what it did."""
         lines: list[str] = []
 
         def head(name: str, about: str, kind: str) -> str:
@@ -65,6 +65,8 @@ class Metrics:
             lines.append(f"{head(name, about, 'counter')} {self.counters[name]}")
         name = head("requests_total", "Requests by how they ended.", "counter")
         lines.extend(f'{name}{{ended="{how}"}} {count}' for how, count in sorted(self._ended.items()))
+        name = head("rank_seconds_total", "Seconds of each rank by what it did.", "counter")
+        lines.extend(f'{name}{{rank="{rank}",doing="{doing}"}} {s:.3f}' for (rank, doing), s in sorted(busy_s.items()))
         for name, (about, _) in self.HISTOGRAMS.items():
             lines.extend(self.histograms[name].lines(head(name, about, "histogram")))
         return "\n".join(lines) + "\n"

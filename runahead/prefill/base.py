@@ -49,11 +49,15 @@ class PromptBatch:
         return self.ids_BS.shape[1]
 
 
+class PrefillCancelled(Exception):
+    """Nobody wants the prompts of this prefill any more."""
+
+
 class Meanwhile(Protocol):
     """Other work of a rank inside a prefill. All ranks of a stage call it in the same places."""
 
     def after_layer(self) -> None:
-        """Called after each layer's attention."""
+        """Called after each layer's attention. Raises: PrefillCancelled: the rest is not to be computed."""
 
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
         """Called before a rank waits for keys and values; may return before they have arrived.
@@ -125,12 +129,14 @@ class Prefilled:
         report: times and bytes of this rank.
         logits_BV: logits of the last token, on the ranks that decode.
         cache: KV cache of the prompt, on the ranks that decode.
+        is_cancelled: it was not computed to its end; there are no logits and no cache.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
     """
 
     report: RankReport
     logits_BV: Tensor | None = None
     cache: KVStore | None = None
+    is_cancelled: bool = False
     spans: list[Span] = field(default_factory=list)
 
 

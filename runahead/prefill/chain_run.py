@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 
@@ -19,7 +18,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.kv_transfer import KVTransfer
 from runahead.kv_transfer.schedule import Schedule
 from runahead.model.model import PrefillEndsHere
-from runahead.prefill.base import Prefilled, PrefillJob
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
@@ -99,9 +98,30 @@ class ChainRun:
         if self.job.record:
             self._layer_ends.append(self._clock.mark())
         if self.job.meanwhile is not None:
-            self.job.meanwhile.after_layer()
+            try:
+                self.job.meanwhile.after_layer()
+            except PrefillCancelled:
+                self._pass_on(layer + 1)
+                raise
         if layer == self.cache.num_layers - 1 and not self.is_last:
             raise PrefillEndsHere
+
+    def _pass_on(self, first: int) -> None:
+        """Send and receive what is left, from this layer on, without computing it.
+
+        So no rank waits for a cancelled one, whenever each learns of it. Zeros are sent, as whatever is in the slabs
+        might not be finite, and a rank that knows later than others computes with it.
+        """
+        last = self.cache.num_layers - 1
+        for layer in range(first, last + 1):
+            self.transfer.open(layer)
+            for message in self.transfer.schedule.sends(layer):
+                self.transfer.part(message).zero_()
+            self.transfer.send(layer)
+            if layer < last or self.is_last or self._attends_last:
+                self.transfer.await_prefix(layer)
+                self.transfer.close(layer)
+            self.job.ranks.progress()
 
     def compute(
         self,
@@ -126,8 +146,8 @@ class ChainRun:
         else:
             index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
             ids_BC = ids_BS[:, index_C]
-        logits_BV = None
-        with suppress(PrefillEndsHere):
+        logits_BV, is_cancelled = None, False
+        try:
             logits_BV = job.model.forward(
                 ids_BC,
                 attention,
@@ -137,6 +157,10 @@ class ChainRun:
                 index_C=index_C,
                 tokens=narrowed,
             )
+        except PrefillEndsHere:
+            pass
+        except PrefillCancelled:
+            is_cancelled, store = True, None
         computed = self._clock.mark()
         self.transfer.finish()
         computed_s, log = self._clock.seconds(computed), self.transfer.log
@@ -154,7 +178,7 @@ class ChainRun:
             store.describe_prompt(report)
             report.kv_peak_bytes += store.peak_bytes
         spans = self._spans(computed_s) if job.record else []
-        return Prefilled(logits_BV=logits_BV, cache=store, report=report, spans=spans)
+        return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
 
     def _spans(self, computed_s: float) -> list[Span]:
         """Timeline: a layer's compute lasts from the end of the previous layer's attention to the end of its own.

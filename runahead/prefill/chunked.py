@@ -14,7 +14,7 @@ from policies.base import Phase
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.new_tokens import NewTokens
-from runahead.prefill.base import Prefilled, PrefillJob
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.steps import PolicySteps
@@ -59,14 +59,18 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 mean_over_shares=model.mean_over_shards,
             )
             attention = KeptAttention(kept, steps, on_layer=after_layer)
-        logits_BV = model.forward(
-            batch.ids_BS[:, start:end],
-            attention,
-            start=start,
-            pads=batch.pads,
-            length=num_tokens,
-            tokens=None if kept is None else tokens,
-        )
+        try:
+            logits_BV = model.forward(
+                batch.ids_BS[:, start:end],
+                attention,
+                start=start,
+                pads=batch.pads,
+                length=num_tokens,
+                tokens=None if kept is None else tokens,
+            )
+        except PrefillCancelled:
+            seconds = time.perf_counter() - began_s
+            return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)
         marks.append(clock.mark())
     if kept is not None:
         kept.free(room=room)

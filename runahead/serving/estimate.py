@@ -12,13 +12,18 @@ class PrefillTimes:
     """Seconds of a prefill, as a * tokens + b * tokens^2 with a, b >= 0.
 
     The constants minimise the squared relative error over the prefills so far, the latest of which weigh most.
+
+    Attributes:
+        longest: length of the longest prompt so far in tokens; of longer ones `seconds` is a guess.
     """
 
     def __init__(self) -> None:
+        self.longest = 0
         self._moments = [0.0] * 5  # weighted sums of xx, xy, yy, x and y, see `learn`
 
     def learn(self, lengths: Sequence[int], seconds: float) -> None:
         """Take in the prefill of prompts of these lengths in tokens, which were computed at once."""
+        self.longest = max(self.longest, *lengths)
         num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
         # t = a n + b q is divided by t: 1 = a x + b y.
         x, y = num_tokens / max(seconds, 1e-6), squares / max(seconds, 1e-6)

@@ -13,6 +13,7 @@ from runahead.context import ContextPartition
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows, NewToken
 from runahead.engine import Engine
+from runahead.prefill.base import PrefillCancelled
 from runahead.serving.items import Alive, Check, End, Generate, Inbox, Item, Part, Prefill, Report, RowId, Tokens
 
 Wait = Callable[[Callable[[float], bool]], None]
@@ -63,10 +64,13 @@ class Executor:
         # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
         narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
         self._interrupts = decodes and not narrows
-        self._depth = 0
+        # A layer's collectives need all ranks of a stage.
+        self._stops = engine.model.shares is None
+        self._under_way: list[int] = []  # numbers of the prefills on the stack
         self._stepped_s = time.monotonic()
         self._step_s = 0.0
         self._aside_s = 0.0  # seconds inside prefills in which something else was done
+        self._waited_s = 0.0  # and in which nothing was, for want of keys and values
 
     def run(self, wait: Wait) -> None:
         """Carry out items until the last.
@@ -89,11 +93,14 @@ class Executor:
 
     def _taken(self) -> Item:
         """The next item, which is there, or the reason why there is none."""
+        self._raise_error()
+        return self._inbox.take()
+
+    def _raise_error(self) -> None:
         if self._inbox.is_cut_off:
             raise self._ranks.lost_connection("the next work item") from self._inbox.error
         if self._inbox.error is not None:
             raise self._inbox.error
-        return self._inbox.take()
 
     def decode_all(self) -> None:
         """Decode until every row has ended."""
@@ -111,15 +118,15 @@ class Executor:
 
     def _prefill(self, item: Prefill) -> None:
         partition = ContextPartition(boundaries=item.boundaries)
-        aside_s, was_idle = self._aside_s, not self.live
-        self._depth += 1
+        aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
+        self._under_way.append(item.number)
         prefilled = self._engine.prefill_part(
             item.prompts,
             partition,
             num_new=max(options.max_new_tokens for options in item.options),
-            meanwhile=self if self._interrupts else None,
+            meanwhile=self if self._interrupts or self._stops else None,
         )
-        self._depth -= 1
+        self._inbox.done(self._under_way.pop())
         aside_s = self._aside_s - aside_s
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
@@ -133,13 +140,16 @@ class Executor:
                 self._stepped_s = time.monotonic()
             self._tell(self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, pads))
         report = prefilled.report
+        if self._leads and prefilled.is_cancelled:
+            self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
         self._report(
             Part(
                 number=item.number,
                 rank=self._ranks.rank,
                 prefill_s=report.prefill_s - aside_s,
-                wait_s=report.wait_s,
+                wait_s=report.wait_s + self._waited_s - waited_s,
                 is_alone=was_idle and aside_s == 0,
+                is_cancelled=prefilled.is_cancelled,
             )
         )
 
@@ -174,22 +184,31 @@ class Executor:
 
     def after_layer(self) -> None:
         def choice() -> Choice:
-            item = self._inbox.next
-            if isinstance(item, Check) or (self._depth == 1 and isinstance(item, Prefill) and item.is_short):
+            if self._has_aside():
                 return Choice.item
             return Choice.step if self._is_due else Choice.go_on
 
-        self._do(self._decide(choice))
+        if self._interrupts:
+            self._do(self._decide(choice))
+        if self._stops and self._inbox.is_stopped(self._under_way[-1]):
+            raise PrefillCancelled
 
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
+        if not self._interrupts:
+            return
         # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
         # would: most waits are shorter, and a step would hold up the prefill.
         patience_s = self._step_s
+        started_s, aside_s = time.monotonic(), self._aside_s
 
         def ready(block_s: float) -> bool:
             nonlocal patience_s
 
             def choice() -> Choice:
+                if self._has_aside():
+                    return Choice.item
+                if not self.live:
+                    return Choice.go_on if arrived(block_s) else Choice.wait
                 began_s = time.monotonic()
                 if arrived(0.0 if self._is_due else min(block_s, max(0.0, patience_s))):
                     return Choice.go_on
@@ -197,13 +216,21 @@ class Executor:
                 return Choice.step if self._is_due or has_waited else Choice.wait
 
             began_s = time.monotonic()
-            if not self.live or (chosen := self._decide(choice)) is Choice.go_on:
+            if (chosen := self._decide(choice)) is Choice.go_on:
                 return True
             self._do(chosen)
             patience_s -= time.monotonic() - began_s
             return False
 
         self._ranks.wait_until(ready, what, peers)
+        self._waited_s += time.monotonic() - started_s - (self._aside_s - aside_s)
+
+    @property
+    def _takes_shorts(self) -> bool:
+        return len(self._under_way) == 1  # a short prompt is not interrupted by another one
+
+    def _has_aside(self, block_s: float = 0.0) -> bool:
+        return self._inbox.has_aside(block_s, shorts=self._takes_shorts)
 
     @property
     def _is_due(self) -> bool:
@@ -217,8 +244,10 @@ class Executor:
         if choice is Choice.step:
             self._step()
         else:
-            self._ranks.wait_until(self._inbox.has_item, "the next work item", [0])
-            self.carry_out(self._taken())
+            # On the other ranks of the stage it may still be on its way, in the same order as here.
+            self._ranks.wait_until(self._has_aside, "the next work item", [0])
+            self._raise_error()
+            self.carry_out(self._inbox.take_aside(shorts=self._takes_shorts))
         self._aside_s = before_s + time.monotonic() - began_s
 
     def _decide(self, choose: Callable[[], Choice]) -> Choice:

@@ -45,6 +45,13 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Compute no more of this prefill, whose prompts nobody wants. Obeyed after a layer, not in the order of items."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Check:
     """All ranks report that they live."""
 
@@ -54,7 +61,7 @@ class End:
     """There will be no other item."""
 
 
-Item = Prefill | Generate | Cancel | Check | End
+Item = Prefill | Generate | Cancel | Stop | Check | End
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,7 @@ class Part:
         prefill_s: seconds, without those in which it did something else.
         wait_s: of these, for other ranks.
         is_alone: it did nothing else meanwhile.
+        is_cancelled: it was stopped before its end.
     """
 
     number: int
@@ -86,6 +94,7 @@ class Part:
     prefill_s: float
     wait_s: float
     is_alone: bool
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ class Inbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._cancelled: list[RowId] = []
+        self._begun: set[int] = set()
+        self._stopped: set[int] = set()
         self._changed = threading.Condition()
         self.error: BaseException | None = None
         self.is_cut_off = False
@@ -115,6 +126,9 @@ class Inbox:
         with self._changed:
             if isinstance(item, Cancel):
                 self._cancelled += item.rows
+            elif isinstance(item, Stop):  # of a prefill that is there, under way or over
+                waiting = {each.number for each in self._items if isinstance(each, Prefill)}
+                self._stopped |= {item.number} & (self._begun | waiting)
             else:
                 self._items.append(item)
             self._changed.notify()
@@ -132,16 +146,51 @@ class Inbox:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._items) or self.error is not None, block_s)
 
-    @property
-    def next(self) -> Item | None:
-        """The next item, which stays here; None if there is none."""
+    def has_aside(self, block_s: float = 0.0, *, shorts: bool) -> bool:
+        """Whether there is an item for `take_aside`, or an error. Blocks for `block_s` seconds at most until then."""
         with self._changed:
-            return self._items[0] if self._items else None
+            return self._changed.wait_for(lambda: self._aside(shorts) is not None or self.error is not None, block_s)
 
     def take(self) -> Item:
         """Take out the next item, which is there."""
         with self._changed:
-            return self._items.popleft()
+            return self._begin(self._items.popleft())
+
+    def take_aside(self, *, shorts: bool) -> Item:
+        """Take out the first item, which is there, that needs no other rank: a look, or with `shorts` a short prompt.
+
+        It may overtake others, such as a long prompt that was told before the one that is being computed has ended.
+        """
+        with self._changed:
+            item = self._aside(shorts)
+            assert item is not None
+            self._items.remove(item)
+            return self._begin(item)
+
+    def _begin(self, item: Item) -> Item:
+        if isinstance(item, Prefill):
+            self._begun.add(item.number)
+        return item
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether this prefill, which was taken out, is not to be computed to its end."""
+        return number in self._stopped
+
+    def done(self, number: int) -> None:
+        """Forget a prefill that has ended on this rank."""
+        with self._changed:
+            self._begun.discard(number)
+            self._stopped.discard(number)
+
+    def _aside(self, shorts: bool) -> Item | None:
+        return next(
+            (
+                item
+                for item in self._items
+                if isinstance(item, Check) or (shorts and isinstance(item, Prefill) and item.is_short)
+            ),
+            None,
+        )
 
     def take_cancelled(self) -> list[RowId]:
         """Rows that were cancelled since the last call."""

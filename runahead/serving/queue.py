@@ -126,6 +126,7 @@ class RequestQueue:
         if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:
             told = f"the first token is predicted after {ttft_s:.0f} s, which is longer than {limits.max_ttft_s:g} s"
             raise Refused(told, ttft_s - limits.max_ttft_s)
+        request.predicted_ttft_s = ttft_s
         self.waiting.append(request)
 
     def predicted_ttft_s(self, request: Request) -> float:
@@ -158,11 +159,15 @@ class RequestQueue:
 
     def is_short(self, requests: Sequence[Request]) -> bool:
         """Whether the last stage computes these prompts alone: soon enough for the rows that it decodes, or sooner than
-        all stages would."""
+        all stages would.
+
+        A prompt longer than any that all stages have computed goes to them, which shows how long they take. Predicted
+        from short prompts, which gain little from several ranks, one stage might look sooner and never be compared.
+        """
         if self._limits.decode_ranks or not self._engine.takes_stage_alone or self._engine.may_shard:
             return False
-        lengths = _lengths(requests)
-        in_chain_s = self._estimate.chain.seconds(lengths) if self._has_chain else 0.0
+        lengths, chain = _lengths(requests), self._estimate.chain
+        in_chain_s = chain.seconds(lengths) if self._has_chain and max(lengths) <= chain.longest else 0.0
         return self._estimate.alone.seconds(lengths) <= max(self._limits.itl_s, in_chain_s)
 
     @property

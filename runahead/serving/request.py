@@ -38,6 +38,7 @@ class Request:
         cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
         arrived_s: `time.monotonic` of its arrival.
         rows_left: rows that have not ended; written by the scheduler.
+        predicted_ttft_s: seconds from its arrival to its first token, as predicted when it was queued.
     """
 
     prompts: list[list[int]]
@@ -47,6 +48,7 @@ class Request:
     cancelled: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     rows_left: int = field(init=False)
+    predicted_ttft_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.rows_left = len(self.prompts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -34,6 +35,7 @@ from runahead.serving.items import (
     Prefill,
     Report,
     RowId,
+    Stop,
     Tokens,
 )
 from runahead.serving.limits import QueueLimits
@@ -57,6 +59,10 @@ class Scheduler:
         limits: of the queue.
         estimate: of times; learns from every request.
         when_draining: called once, when no more requests are taken.
+
+    Attributes:
+        busy_s: seconds that ranks have spent so far, by rank and "prefill", "waiting" (for keys and values in a
+            prefill) or "decoding" (known of one rank alone; the other shares of its stage decode as long).
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Scheduler:
         # Its put() may be called by a signal handler, at any moment of the thread that waits.
         self._events: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._num_heard = 0
+        self._lessons: list[tuple[ContextPartition, dict[int, tuple[float, float]]]] = []
+        self.busy_s: defaultdict[tuple[int, str], float] = defaultdict(float)
 
     # From any thread.
 
@@ -123,12 +131,16 @@ class Scheduler:
         self._events.put(None)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request that waits; end one that is decoded before its next step, and one in its prefill after it."""
+        """Drop a request that waits; end one that is decoded before its next step, one in its prefill after a layer.
+
+        A prefill of several requests is stopped once all of them are cancelled. Where stages share the model, it is
+        never: its rows end after it.
+        """
         with self._lock:
             request.cancelled = True
             self._queue.waiting = [each for each in self._queue.waiting if each is not request]
             for batch in self._queue.batches.values():
-                if batch.is_decoded:
+                if any(each is request for each, _ in batch.owners):
                     self._cancel_rows(batch)
         self._events.put(None)
 
@@ -222,6 +234,8 @@ class Scheduler:
                     while requests := self._queue.choose():
                         self._begin(requests)
                     is_over = self._draining and not (self._queue.waiting or self._queue.batches or self._unchecked)
+                while self._lessons:  # without the lock: what is learned may be written to a file
+                    self._engine.learn(*self._lessons.pop(0))
                 if is_over:
                     self._tell(End())
                     return
@@ -266,6 +280,7 @@ class Scheduler:
         if isinstance(report, Tokens):
             if report.step_s is not None:
                 self.estimate.learn_step(report.step_s)
+                self.busy_s[self._leader, "decoding"] += report.step_s
             for number in dict.fromkeys(number for number, _ in [*report.tokens, *report.ended]):
                 self._hear_tokens(self._queue.batches[number], report)
         elif isinstance(report, Part):
@@ -304,23 +319,31 @@ class Scheduler:
             request.listener.on_end()
 
     def _cancel_rows(self, batch: Batch) -> None:
-        """Let the rows of cancelled requests end, of a batch that is decoded."""
+        """Let the rows of cancelled requests end, or stop a prefill of which all are cancelled."""
+        if not batch.is_decoded:
+            if isinstance(batch.item, Prefill) and all(request.cancelled for request, _ in batch.owners):
+                self._tell(Stop(batch.item.number))
+            return
         rows: list[RowId] = [(batch.item.number, row) for row in sorted(batch.left) if batch.owners[row][0].cancelled]
         if rows:
             self._tell(Cancel(rows))
 
     def _hear_part(self, batch: Batch, part: Part) -> None:
         batch.parts[part.rank] = part
+        self.busy_s[part.rank, "prefill"] += part.prefill_s - part.wait_s
+        self.busy_s[part.rank, "waiting"] += part.wait_s
         if isinstance(batch.item, Prefill) and len(batch.parts) < self._ranks.size:
             return
         del self._unread[part.number]
         first = batch.parts.get(self._leader, part)  # of the rank with the first token
+        if any(each.is_cancelled for each in batch.parts.values()):
+            return
         self._queue.times(is_short=batch.is_short).learn(batch.lengths, first.prefill_s)
         is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
         if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
             parts, num_rows = batch.parts, len(batch.owners)
             seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}
-            self._engine.learn(ContextPartition(boundaries=batch.item.boundaries), seconds)
+            self._lessons.append((ContextPartition(boundaries=batch.item.boundaries), seconds))
 
     def _check_ranks(self) -> None:
         """Ask all ranks now and then whether they live, and whether one of them was asked to end."""
@@ -330,7 +353,7 @@ class Scheduler:
             self._tell(Check())
 
     def _tell(self, item: Item) -> None:
-        """Put an item into the inbox of every rank; a cancel only where it is decided which rows go on."""
+        """Put an item into the inbox of every rank; a `Cancel` only where it is decided which rows go on."""
         receivers = list(range(self._ranks.size))
         if isinstance(item, Cancel):
             receivers = [0 if self._engine.may_shard else self._leader]

@@ -15,9 +15,10 @@ import torch
 from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
 from runahead.ranks.ranks import Ranks
+from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Choice, Executor
-from runahead.serving.items import Item
+from runahead.serving.items import Inbox, Item, Part, Prefill, Report, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler, follow
@@ -49,6 +50,31 @@ def cancel_rows(
             first = engine.generate(prompts, options, on_tokens=on_tokens, cancellable=True)
             second = engine.generate(prompts, options, cancellable=True)
     return [(each.new_token_ids, each.finish_reason) for each in [*first.generations, *second.generations]]
+
+
+def stop(
+    ranks: Ranks, prefill: PrefillOptions, policies: RankPolicies | None, prompts: list[list[int]], knows: list[int]
+) -> tuple[list[int], list[bool], int]:
+    """Prefill two prompts, the first of which some ranks (`knows`) are told to stop after its first layer.
+
+    Returns the tokens of the second one, whether the ranks' parts of both were stopped, and bytes that stay.
+    """
+    model = tiny_model(FAMILY)
+    engine, inbox, reports = Engine(model, ranks, prefill=prefill, policies=policies), Inbox(), list[Report]()
+    for number, ids in enumerate(prompts):
+        partition = chunks(engine, len(ids), 1.0, (0.0, 0.0))
+        options = [GenerationOptions(max_new_tokens=5, ignore_eos=True)]
+        inbox.put(Prefill(number=number, prompts=[ids], options=options, boundaries=partition.boundaries))
+    if ranks.rank in knows:
+        inbox.put(Stop(0))
+    with throughout(model.dtype):
+        executor = Executor(engine, inbox, reports.append, itl_s=1e3)
+        for _ in prompts:
+            executor.carry_out(inbox.take())
+        executor.decode_all()
+    tokens = [each.tokens[1, 0] for each in reports if isinstance(each, Tokens) and (1, 0) in each.tokens]
+    stopped = [each.is_cancelled for each in reports if isinstance(each, Part)]
+    return tokens, stopped, executor.live.num_bytes
 
 
 class Kept:

@@ -12,7 +12,7 @@ from runahead import Engine, GenerationOptions
 from runahead.config import Device, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.serving.executor import Executor
-from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Tokens
+from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Stop, Tokens
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 
@@ -75,12 +75,30 @@ def test_a_short_prompt_is_computed_inside_a_long_one():
     assert not rank.inbox.has_item()
 
 
-def test_a_long_prompt_waits_for_the_one_before():
+def test_a_short_prompt_overtakes_a_long_one_that_was_told_before_it():
     rank = Rank(itl_s=1e3)
     rank.inbox.put(item(1, 30))
     rank.inbox.put(item(2, 5, is_short=True))
-    assert rows(rank.carry_out(item(0, 40))) == [0]
-    assert rank.inbox.next == item(1, 30)
+    assert rows(rank.carry_out(item(0, 40))) == [2, 0]
+    assert rank.inbox.take() == item(1, 30) and not rank.inbox.has_item()
+
+
+def test_a_short_prompt_is_not_interrupted_by_another_one_but_by_a_look():
+    rank = Rank(itl_s=1e3)
+    after_layer = rank.executor.after_layer
+
+    def arrive() -> None:
+        """While the first short prompt is computed, another one and a look arrive."""
+        if len(rank.executor._under_way) == 2 and not rank.reports:
+            rank.inbox.put(item(2, 5, is_short=True))
+            rank.inbox.put(Check())
+        after_layer()
+
+    rank.executor.after_layer = arrive
+    rank.inbox.put(item(1, 5, is_short=True))
+    reports = rank.carry_out(item(0, 40))
+    assert [each.number for each in reports if isinstance(each, Part)] == [1, 2, 0]
+    assert reports[0] == Alive(0, True)
 
 
 def test_a_row_that_is_cancelled_leaves_inside_a_prefill():
@@ -91,6 +109,17 @@ def test_a_row_that_is_cancelled_leaves_inside_a_prefill():
     reports = rank.carry_out(item(2, 20))
     assert reports[0] == Tokens(tokens={}, ended={(0, 0): "cancelled"})
     assert rows(reports) == [1] * NUM_LAYERS + [2]
+
+
+def test_a_prefill_that_nobody_wants_stops_after_a_layer():
+    rank = Rank(itl_s=1e3)
+    rank.inbox.put(item(0, 40))
+    rank.inbox.put(Stop(0))
+    rank.inbox.put(Stop(7))  # which is over
+    reports = rank.carry_out(rank.inbox.take())
+    assert reports[0] == Tokens(tokens={}, ended={(0, 0): "cancelled"})
+    assert reports[1].is_cancelled and not rank.executor.live
+    assert rows(rank.carry_out(item(7, 20))) == [7]
 
 
 @pytest.mark.parametrize(("itl_s", "num_steps"), [(1e-9, 4), (1e3, 4)])
@@ -104,6 +133,16 @@ def test_rows_are_decoded_while_a_prefix_has_not_arrived(itl_s, num_steps):
         rank.reports.clear()
         rank.executor.until(lambda block_s: True, "a prefix", [])  # which is there already
     assert rows(rank.reports) == []
+
+
+def test_a_short_prompt_is_computed_while_a_prefix_has_not_arrived():
+    rank = Rank(itl_s=1e3)
+    with throughout(rank.executor._engine.model.dtype):
+        rank.executor._under_way = [0]  # inside a prefill, without rows
+        rank.inbox.put(item(1, 30))
+        rank.inbox.put(item(2, 5, is_short=True))
+        rank.executor.until(lambda block_s: rows(rank.reports) == [2], "a prefix", [])
+    assert rank.inbox.take() == item(1, 30)
 
 
 def test_items_are_carried_out_before_the_rows_go_on():

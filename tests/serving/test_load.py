@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from itertools import accumulate
 
 import pytest
 
@@ -28,7 +29,8 @@ def test_a_sweep_writes_a_line_per_rate_and_a_picture(tmp_path, capsys):
     for line in found:
         assert line["requests"] == line["answered"] > 0 and line["refused"] == 0
         assert 0 < line["goodput"] <= line["requests"] / line["seconds"]
-        assert line["ttft_s"]["p50"] > 0
+        assert line["ttft_s"]["p50"] > 0 < line["ttft_over_predicted"]["p50"]
+        assert line["rank_s"]["0 prefill"] > 0 < line["rank_s"]["0 decoding"]
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
     assert "goodput" in capsys.readouterr().out
 
@@ -62,6 +64,25 @@ def test_refused_and_late_requests_are_not_good():
     assert line["tpot_s"]["max"] == pytest.approx(1.0)
     assert line["ttft_s"]["p50"] == pytest.approx(0.5)
     assert percentiles([]) == {"p50": None, "p90": None, "p99": None, "max": None}
+
+
+def test_gaps_beside_a_long_prompt_are_those_in_which_it_waited():
+    short = Outcome(10, 200, [0.5, 1.0, 2.0, 5.0], 4, began_s=0.0)
+    long = Outcome(100, 200, [2.5, 9.0], 2, began_s=1.5)  # it waited from 1.5 to 4.0
+    assert short.gaps_beside_s([long]) == [1.0, 3.0]
+    assert long.gaps_beside_s([long]) == []
+    line = summary([short, long], 10.0, longest=100, **SLO)
+    assert line["itl_beside_s"]["max"] == 3.0 and line["itl_s"]["max"] == 6.5
+
+
+def test_99_percent_of_the_gaps_and_the_square_of_the_length_count():
+    events = [0.0, *accumulate([0.1] * 19 + [5.0])]
+    assert summary([Outcome(10, 200, events, 21)], 1.0, **SLO)["goodput"] == 0
+    events = [0.0, *accumulate([0.1] * 198 + [5.0])]
+    assert summary([Outcome(10, 200, events, 200)], 1.0, **SLO)["goodput"] == 1
+    late = [Outcome(10, 200, [2.0], 1)]
+    assert summary(late, 1.0, **SLO)["goodput"] == 0
+    assert summary(late, 1.0, ttft_per_square=0.01, **SLO)["goodput"] == 1
 
 
 def test_a_server_that_is_gone_is_no_answer():

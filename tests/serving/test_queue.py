@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from runahead import GenerationOptions
+from runahead.ranks.mesh import Mesh
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.items import Prefill
 from runahead.serving.limits import QueueLimits
@@ -73,6 +74,17 @@ def test_short_prompts_do_not_wait_for_a_long_one():
     assert queue.choose() == []  # one of each kind at a time
     batch.is_decoded = True
     assert [each.longest for each in queue.choose()] == [80]
+
+
+def test_a_length_that_all_ranks_never_computed_goes_to_all_of_them():
+    queue = queue_of(itl_s=5.0)
+    queue._engine.ranks.mesh = Mesh(2)
+    for length in (64, 512):  # as if a prompt gained nothing from several ranks
+        queue._estimate.chain.learn([length], 1.1 * length)
+    assert queue.is_short([request(400)])
+    assert not queue.is_short([request(4000)])
+    queue._estimate.chain.learn([4000], 8000.0)
+    assert queue.is_short([request(4000)])
 
 
 def test_requests_wait_for_rows_and_for_memory():

@@ -157,6 +157,41 @@ def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: R
     assert served[1].left_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("size", "prefill", "knows"),
+    [
+        (1, PrefillOptions(), [0]),
+        (2, PrefillOptions(), [0]),
+        (2, PrefillOptions(), [1]),
+        (2, PrefillOptions(transfer=Transfer.direct), [0, 1]),
+        (3, PrefillOptions(), [1]),
+        (3, PrefillOptions(), [0, 2]),
+        (3, PrefillOptions(transfer=Transfer.direct), [0, 1]),
+        (3, PrefillOptions(carrier=Carrier.copy), [0, 1]),
+        (3, PrefillOptions(name=PrefillName.zigzag), [1]),
+        (3, PrefillOptions(name=PrefillName.tsp), [0, 2]),
+        (1, PrefillOptions(chunk_tokens=7), [0]),
+    ],
+)
+def test_no_rank_waits_for_one_that_was_told_to_stop(
+    rank_pools: RankPools, size: int, prefill: PrefillOptions, knows: list[int]
+) -> None:
+    by_rank = rank_pools.run(size, rank_tasks.stop, prefill, None, [PROMPTS[9], PROMPTS[0]], knows)
+    expected = alone(rank_pools)[0][:5]
+    tokens = [tokens for tokens, _, _ in by_rank if tokens]
+    assert tokens == [expected]
+    for rank, (_, stopped, left_bytes) in enumerate(by_rank):
+        assert stopped == [rank in knows, False] and left_bytes == 0
+
+
+def test_a_prefill_under_policies_stops_too(rank_pools: RankPools) -> None:
+    policies = RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)])
+    for knows in ([0], [1]):
+        by_rank = rank_pools.run(2, rank_tasks.stop, PrefillOptions(), policies, [PROMPTS[9], PROMPTS[0]], knows)
+        assert [stopped for _, stopped, _ in by_rank] == [[rank in knows, False] for rank in range(2)]
+        assert len(by_rank[1][0]) == 5
+
+
 def test_policies_decode_row_by_row(rank_pools: RankPools) -> None:
     load = replace(MANY, policies=RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)]), prompts=PROMPTS, short=0)
     together = rank_pools.run(2, rank_tasks.serve, load)[0]
