@@ -7,8 +7,8 @@ Sessions arrive at random (Poisson) at each rate, whether or not earlier ones ha
 definitions are those of `vllm bench serve`: TTFT is the time to the first token of a stream, TPOT is (the last token's
 time - TTFT) / (tokens - 1) of a request, and inter-token latencies are the times between a stream's events. A request
 is good if its TTFT is at most `--ttft` plus `--ttft_per_token` per prompt token and `--ttft_per_square` per squared
-one, and 99% of its gaps between events are at most `--itl`; refused requests are not good. Prompts are random token ids, and
-answers have a fixed length. Several addresses are replicas, which get the requests in turn.
+one, and 99% of its gaps between events are at most `--itl`; refused requests are not good. Prompts are random token
+ids, and answers have a fixed length. Several addresses are replicas, which get the requests in turn.
 """
 
 from __future__ import annotations
