@@ -44,6 +44,7 @@ class Executor:
         inbox: where items arrive.
         report: called with what rank 0 should know. Of ranks that do the same, the first reports.
         itl_s: see `QueueLimits`.
+        only_decodes: the last stage has one token of each prompt, see `QueueLimits.decode_ranks`.
         asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
     """
 
@@ -54,10 +55,11 @@ class Executor:
         report: Callable[[Report], object],
         *,
         itl_s: float,
+        only_decodes: bool = False,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
-        self._itl_s, self._asked_to_end = itl_s, asked_to_end
+        self._itl_s, self._only_decodes, self._asked_to_end = itl_s, only_decodes, asked_to_end
         self.live = LiveRows(engine.model, engine.policies)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
@@ -197,8 +199,9 @@ class Executor:
         if not self._interrupts:
             return
         # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
-        # would: most waits are shorter, and a step would hold up the prefill.
-        patience_s = self._step_s
+        # would: most waits are shorter, and a step would hold up the prefill. A stage that only decodes holds it up at its
+        # end alone, whatever it does before.
+        patience_s = 0.0 if self._only_decodes else self._step_s
         started_s, aside_s = time.monotonic(), self._aside_s
 
         def ready(block_s: float) -> bool:

@@ -180,7 +180,14 @@ class Scheduler:
                 if self._ranks.size > 1:
                     self._mail = Mail(self._ranks, self._receive, partial(self._inbox.fail, is_cut_off=True))
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
-                Executor(self._engine, self._inbox, self._events.put, itl_s=self.limits.itl_s).run(self._await)
+                executor = Executor(
+                    self._engine,
+                    self._inbox,
+                    self._events.put,
+                    itl_s=self.limits.itl_s,
+                    only_decodes=bool(self.limits.decode_ranks),
+                )
+                executor.run(self._await)
                 if self._mail is not None:
                     self._mail.close()
         except BaseException as error:
@@ -379,6 +386,13 @@ def follow(engine: Engine, limits: QueueLimits, asked_to_end: Callable[[], bool]
     ranks, inbox = engine.ranks, Inbox()
     with ranks.announcing_failure():
         mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
-        executor = Executor(engine, inbox, mail.post, itl_s=limits.itl_s, asked_to_end=asked_to_end)
+        executor = Executor(
+            engine,
+            inbox,
+            mail.post,
+            itl_s=limits.itl_s,
+            only_decodes=bool(limits.decode_ranks),
+            asked_to_end=asked_to_end,
+        )
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
         mail.close()
