@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -35,6 +34,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.items import Generate, Inbox, Item, Part, Prefill, Report, Tokens
+from runahead.serving.limits import QueueLimits
 from runahead.serving.scheduler import Scheduler, follow
 
 MEMORY_SHARE = 0.8
@@ -97,7 +97,7 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
 def _warm_up(engine: Engine) -> TimeEstimate:
     """Times of prompts without meaning, computed by one stage and by all. Every rank makes the same call."""
     estimate, ranks, reports = TimeEstimate(), engine.ranks, list[Report]()
-    executor = Executor(engine, Inbox(), reports.append, itl_s=math.inf)
+    executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e9))
     most = engine.model.max_positions or max(WARM_UP_TOKENS)
     options = [GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True)]
     for length in WARM_UP_TOKENS:

@@ -15,6 +15,7 @@ from runahead.decoding.live_rows import LiveRows, NewToken
 from runahead.engine import Engine
 from runahead.prefill.base import PrefillCancelled
 from runahead.serving.items import Alive, Check, End, Generate, Inbox, Item, Part, Prefill, Report, RowId, Tokens
+from runahead.serving.limits import QueueLimits
 
 Wait = Callable[[Callable[[float], bool]], None]
 """Waits until the given function, which may block for the given seconds, returns true."""
@@ -43,8 +44,7 @@ class Executor:
         engine: this rank's.
         inbox: where items arrive.
         report: called with what rank 0 should know. Of ranks that do the same, the first reports.
-        itl_s: see `QueueLimits`.
-        only_decodes: the last stage has one token of each prompt, see `QueueLimits.decode_ranks`.
+        limits: of the queue.
         asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
     """
 
@@ -53,13 +53,11 @@ class Executor:
         engine: Engine,
         inbox: Inbox,
         report: Callable[[Report], object],
-        *,
-        itl_s: float,
-        only_decodes: bool = False,
+        limits: QueueLimits,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
-        self._itl_s, self._only_decodes, self._asked_to_end = itl_s, only_decodes, asked_to_end
+        self._limits, self._asked_to_end = limits, asked_to_end
         self.live = LiveRows(engine.model, engine.policies)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
@@ -199,9 +197,10 @@ class Executor:
         if not self._interrupts:
             return
         # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
-        # would: most waits are shorter, and a step would hold up the prefill. A stage that only decodes holds it up at its
-        # end alone, whatever it does before.
-        patience_s = 0.0 if self._only_decodes else self._step_s
+        # would: most waits are shorter, and a step would hold up the prefill. The more rows are taken, the more others
+        # wait for their end, and a stage that only decodes has nothing else to do.
+        taken = 1.0 if self._limits.decode_ranks else min(1.0, len(self.live) / self._limits.batch)
+        patience_s = self._step_s * (1.0 - taken)
         started_s, aside_s = time.monotonic(), self._aside_s
 
         def ready(block_s: float) -> bool:
@@ -237,7 +236,7 @@ class Executor:
 
     @property
     def _is_due(self) -> bool:
-        return bool(self.live) and time.monotonic() - self._stepped_s >= self._itl_s
+        return bool(self.live) and time.monotonic() - self._stepped_s >= self._limits.itl_s
 
     def _do(self, choice: Choice) -> None:
         """Do something else inside a prefill."""

@@ -180,14 +180,7 @@ class Scheduler:
                 if self._ranks.size > 1:
                     self._mail = Mail(self._ranks, self._receive, partial(self._inbox.fail, is_cut_off=True))
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
-                executor = Executor(
-                    self._engine,
-                    self._inbox,
-                    self._events.put,
-                    itl_s=self.limits.itl_s,
-                    only_decodes=bool(self.limits.decode_ranks),
-                )
-                executor.run(self._await)
+                Executor(self._engine, self._inbox, self._events.put, self.limits).run(self._await)
                 if self._mail is not None:
                     self._mail.close()
         except BaseException as error:
@@ -348,10 +341,11 @@ class Scheduler:
         if isinstance(batch.item, Prefill) and len(batch.parts) < self._ranks.size:
             return
         del self._unread[part.number]
-        first = batch.parts.get(self._leader, part)  # of the rank with the first token
         if any(each.is_cancelled for each in batch.parts.values()):
             return
-        self._queue.times(is_short=batch.is_short).learn(batch.lengths, first.prefill_s)
+        # The rank with the first token ends last, but what it decoded in its waits does not count.
+        longest_s = max(each.prefill_s for each in batch.parts.values())
+        self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s)
         is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
         if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
             parts, num_rows = batch.parts, len(batch.owners)
@@ -386,13 +380,6 @@ def follow(engine: Engine, limits: QueueLimits, asked_to_end: Callable[[], bool]
     ranks, inbox = engine.ranks, Inbox()
     with ranks.announcing_failure():
         mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
-        executor = Executor(
-            engine,
-            inbox,
-            mail.post,
-            itl_s=limits.itl_s,
-            only_decodes=bool(limits.decode_ranks),
-            asked_to_end=asked_to_end,
-        )
+        executor = Executor(engine, inbox, mail.post, limits, asked_to_end)
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
         mail.close()

@@ -68,7 +68,7 @@ def stop(
     if ranks.rank in knows:
         inbox.put(Stop(0))
     with throughout(model.dtype):
-        executor = Executor(engine, inbox, reports.append, itl_s=1e3)
+        executor = Executor(engine, inbox, reports.append, QueueLimits(itl_s=1e3))
         for _ in prompts:
             executor.carry_out(inbox.take())
         executor.decode_all()

@@ -13,6 +13,7 @@ from runahead.config import Device, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.serving.executor import Executor
 from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Stop, Tokens
+from runahead.serving.limits import QueueLimits
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 
@@ -26,7 +27,8 @@ class Rank:
     def __init__(self, itl_s: float) -> None:
         engine = Engine(tiny_model("llama"), Ranks.start(RanksOptions(device=Device.cpu)))
         self.inbox, self.reports = Inbox(), list[Any]()
-        self.executor = Executor(engine, self.inbox, self.reports.append, itl_s=itl_s, asked_to_end=lambda: True)
+        limits = QueueLimits(itl_s=itl_s, batch=10**6)
+        self.executor = Executor(engine, self.inbox, self.reports.append, limits, asked_to_end=lambda: True)
 
     def carry_out(self, item: Item) -> list[Any]:
         """What is told while an item is carried out."""
