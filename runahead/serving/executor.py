@@ -197,10 +197,9 @@ class Executor:
         if not self._interrupts:
             return
         # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
-        # would: most waits are shorter, and a step would hold up the prefill. The more rows are taken, the more others
-        # wait for their end, and a stage that only decodes has nothing else to do.
-        taken = 1.0 if self._limits.decode_ranks else min(1.0, len(self.live) / self._limits.batch)
-        patience_s = self._step_s * (1.0 - taken)
+        # would: most waits are shorter, and a step would hold up the prefill. A stage that only decodes has one token of
+        # it, and nothing else to do.
+        patience_s = 0.0 if self._limits.decode_ranks else self._step_s
         started_s, aside_s = time.monotonic(), self._aside_s
 
         def ready(block_s: float) -> bool:

@@ -269,16 +269,10 @@ class Scheduler:
             self._tell(item)
 
     def _partition(self, num_tokens: int, *, is_short: bool) -> ContextPartition:
-        """The chunks of a prompt. The last stage has so much of its speed as its decoding leaves.
-
-        While it computes, decoding takes a step per `itl_s`. But the more of its rows are taken, the sooner others wait
-        for these to end: then the last stage holds all requests up, and the other stages have time.
-        """
+        """The chunks of a prompt. The last stage has so much of its speed as its decoding leaves."""
         if is_short:
             return ContextPartition(boundaries=(0,) * self._ranks.num_stages + (num_tokens,))
-        rows, busy = self._queue.num_rows, 0.0
-        if rows:
-            busy = min(1.0, max(self.estimate.step_s / self.limits.itl_s, rows / self.limits.batch))
+        busy = min(1.0, self.estimate.step_s / self.limits.itl_s) if self._queue.batches else 0.0
         speed = 0.0 if self.limits.decode_ranks else 1.0 - busy
         return chunks(self._engine, num_tokens, speed, self.estimate.chain.constants)
 

@@ -24,10 +24,10 @@ NUM_LAYERS = 3
 class Rank:
     """A rank alone with its executor; `reports` is what it tells."""
 
-    def __init__(self, itl_s: float) -> None:
+    def __init__(self, itl_s: float, decode_ranks: int = 0) -> None:
         engine = Engine(tiny_model("llama"), Ranks.start(RanksOptions(device=Device.cpu)))
         self.inbox, self.reports = Inbox(), list[Any]()
-        limits = QueueLimits(itl_s=itl_s, batch=10**6)
+        limits = QueueLimits(itl_s=itl_s, decode_ranks=decode_ranks)
         self.executor = Executor(engine, self.inbox, self.reports.append, limits, asked_to_end=lambda: True)
 
     def carry_out(self, item: Item) -> list[Any]:
@@ -122,6 +122,16 @@ def test_a_prefill_that_nobody_wants_stops_after_a_layer():
     assert reports[0] == Tokens(tokens={}, ended={(0, 0): "cancelled"})
     assert reports[1].is_cancelled and not rank.executor.live
     assert rows(rank.carry_out(item(7, 20))) == [7]
+
+
+def test_a_stage_that_only_decodes_does_so_in_every_wait():
+    rank = Rank(itl_s=1e3, decode_ranks=1)
+    rank.carry_out(item(0, 20))
+    rank.reports.clear()
+    rank.executor._step_s = 1e3  # which another stage would wait first
+    with throughout(rank.executor._engine.model.dtype):
+        rank.executor.until(lambda block_s: len(rows(rank.reports)) >= 1, "a prefix", [])
+    assert rows(rank.reports) == [0]
 
 
 @pytest.mark.parametrize(("itl_s", "num_steps"), [(1e-9, 4), (1e3, 4)])

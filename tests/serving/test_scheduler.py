@@ -142,17 +142,6 @@ def test_short_prompts_go_to_the_last_stage_and_long_ones_to_all(rank_pools: Ran
     assert by_rank[0].tokens == alone(rank_pools)[3:5]
 
 
-def test_the_last_stage_computes_less_of_a_prompt_the_more_of_its_rows_are_taken(rank_pools: RankPools) -> None:
-    long = replace(GREEDY, max_new_tokens=300)
-    limits = QueueLimits(batch=4, itl_s=1e3)
-    load = Load(prompts=[PROMPTS[3]] * 4, options=[long] * 3 + [GREEDY], limits=limits, after={1: 0, 2: 1, 3: 2})
-    by_item = [
-        ContextPartition(boundaries=item.boundaries) for item in prefills(rank_pools.run(2, rank_tasks.serve, load)[0])
-    ]
-    assert by_item == [with_slower_last(by_item[0], speed, 0.0, 0.0) for speed in (1.0, 0.75, 0.5, 0.25)]
-    assert [each.chunk_lengths[1] for each in by_item][-1] < 15
-
-
 def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools) -> None:
     endless = [replace(each, max_new_tokens=450) for each in OPTIONS[:4]]
     options = [endless[0], *OPTIONS[1:3], endless[3], *OPTIONS[4:]]
