@@ -197,8 +197,8 @@ class Executor:
         if not self._interrupts:
             return
         # Waiting as long as a step takes before the first one costs at most twice what knowing the wait's length
-        # would: most waits are shorter, and a step would hold up the prefill. A stage that only decodes has one token of
-        # it, and nothing else to do.
+        # would: most waits are shorter, and a step would hold up the prefill. A stage that only decodes has one token
+        # of it, and nothing else to do.
         patience_s = 0.0 if self._limits.decode_ranks else self._step_s
         started_s, aside_s = time.monotonic(), self._aside_s
 
