@@ -205,6 +205,7 @@ class Engine:
         *,
         num_new: int,
         meanwhile: Meanwhile | None = None,
+        record_timeline: bool = False,
     ) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
@@ -217,12 +218,13 @@ class Engine:
             partition: chunks of the longest prompt.
             num_new: most tokens that are generated after a prompt.
             meanwhile: what this rank does besides.
+            record_timeline: fill the spans of the result.
         """
         check_chunk_tokens(self.prefill, len(partition.chain))
         batch = PromptBatch.of(list(prompts), self.ranks.device)
         with self.ranks.busy():
             self._strategy.connect(self.ranks, partition, self.prefill)
-        return self._strategy.run(self._job(batch, partition, num_new, meanwhile=meanwhile))
+        return self._strategy.run(self._job(batch, partition, num_new, meanwhile=meanwhile, record=record_timeline))
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
         return PrefillJob(

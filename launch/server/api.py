@@ -31,12 +31,15 @@ from launch.server.keys import Keys
 from launch.server.logprobs import TokenTexts
 from launch.server.metrics import Metrics
 from launch.server.options import ServeOptions
+from launch.server.page.files import page_routes
+from launch.server.page.state import state_json
 from launch.server.prompts import prompts_of
 from launch.server.reader import read_json
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
 from runahead.model.json_schemas import JSONSchemas
+from runahead.serving.items import PROGRESS_S
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Refused, Scheduler
 
@@ -82,9 +85,11 @@ class API:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._bytes_being_read = 0
         routes = [
+            *page_routes(),
             Route("/health", self._safely(self._health, needs_key=False)),
             Route("/ready", self._safely(self._ready, needs_key=False)),
             Route("/metrics", self._safely(self._metrics)),
+            Route("/state", self._safely(self._state)),
             Route("/v1/models", self._safely(self._models)),
             Route("/v1/models/{name:path}", self._safely(self._one_model)),
             Route("/v1/chat/completions", self._safely(self._chat), methods=["POST"]),
@@ -111,6 +116,10 @@ class API:
         }
         text = self.metrics.text(gauges, dict(self.scheduler.busy_s))
         return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _state(self, request: HTTPRequest) -> Response:
+        chats = bool(getattr(self._tokenizer, "chat_template", None))
+        return _json(state_json(self.scheduler, model=self.model, chats=chats))
 
     async def _models(self, request: HTTPRequest) -> Response:
         return _json({"object": "list", "data": [self._about_model()]})
@@ -299,6 +308,7 @@ class Answering:
     ) -> None:
         self._api, self._queued, self._exchange, self._form = api, queued, exchange, form
         self._read, self._request = read, request
+        self._share_told = -1.0
         self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -352,8 +362,8 @@ class Answering:
         await self._start(200, "text/event-stream; charset=utf-8")
         begun, ended = [False] * len(rows), [False] * len(rows)
         while not all(ended) and exchange.failure is None:
-            if not await exchange.changed(self._api.options.ping_s):
-                await self._write(f": {self._state()}\n\n".encode())
+            await self._await_change()
+            await self._tell_progress()
             events: list[dict[str, Any] | None] = []
             for index, (row, text) in enumerate(zip(rows, exchange.take(), strict=True)):
                 if row.num_tokens and not begun[index]:
@@ -373,12 +383,38 @@ class Answering:
             await self._write(b"data: [DONE]\n\n")
         await self._write(b"", more=False)
 
+    async def _await_change(self) -> None:
+        """Wait until there is something new of the answer, with comments and the progress of the prefill meanwhile."""
+        ping_s, pauses = self._api.options.ping_s, 0
+        follows = self._read.return_progress and self._exchange.first_token_s is None
+        pause_s = min(PROGRESS_S, ping_s) if follows else ping_s
+        while not await self._exchange.changed(pause_s):
+            await self._tell_progress()
+            pauses += 1
+            if pauses * pause_s >= ping_s:
+                pauses = 0
+                await self._write(f": {self._state()}\n\n".encode())
+
+    async def _tell_progress(self) -> None:
+        """Send how far the prefill is, if the client asked for it and it is farther than it was told."""
+        exchange = self._exchange
+        if not self._read.return_progress or exchange.started_s is None or self._share_told == 1:
+            return
+        share, now_s = 1.0, exchange.first_token_s
+        if now_s is None:
+            share, now_s = self._api.scheduler.share_computed(self._queued) or 0.0, time.monotonic()
+        if share > self._share_told:
+            self._share_told, total = share, self._num_prompt_tokens
+            time_ms = round(1e3 * (now_s - exchange.started_s))
+            await self._write_events([self._form.progress(total=total, processed=int(share * total), time_ms=time_ms)])
+
     def _state(self) -> str:
         """State of a request without tokens, for a comment."""
         if self._exchange.first_token_s is not None:
             return "decoding"
-        if self._exchange.started:
-            return "prefill"
+        if self._exchange.started_s is not None:
+            share = self._api.scheduler.share_computed(self._queued)
+            return "prefill" if share is None else f"prefill, {share:.0%} of the layers"
         before = self._api.scheduler.num_before(self._queued)
         return "waiting" if before is None else f"waiting, {before} requests before it"
 

@@ -18,7 +18,7 @@ class Exchange:
 
     Attributes:
         rows: text of each row so far.
-        started: its prefill has begun.
+        started_s: `time.monotonic` of the beginning of its prefill; None before it.
         failure: why there is no answer; None so far.
         first_token_s: `time.monotonic` of the first token; None before it.
     """
@@ -26,7 +26,7 @@ class Exchange:
     def __init__(self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int) -> None:
         self.rows, self._metrics, self._num_prompt_tokens = rows, metrics, num_prompt_tokens
         self.arrived_s = time.monotonic()
-        self.started = False
+        self.started_s: float | None = None
         self.failure: str | None = None
         self.first_token_s: float | None = None
         self._last_s = 0.0
@@ -76,7 +76,7 @@ class Exchange:
     # In the event loop's thread.
 
     def _start(self, now: float) -> None:
-        self.started = True
+        self.started_s = now
         self._metrics.histograms["request_queue_time_seconds"].add(now - self.arrived_s)
         self._changed.set()
 

@@ -23,6 +23,7 @@ class Common:
         chose_length, chose_seed: whether the client gave max_tokens, and seed.
         stream: tokens are sent as they come.
         include_usage: a stream ends with its usage.
+        return_progress: a stream says how far the prefill is.
     """
 
     model: str | None
@@ -31,6 +32,7 @@ class Common:
     chose_seed: bool
     stream: bool
     include_usage: bool
+    return_progress: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,9 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
     model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
     stream = fields.flag("stream")
     usage = _stream_options(fields, stream)
+    progress = fields.flag("return_progress")
+    if progress and not stream:
+        raise wrong("return_progress", "is for 'stream': true only")
     options, chose_length, chose_seed = read_generation(fields, defaults, is_chat=is_chat)
     n = fields.number("n", 1, 128, whole=True) or 1
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
@@ -86,6 +91,7 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
         "chose_seed": chose_seed,
         "stream": stream,
         "include_usage": usage,
+        "return_progress": progress,
     }
 
 

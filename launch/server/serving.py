@@ -71,6 +71,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         settle(partition, model, ranks, run)
     engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, decode=run.decode)
     estimate = _warm_up(engine)
+    # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
+    clock_offset_s = ranks.clock_offset_s()
     max_tokens = run.serve.max_tokens or min(ranks.gather(_tokens_that_fit(model, ranks), "the free memory"))
     if ranks.rank == 0:
         [(bound, keys, tokenizer)] = front
@@ -78,7 +80,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     else:
         asked = threading.Event()
         with first_signal(asked.set):
-            follow(engine, run.serve, asked.is_set)
+            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
 
 
 def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:

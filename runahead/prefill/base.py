@@ -56,8 +56,16 @@ class PrefillCancelled(Exception):
 class Meanwhile(Protocol):
     """Other work of a rank inside a prefill. All ranks of a stage call it in the same places."""
 
-    def after_layer(self) -> None:
-        """Called after each layer's attention. Raises: PrefillCancelled: the rest is not to be computed."""
+    def after_layer(self, done: int, of: int) -> None:
+        """Called after each layer's attention.
+
+        Args:
+            done: number of layers so far, this one included.
+            of: number of layers that the rank computes, those of every piece if it computes the prompt in pieces.
+
+        Raises:
+            PrefillCancelled: the rest is not to be computed.
+        """
 
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
         """Called before a rank waits for keys and values; may return before they have arrived.

@@ -24,6 +24,9 @@ from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import Span
 
+LEAST_WAIT_S = 1e-4
+"""Shorter ones are no waits: what was waited for was there."""
+
 
 class ChainRun:
     """One rank's part of a prefill. Its attention calls `transfer.open`, `send` and `close` in each layer.
@@ -69,6 +72,7 @@ class ChainRun:
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
+        self._waits: list[tuple[int, object, object]] = []  # beside those that the transfer logs
 
     def send(self, layer: int) -> None:
         """Send this rank's keys and values of a layer, which are in the slab.
@@ -84,7 +88,10 @@ class ChainRun:
         """Wait until the tokens of earlier ranks may be read."""
         if self.job.meanwhile is not None:
             what, peers = f"the KV of layer {layer}", self.transfer.schedule.peers
+            begin = self._clock.mark() if self.job.record else None
             self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
+            if self.job.record:
+                self._waits.append((layer, begin, self._clock.mark()))
         self.transfer.await_prefix(layer)
 
     def close(self, layer: int) -> None:
@@ -99,7 +106,7 @@ class ChainRun:
             self._layer_ends.append(self._clock.mark())
         if self.job.meanwhile is not None:
             try:
-                self.job.meanwhile.after_layer()
+                self.job.meanwhile.after_layer(layer + 1, self.cache.num_layers)
             except PrefillCancelled:
                 self._pass_on(layer + 1)
                 raise
@@ -190,11 +197,14 @@ class ChainRun:
         if self._attends_last and not self.is_last:
             ends_s.pop()  # nothing follows the last attention
         layers = list(pairwise(ends_s))
+        own_waits = [(at, seconds(b), seconds(e)) for at, b, e in self._waits]
+        all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
+        all_waits += [(at, b, e) for at, b, e in own_waits if e - b >= LEAST_WAIT_S]
+        all_waits.sort(key=lambda wait: wait[1])
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
         spans = []
         for layer, (start, end) in enumerate(layers):
-            waits = [(seconds(b), seconds(e)) for at, b, e in log.waits if at == layer]
-            waits = [(b, e) for b, e in waits if e <= end]  # later ones wait for the last sends
+            waits = [(b, e) for at, b, e in all_waits if at == layer and e <= end]  # later ones wait for the last sends
             edges = [start, *(moment for wait in waits for moment in wait), end]
             at, detail = None if layer in names else layer, names.get(layer, "")
             spans += [

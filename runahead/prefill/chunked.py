@@ -8,7 +8,7 @@ every chunk instead, so that the KV cache of a prompt of any length fits.
 from __future__ import annotations
 
 import time
-from itertools import pairwise
+from itertools import count, pairwise
 
 from policies.base import Phase
 from runahead.cache.attention import CausalAttention
@@ -31,14 +31,16 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     kept = policies.cache(model, batch=num_rows) if policies else None
     cache: KVStore = kept or model.empty_cache(job.capacity, batch=num_rows)
 
+    edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
+    layers, num_layers = count(1), model.num_layers * (len(edges) - 1)
+
     def after_layer() -> None:
         if kept is not None:
             kept.peak_bytes = max(kept.peak_bytes, kept.num_bytes)  # without a pool in host memory
         ranks.progress()
         if job.meanwhile is not None:
-            job.meanwhile.after_layer()
+            job.meanwhile.after_layer(next(layers), num_layers)
 
-    edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
     began_s, clock = time.perf_counter(), clock_for(ranks.device)
     marks = [clock.mark()]
     logits_BV = None

@@ -14,7 +14,21 @@ from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows, NewToken
 from runahead.engine import Engine
 from runahead.prefill.base import PrefillCancelled
-from runahead.serving.items import Alive, Check, End, Generate, Inbox, Item, Part, Prefill, Report, RowId, Tokens
+from runahead.serving.items import (
+    PROGRESS_S,
+    Alive,
+    Check,
+    End,
+    Generate,
+    Inbox,
+    Item,
+    Part,
+    Prefill,
+    Progress,
+    Report,
+    RowId,
+    Tokens,
+)
 from runahead.serving.limits import QueueLimits
 
 Wait = Callable[[Callable[[float], bool]], None]
@@ -46,6 +60,7 @@ class Executor:
         report: called with what rank 0 should know. Of ranks that do the same, the first reports.
         limits: of the queue.
         asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
+        clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
     """
 
     def __init__(
@@ -55,9 +70,10 @@ class Executor:
         report: Callable[[Report], object],
         limits: QueueLimits,
         asked_to_end: Callable[[], bool] = lambda: False,
+        clock_offset_s: float = 0.0,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
-        self._limits, self._asked_to_end = limits, asked_to_end
+        self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self.live = LiveRows(engine.model, engine.policies)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
@@ -66,7 +82,10 @@ class Executor:
         self._interrupts = decodes and not narrows
         # A layer's collectives need all ranks of a stage.
         self._stops = engine.model.shares is None
-        self._under_way: list[int] = []  # numbers of the prefills on the stack
+        self._under_way: list[Prefill] = []  # the prefills on the stack
+        # A GPU is behind the calls that queue its work, so there the host knows of no layer that it is computed.
+        self._tells_progress = self._ranks.share == 0 and self._ranks.accelerator is None
+        self._told_s = 0.0
         self._stepped_s = time.monotonic()
         self._step_s = 0.0
         self._aside_s = 0.0  # seconds inside prefills in which something else was done
@@ -119,14 +138,17 @@ class Executor:
     def _prefill(self, item: Prefill) -> None:
         partition = ContextPartition(boundaries=item.boundaries)
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
-        self._under_way.append(item.number)
+        self._under_way.append(item)
+        if item.record_timeline:
+            self._told_s = time.monotonic()
         prefilled = self._engine.prefill_part(
             item.prompts,
             partition,
             num_new=max(options.max_new_tokens for options in item.options),
-            meanwhile=self if self._interrupts or self._stops else None,
+            meanwhile=self,
+            record_timeline=item.record_timeline,
         )
-        self._inbox.done(self._under_way.pop())
+        self._inbox.done(self._under_way.pop().number)
         aside_s = self._aside_s - aside_s
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
@@ -142,6 +164,9 @@ class Executor:
         report = prefilled.report
         if self._leads and prefilled.is_cancelled:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
+        report.memory = self._engine.model.memory_after(
+            kv_bytes=report.kv_peak_bytes, num_tokens=len(item.prompts) * report.chunk_tokens
+        )
         self._report(
             Part(
                 number=item.number,
@@ -150,8 +175,17 @@ class Executor:
                 wait_s=report.wait_s + self._waited_s - waited_s,
                 is_alone=was_idle and aside_s == 0,
                 is_cancelled=prefilled.is_cancelled,
+                report=report,
+                live_bytes=self.live.num_bytes,
+                spans=[span.shifted(self._clock_offset_s) for span in prefilled.spans if span.kind != "send"],
             )
         )
+
+    def _tell_progress(self, done: int, of: int) -> None:
+        item, now = self._under_way[-1], time.monotonic()
+        if self._tells_progress and item.record_timeline and now - self._told_s >= PROGRESS_S:
+            self._told_s = now
+            self._report(Progress(number=item.number, rank=self._ranks.rank, layers=done, of=of))
 
     def _generate(self, item: Generate) -> None:
         def on_tokens(tokens: list[int | None]) -> list[int]:
@@ -182,7 +216,9 @@ class Executor:
 
     # Inside a prefill: `Meanwhile`.
 
-    def after_layer(self) -> None:
+    def after_layer(self, done: int, of: int) -> None:
+        self._tell_progress(done, of)
+
         def choice() -> Choice:
             if self._has_aside():
                 return Choice.item
@@ -190,7 +226,7 @@ class Executor:
 
         if self._interrupts:
             self._do(self._decide(choice))
-        if self._stops and self._inbox.is_stopped(self._under_way[-1]):
+        if self._stops and self._inbox.is_stopped(self._under_way[-1].number):
             raise PrefillCancelled
 
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:

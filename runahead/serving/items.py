@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 
 from runahead.config import GenerationOptions
 from runahead.decoding.live_rows import RowId
+from runahead.report import RankReport
+from runahead.timeline.trace import Span
+
+PROGRESS_S = 0.5
+"""Least seconds between two reports of a rank from inside a prefill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,7 @@ class Prefill:
         prompts, options: of each row.
         boundaries: of the stages' chunks, in tokens of the longest prompt.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
+        record_timeline: ranks report from inside it, and when they were in which layer.
     """
 
     number: int
@@ -26,6 +32,7 @@ class Prefill:
     options: list[GenerationOptions]
     boundaries: tuple[int, ...]
     is_short: bool = False
+    record_timeline: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +94,9 @@ class Part:
         wait_s: of these, for other ranks.
         is_alone: it did nothing else meanwhile.
         is_cancelled: it was stopped before its end.
+        report: of the engine, with the memory of the rank's process; None after `Generate`.
+        live_bytes: KV caches of the rows that it decodes, those of this prefill among them.
+        spans: when it computed and waited, as seconds of rank 0's `time.perf_counter`, if that is recorded.
     """
 
     number: int
@@ -95,6 +105,25 @@ class Part:
     wait_s: float
     is_alone: bool
     is_cancelled: bool = False
+    report: RankReport | None = None
+    live_bytes: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A rank is in its part of a prefill whose timeline is recorded.
+
+    Attributes:
+        number: of the item.
+        layers: layers whose attention is computed.
+        of: number of layers of its part: those of the model, for each piece if it computes the prompt in pieces.
+    """
+
+    number: int
+    rank: int
+    layers: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,7 @@ class Alive:
     asked_to_end: bool
 
 
-Report = Tokens | Part | Alive
+Report = Tokens | Part | Progress | Alive
 
 
 class Inbox:

@@ -10,7 +10,7 @@ from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
-from runahead.serving.items import Generate, Part, Prefill
+from runahead.serving.items import Generate, Part, Prefill, Progress
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 
@@ -45,6 +45,7 @@ class Batch:
         is_decoded: its rows have their first tokens.
         left: rows that have not ended.
         parts: of the prefill, by rank, as far as they were reported.
+        progress: last report of each rank from inside the prefill.
         new_tokens: number of new tokens of each row.
     """
 
@@ -56,6 +57,7 @@ class Batch:
     is_decoded: bool = False
     began_s: float = field(default_factory=time.monotonic)
     parts: dict[int, Part] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)

@@ -24,6 +24,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.items import (
+    PROGRESS_S,
     Alive,
     Cancel,
     Check,
@@ -33,6 +34,7 @@ from runahead.serving.items import (
     Item,
     Part,
     Prefill,
+    Progress,
     Report,
     RowId,
     Stop,
@@ -41,6 +43,7 @@ from runahead.serving.items import (
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import Batch, Refused, RequestQueue
 from runahead.serving.request import Request
+from runahead.serving.state import PrefillState, ServerState, share_computed
 
 LOOK_S = 0.25
 """Seconds after which an idle rank 0 looks for failures and shows that it is alive."""
@@ -79,6 +82,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._numbers = count()
         self._unread: dict[int, Batch] = {}  # of whose prefill some rank has not reported its part
+        self._last_recorded: PrefillState | None = None
+        self._parts: dict[int, Part] = {}  # the last one of each rank
         self._unchecked: set[int] = set()
         self._checked_s = time.monotonic()
         self._when_draining, self._draining = when_draining, False
@@ -149,6 +154,16 @@ class Scheduler:
         with self._lock:
             waiting = self._queue.by_deadline()
             return waiting.index(request) if request in waiting else None
+
+    def share_computed(self, request: Request) -> float | None:
+        """Share of the layers of a request's prompts that is computed; None if it is not known."""
+        with self._lock:
+            return share_computed(self._queue, request, self._leader)
+
+    def state(self) -> ServerState:
+        """What the server does now."""
+        with self._lock:
+            return ServerState.of(self._engine, self._queue, self._last_recorded, self._parts)
 
     def predicted_ttft_s(self, request: Request) -> float:
         """Seconds until the first token of a request that would come now."""
@@ -260,7 +275,12 @@ class Scheduler:
             if not self._engine.may_shard:
                 boundaries = self._partition(max(map(len, prompts)), is_short=is_short).boundaries
                 item = Prefill(
-                    number=number, prompts=prompts, options=options, boundaries=boundaries, is_short=is_short
+                    number=number,
+                    prompts=prompts,
+                    options=options,
+                    boundaries=boundaries,
+                    is_short=is_short,
+                    record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
                 )
             batch = Batch(
                 item=item, owners=some, predicted_s=predicted_s, is_short=is_short, is_alone=not queue.batches
@@ -285,6 +305,8 @@ class Scheduler:
                 self._hear_tokens(self._queue.batches[number], report)
         elif isinstance(report, Part):
             self._hear_part(self._unread[report.number], report)
+        elif isinstance(report, Progress):
+            self._unread[report.number].progress[report.rank] = report
         elif isinstance(report, Alive):
             self._unchecked.discard(report.rank)
             if report.asked_to_end:
@@ -329,7 +351,7 @@ class Scheduler:
             self._tell(Cancel(rows))
 
     def _hear_part(self, batch: Batch, part: Part) -> None:
-        batch.parts[part.rank] = part
+        batch.parts[part.rank] = self._parts[part.rank] = part
         self.busy_s[part.rank, "prefill"] += part.prefill_s - part.wait_s
         self.busy_s[part.rank, "waiting"] += part.wait_s
         if isinstance(batch.item, Prefill) and len(batch.parts) < self._ranks.size:
@@ -337,6 +359,8 @@ class Scheduler:
         del self._unread[part.number]
         if any(each.is_cancelled for each in batch.parts.values()):
             return
+        if isinstance(batch.item, Prefill) and batch.item.record_timeline:
+            self._last_recorded = PrefillState.of(batch)
         # The rank with the first token ends last, but what it decoded in its waits does not count.
         longest_s = max(each.prefill_s for each in batch.parts.values())
         self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s)
@@ -364,16 +388,23 @@ class Scheduler:
             self._inbox.put(item)
 
 
-def follow(engine: Engine, limits: QueueLimits, asked_to_end: Callable[[], bool] = lambda: False) -> None:
+def follow(
+    engine: Engine,
+    limits: QueueLimits,
+    asked_to_end: Callable[[], bool] = lambda: False,
+    *,
+    clock_offset_s: float = 0.0,
+) -> None:
     """Carry out the work items of rank 0 on another rank, until the last.
 
     Args:
         limits: as on rank 0.
         asked_to_end: whether this process was asked to end, which rank 0 learns when it looks.
+        clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
     """
     ranks, inbox = engine.ranks, Inbox()
     with ranks.announcing_failure():
         mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
-        executor = Executor(engine, inbox, mail.post, limits, asked_to_end)
+        executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s)
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
         mail.close()

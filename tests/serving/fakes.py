@@ -30,6 +30,7 @@ from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.timeline.trace import Span
 from tests.unit.tokenizers_for_tests import byte_level
 
 POSITIONS = 4096
@@ -96,6 +97,8 @@ class FakeEngine:
         options: of all rows so far.
         steps: most tokens that a row of each prefill has made.
         when_prefilling: called when a prefill begins.
+        meanwhile: of the last prefill, which is told of its layers.
+        spans: timeline of every prefill that is recorded.
         step_s: seconds per step of decoding.
         error: raised by the next prefill or step.
     """
@@ -119,6 +122,7 @@ class FakeEngine:
             tokenizer=self.tokenizer,
             shares=None,
             json_schemas=JSONSchemas(self.tokenizer, len(self.tokenizer), {self.tokenizer.eos_token_id}),
+            memory_after=lambda **_: None,
             engine=self,
         )
         self.prompt_limits = PromptLimits.of_model(self.model, self.policies, self.prefill, 1)  # type: ignore[arg-type]
@@ -126,6 +130,8 @@ class FakeEngine:
         self.options: list[GenerationOptions] = []
         self.steps: list[int] = []
         self.when_prefilling: Callable[[], object] = lambda: None
+        self.meanwhile: Any = None
+        self.spans: list[Span] = []
         self.step_s = 0.0
         self.error: BaseException | None = None
 
@@ -135,8 +141,17 @@ class FakeEngine:
     def learn(self, *_: object) -> None:
         pass
 
-    def prefill_part(self, prompts: list[list[int]], partition: ContextPartition, **_: object) -> Prefilled:
+    def prefill_part(
+        self,
+        prompts: list[list[int]],
+        partition: ContextPartition,
+        *,
+        meanwhile: Any,
+        record_timeline: bool,
+        **_: object,
+    ) -> Prefilled:
         self.batches.append(prompts)
+        self.meanwhile = meanwhile
         self.steps.append(0)
         number, began_s = len(self.steps) - 1, time.perf_counter()
         self.when_prefilling()
@@ -147,7 +162,8 @@ class FakeEngine:
 
         rows = [FakeRow(prompt, note) for prompt in prompts]
         report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
-        return Prefilled(report=report, logits_BV=self.logits(rows), cache=FakeCache(rows))
+        spans = self.spans if record_timeline else []
+        return Prefilled(report=report, logits_BV=self.logits(rows), cache=FakeCache(rows), spans=spans)
 
     def logits(self, rows: Sequence[FakeRow]) -> torch.Tensor:
         logits_BV = torch.zeros(len(rows), len(self.tokenizer))

@@ -22,6 +22,7 @@ from runahead.serving.items import Inbox, Item, Part, Prefill, Report, Stop, Tok
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler, follow
+from runahead.serving.state import ServerState
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import tiny_model
@@ -139,12 +140,13 @@ class Load:
 
 @dataclass(kw_only=True)
 class Served:
-    """What rank 0 saw: tokens per request, what the listeners heard, items that were told; per rank, bytes that stay
-    in live rows, and decoding steps and prefills that were carried out inside a prefill."""
+    """What rank 0 saw: tokens per request, what the listeners heard, items that were told, the state at the end; per
+    rank, bytes that stay in live rows, and decoding steps and prefills that were carried out inside a prefill."""
 
     tokens: list[list[int]] = field(default_factory=list)
     heard: list[list[str | int]] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
+    state: ServerState | None = None
     left_bytes: int = 0
     inside: list[str] = field(default_factory=list)
 
@@ -212,6 +214,7 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
     scheduler.run()
     served.tokens = [each.rows[0] for each in kept]
     served.heard = [each.heard for each in kept]
+    served.state = scheduler.state()
 
 
 def _drain_at_the_end(scheduler: Scheduler, listeners: list[Kept]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from runahead import Engine, GenerationOptions
+from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Device, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.serving.executor import Executor
-from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Stop, Tokens
+from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Progress, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
@@ -24,8 +26,9 @@ NUM_LAYERS = 3
 class Rank:
     """A rank alone with its executor; `reports` is what it tells."""
 
-    def __init__(self, itl_s: float, decode_ranks: int = 0) -> None:
-        engine = Engine(tiny_model("llama"), Ranks.start(RanksOptions(device=Device.cpu)))
+    def __init__(self, itl_s: float, decode_ranks: int = 0, chunk_tokens: int | None = None) -> None:
+        ranks = Ranks.start(RanksOptions(device=Device.cpu))
+        engine = Engine(tiny_model("llama"), ranks, prefill=PrefillOptions(chunk_tokens=chunk_tokens))
         self.inbox, self.reports = Inbox(), list[Any]()
         limits = QueueLimits(itl_s=itl_s, decode_ranks=decode_ranks)
         self.executor = Executor(engine, self.inbox, self.reports.append, limits, asked_to_end=lambda: True)
@@ -41,7 +44,14 @@ class Rank:
 def item(number: int, length: int, *, is_short: bool = False, num_new: int = 50) -> Prefill:
     options = [replace(GREEDY, max_new_tokens=num_new)]
     prompts = [prompt(length, seed=number)]
-    return Prefill(number=number, prompts=prompts, options=options, boundaries=(0, length), is_short=is_short)
+    return Prefill(
+        number=number,
+        prompts=prompts,
+        options=options,
+        boundaries=(0, length),
+        is_short=is_short,
+        record_timeline=not is_short,
+    )
 
 
 def rows(reports: list[Any]) -> list[int]:
@@ -89,12 +99,12 @@ def test_a_short_prompt_is_not_interrupted_by_another_one_but_by_a_look():
     rank = Rank(itl_s=1e3)
     after_layer = rank.executor.after_layer
 
-    def arrive() -> None:
+    def arrive(done: int, of: int) -> None:
         """While the first short prompt is computed, another one and a look arrive."""
         if len(rank.executor._under_way) == 2 and not rank.reports:
             rank.inbox.put(item(2, 5, is_short=True))
             rank.inbox.put(Check())
-        after_layer()
+        after_layer(done, of)
 
     rank.executor.after_layer = arrive
     rank.inbox.put(item(1, 5, is_short=True))
@@ -179,6 +189,44 @@ def test_items_are_carried_out_before_the_rows_go_on():
     assert rows(told) == [0, 1, 0, 1, 0]
     assert [each for each in told if isinstance(each, Alive)] == [Alive(0, True)]
     assert all(waited) and rank.executor.live.num_bytes == 0
+
+
+def progress(reports: list[Any]) -> list[tuple[int, int, int]]:
+    return [(each.number, each.layers, each.of) for each in reports if isinstance(each, Progress)]
+
+
+def test_a_long_prefill_is_told_by_its_layers_and_a_short_one_is_not(monkeypatch):
+    monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 0.0)
+    rank = Rank(itl_s=1e3)
+    rank.inbox.put(item(1, 5, is_short=True))
+    reports = rank.carry_out(item(0, 20))
+    assert progress(reports) == [(0, 1, NUM_LAYERS), (0, 2, NUM_LAYERS), (0, 3, NUM_LAYERS)]
+    short, long = (each for each in reports if isinstance(each, Part))
+    assert short.spans == [] and short.report.chunk_tokens == 5
+    assert [span.layer for span in long.spans] == [0, 1, 2, None]
+    assert all(before.end_s == after.start_s for before, after in pairwise(long.spans))
+    assert all(span.start_s < span.end_s for span in long.spans)
+    assert long.live_bytes > 0
+
+
+def test_a_rank_tells_its_times_on_another_clock():
+    rank = Rank(itl_s=1e3)
+    rank.executor._clock_offset_s = 1e6
+    part = rank.carry_out(item(0, 20))[-1]
+    began_s = part.spans[0].start_s
+    assert 0 <= time.perf_counter() + 1e6 - began_s < 300
+
+
+def test_a_prefill_in_pieces_is_told_by_the_layers_of_all_pieces(monkeypatch):
+    monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 0.0)
+    reports = Rank(itl_s=1e3, chunk_tokens=8).carry_out(item(0, 20))
+    num_layers = 3 * NUM_LAYERS
+    assert progress(reports) == [(0, done + 1, num_layers) for done in range(num_layers)]
+
+
+def test_reports_from_inside_a_prefill_are_rare(monkeypatch):
+    monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 1e3)
+    assert progress(Rank(itl_s=1e3).carry_out(item(0, 20))) == []
 
 
 def test_an_error_ends_the_run():

@@ -9,10 +9,11 @@ import pytest
 from runahead import GenerationOptions
 from runahead.ranks.mesh import Mesh
 from runahead.serving.estimate import TimeEstimate
-from runahead.serving.items import Prefill
+from runahead.serving.items import Prefill, Progress
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import SLACK, Batch, Refused, RequestQueue
 from runahead.serving.request import Request
+from runahead.serving.state import share_computed
 from tests.serving.fakes import FakeEngine
 from tests.serving.rank_tasks import Kept
 
@@ -121,6 +122,20 @@ def test_the_predicted_ttft_counts_prefills_and_the_rounds_of_answers():
     assert queue.predicted_ttft_s(request(10)) == pytest.approx(10 + 0.5 * 20)
     queue.add(request(30))
     assert queue.predicted_ttft_s(request(10)) == pytest.approx(30 + 10 + 20)
+
+
+def test_the_share_that_is_computed_is_the_mean_of_the_rows():
+    queue, mine, other = queue_of(), request(10, num_rows=2), request(9)
+    batches = [begin(queue, [each]) for each in (mine, other)]
+    again = begin(queue, [request(10)])
+    batches[0].owners, again.owners = [(mine, 0)], [(mine, 1)]  # as with policies
+    batches[1].progress[3] = Progress(number=1, rank=3, layers=2, of=4)
+    assert share_computed(queue, mine, 3) is None
+    assert share_computed(queue, other, 3) == 0.5 and share_computed(queue, other, 0) is None
+    batches[0].progress[3] = Progress(number=0, rank=3, layers=1, of=4)
+    assert share_computed(queue, mine, 3) == 0.125
+    again.is_decoded = True
+    assert share_computed(queue, mine, 3) == 0.625
 
 
 def test_a_refused_request_is_told_when_to_come_back():

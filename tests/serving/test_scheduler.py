@@ -142,6 +142,29 @@ def test_short_prompts_go_to_the_last_stage_and_long_ones_to_all(rank_pools: Ran
     assert by_rank[0].tokens == alone(rank_pools)[3:5]
 
 
+@pytest.mark.parametrize("prefill", [PrefillName.kv_runahead, PrefillName.zigzag])
+def test_ranks_tell_when_they_were_in_which_layer(rank_pools: RankPools, prefill: PrefillName) -> None:
+    load = Load(
+        prompts=PROMPTS[8:], options=OPTIONS[8:], limits=QueueLimits(batch=1), prefill=PrefillOptions(name=prefill)
+    )
+    state = rank_pools.run(2, rank_tasks.serve, load)[0].state
+    assert state is not None and state.last is not None and state.tells_layers
+    assert state.last.lengths == [64] and state.prefills == [] and state.rows == []
+    parts = [state.last.parts[rank] for rank in range(2)]
+    assert sum(part.report.chunk_tokens for part in parts if part.report is not None) == 64
+    layers = [[span for span in part.spans if span.kind == "compute" and span.layer is not None] for part in parts]
+    begin, end = ({span.layer: span for span in spans} for spans in (reversed(layers[0]), layers[1]))
+    assert begin.keys() == end.keys() == set(range(3))
+    for layer in range(3):  # the second rank needs keys and values of the first
+        assert end[layer].end_s > begin[layer].start_s
+
+
+def test_sharded_decoding_does_not_tell_its_layers(rank_pools: RankPools) -> None:
+    load = Load(prompts=PROMPTS[8:], options=OPTIONS[8:], limits=QueueLimits(), decode=DecodeName.sharded)
+    state = rank_pools.run(2, rank_tasks.serve, load)[0].state
+    assert state is not None and not state.tells_layers and state.last is None
+
+
 def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools) -> None:
     endless = [replace(each, max_new_tokens=450) for each in OPTIONS[:4]]
     options = [endless[0], *OPTIONS[1:3], endless[3], *OPTIONS[4:]]

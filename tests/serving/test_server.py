@@ -167,6 +167,10 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         said = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=3)
         assert said.usage.completion_tokens == 3
 
+        state = server.client.get("/state").json()
+        assert state["ranks"] == ["rank 0", "rank 1"] and state["prefill"] == "kv_runahead"
+        assert [each["weights"] > 0 for each in state["memory"]] == [True, True]
+
         too_long = server.post({"prompt": [5] * 3000})
         assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
 

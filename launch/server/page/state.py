@@ -1,0 +1,89 @@
+"""State of the server as JSON, for the page. It has lengths and times, and nothing that prompts or answers say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runahead.serving.items import Part
+from runahead.serving.scheduler import Scheduler
+from runahead.serving.state import PrefillState
+
+
+def state_json(scheduler: Scheduler, *, model: str, chats: bool) -> dict[str, Any]:
+    """What the server does now, as values that JSON supports.
+
+    Args:
+        model: the model's name in the API.
+        chats: the model has a chat template.
+    """
+    state, limits = scheduler.state(), scheduler.limits
+    return {
+        "model": model,
+        "chats": chats,
+        "refuses": scheduler.refuses,
+        "ranks": state.ranks,
+        "device": state.device,
+        "prefill": state.prefill,
+        "tells_layers": state.tells_layers,
+        "limits": {"batch": limits.batch, "max_tokens": limits.max_tokens, "max_waiting": limits.max_waiting},
+        "waiting": state.waiting,
+        "rows": state.rows,
+        "num_tokens": state.num_tokens,
+        "step_s": scheduler.estimate.step_s,
+        "prefills": [_running(each) for each in state.prefills],
+        "last": None if state.last is None else _ended(state.last),
+        "memory": [_memory(part) for _, part in sorted(state.parts.items()) if part.report is not None],
+    }
+
+
+def _running(prefill: PrefillState) -> dict[str, Any]:
+    return {
+        "number": prefill.number,
+        "lengths": prefill.lengths,
+        "is_short": prefill.is_short,
+        "elapsed_s": round(prefill.elapsed_s, 3),
+        "predicted_s": round(prefill.predicted_s, 3),
+        "progress": [
+            {"rank": rank, "layers": each.layers, "of": each.of} for rank, each in sorted(prefill.progress.items())
+        ],
+        "done": sorted(prefill.parts),
+    }
+
+
+def _ended(prefill: PrefillState) -> dict[str, Any]:
+    """A prefill that has ended. Times of its spans count from the first moment of any rank's part."""
+    parts = [part for _, part in sorted(prefill.parts.items())]
+    origin_s = min((span.start_s for part in parts for span in part.spans), default=0.0)
+    return {
+        "number": prefill.number,
+        "lengths": prefill.lengths,
+        "elapsed_s": round(prefill.elapsed_s, 3),
+        "predicted_s": round(prefill.predicted_s, 3),
+        "parts": [
+            {
+                "rank": part.rank,
+                "tokens": 0 if part.report is None else part.report.chunk_tokens,
+                "prefill_s": round(part.prefill_s, 3),
+                "wait_s": round(part.wait_s, 3),
+                "spans": [
+                    [span.kind, span.layer, round(span.start_s - origin_s, 4), round(span.end_s - origin_s, 4)]
+                    for span in part.spans
+                ],
+            }
+            for part in parts
+        ],
+    }
+
+
+def _memory(part: Part) -> dict[str, Any]:
+    """Bytes of a rank; null where they are not known."""
+    assert part.report is not None
+    process = part.report.memory
+    return {
+        "rank": part.rank,
+        "weights": None if process is None else process.weights_bytes,
+        "peak": None if process is None else process.peak_bytes,
+        "prefill_kv": part.report.kv_peak_bytes,
+        "live_kv": part.live_bytes,
+        "host_kv": part.report.kv_host_bytes,
+    }

@@ -1,0 +1,316 @@
+"""The page at /, the state that it shows, and the progress of prefills; the page itself in a headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+
+from launch.server.keys import Keys
+from launch.server.page.files import FILES
+from runahead.serving.limits import QueueLimits
+from runahead.timeline.trace import Span
+from tests.serving.browser import Browser, Tab
+from tests.serving.fakes import Served, serving, until
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT = httpx2.Client(timeout=30, trust_env=False)
+KEY = "a-key-of-this-test-only"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+SPANS = [
+    Span(kind="compute", layer=0, start_s=5.0, end_s=5.5),
+    Span(kind="wait", layer=1, start_s=5.5, end_s=5.6),
+    Span(kind="compute", layer=1, start_s=5.6, end_s=6.0),
+    Span(kind="compute", layer=None, start_s=6.0, end_s=6.2),
+]
+
+
+@contextmanager
+def slowly_serving(**how: Any) -> Iterator[tuple[Served, threading.Event]]:
+    """A server to which every prompt is long. A prefill is at its second layer of three until the event is set."""
+    with serving(**how) as served:
+        gate = threading.Event()
+
+        def hold() -> None:
+            served.engine.meanwhile.after_layer(1, 3)
+            gate.wait()
+
+        served.engine.when_prefilling, served.engine.spans = hold, SPANS
+        served.scheduler.estimate.alone.learn([1], 100.0)
+        try:
+            yield served, gate
+        finally:
+            gate.set()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks report after every layer, and streams look often."""
+    monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 0.0)
+    monkeypatch.setattr("launch.server.api.PROGRESS_S", 0.02)
+
+
+def state_of(served: Served, key: str = "") -> dict[str, Any]:
+    response = CLIENT.get(served.url + "/state", headers={"authorization": f"Bearer {key}"} if key else {})
+    assert response.status_code == 200
+    return response.json()
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> httpx2.Response:
+    return CLIENT.post(served.url + path, json=body)
+
+
+def test_the_page_is_files_of_its_own_and_its_headers_let_a_browser_load_no_others() -> None:
+    with serving() as served:
+        for path, (name, kind) in FILES.items():
+            response = CLIENT.get(served.url + path)
+            assert (response.status_code, response.headers["content-type"]) == (200, kind)
+            assert response.content == (ROOT / "launch" / "server" / "page" / name).read_bytes()
+            policy = response.headers["content-security-policy"].split("; ")
+            assert "default-src 'none'" in policy
+            assert {source for each in policy for source in each.split()[1:]} == {"'none'", "'self'"}
+        page = CLIENT.get(served.url).text
+        assert set(re.findall(r'(?:src|href)="([^"]*)"', page)) == {path[1:] for path in FILES if path != "/"}
+        assert not re.search(r"<script(?! src=)|<style|\sstyle=|\son\w+=|innerHTML|insertAdjacentHTML", page)
+        assert CLIENT.post(served.url, json={}).status_code == 405
+
+
+def test_the_files_of_the_page_are_in_the_package() -> None:
+    [patterns] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"].values()
+    for name, _ in FILES.values():
+        assert any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def test_the_script_makes_no_html_of_texts() -> None:
+    script = (ROOT / "launch" / "server" / "page" / "page.js").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", script)
+
+
+def test_the_page_needs_no_key_and_the_state_does() -> None:
+    with serving(keys=Keys([KEY])) as served:
+        assert [CLIENT.get(served.url + path).status_code for path in FILES] == [200] * len(FILES)
+        assert CLIENT.get(served.url + "/state").status_code == 401
+        assert state_of(served, KEY)["model"] == "fake"
+
+
+def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> None:
+    limits = QueueLimits(batch=2, max_tokens=3000)
+    with slowly_serving(limits=limits) as (served, gate), ThreadPoolExecutor(3) as pool:
+        none = state_of(served)
+        assert (none["waiting"], none["rows"], none["prefills"], none["last"], none["memory"]) == ([], [], [], None, [])
+        assert none["limits"] == {"batch": 2, "max_tokens": 3000, "max_waiting": 64}
+        secret = "the letters of the captain"
+        first = pool.submit(post, served, TEXT, {"prompt": secret, "max_tokens": 400, "n": 2})
+        told = [[{"rank": 0, "layers": 1, "of": 3}]]
+        until(lambda: [each["progress"] for each in state_of(served)["prefills"]] == told)
+        second = pool.submit(post, served, TEXT, {"prompt": [5] * 7, "max_tokens": 9})
+        until(lambda: state_of(served)["waiting"] == [7])
+        length = len(served.engine.batches[0][0])
+        [running] = state_of(served)["prefills"]
+        assert running["lengths"] == [length] * 2 and not running["is_short"]
+        assert running["done"] == []
+        assert running["predicted_s"] == pytest.approx(2 * 100 * length)
+        assert state_of(served)["num_tokens"] == 2 * (length + 400)
+
+        served.engine.step_s = 0.005
+        gate.set()
+        until(lambda: len(state_of(served)["rows"]) == 2)
+        state = state_of(served)
+        assert [row[0] for row in state["rows"]] == [length] * 2 and state["rows"][0][1] >= 1
+        assert state["prefills"] == [] and secret not in json.dumps(state)
+        served.engine.step_s = 0.0
+        assert first.result().status_code == second.result().status_code == 200
+        last = state_of(served)["last"]  # the second was a short one, by what the first took
+        assert last["lengths"] == [length] * 2
+        [part] = last["parts"]
+        assert part["spans"] == [
+            ["compute", 0, 0.0, 0.5],
+            ["wait", 1, 0.5, 0.6],
+            ["compute", 1, 0.6, 1.0],
+            ["compute", None, 1.0, 1.2],
+        ]
+        assert [each["rank"] for each in state_of(served)["memory"]] == [0]
+
+
+def test_a_prompt_that_one_stage_computes_alone_is_recorded_if_it_takes_long() -> None:
+    with serving(limits=QueueLimits(itl_s=1e3)) as served:
+        served.engine.spans = SPANS
+        served.scheduler.estimate.alone.learn([1], 1.0)
+        post(served, TEXT, {"prompt": [5, 6, 7], "max_tokens": 2})
+        until(lambda: state_of(served)["last"] is not None)
+        assert len(state_of(served)["last"]["parts"][0]["spans"]) == len(SPANS)
+
+
+def test_short_prompts_are_not_the_last_long_one() -> None:
+    with serving() as served:
+        post(served, TEXT, {"prompt": "a b c", "max_tokens": 2})
+        until(lambda: len(state_of(served)["memory"]) == 1)
+        assert state_of(served)["last"] is None
+
+
+def progress_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    found = [each["prompt_progress"] for each in events if "prompt_progress" in each]
+    assert all(each["cache"] == 0 for each in found)
+    times = [each["time_ms"] for each in found]
+    assert times == sorted(times) and times[0] >= 0
+    return [(each["processed"], each["total"]) for each in found]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_stream_tells_the_progress_of_its_prefill_if_it_is_asked_for(path: str) -> None:
+    asked = {"prompt": [5] * 30} if path == TEXT else {"messages": [{"role": "user", "content": "hello world"}]}
+    body = asked | {"stream": True, "max_tokens": 3}
+    with slowly_serving() as (served, gate):
+        lines = []
+        with CLIENT.stream("POST", served.url + path, json=body | {"return_progress": True}) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if '"processed":' in line and '"processed":0' not in line:
+                    gate.set()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        total = len(served.engine.batches[0][0])
+        told = progress_of(events)
+        assert told[-2:] == [(total // 3, total), (total, total)] and len(told) <= 3
+        kinds = ["prompt_progress" in each for each in events]
+        assert kinds == sorted(kinds, reverse=True), "text comes after all progress"
+        assert len({each["object"] for each in events}) == 1
+        assert "prompt_progress" not in post(served, path, body).text
+
+
+def test_the_official_client_takes_progress_for_a_chunk_without_text() -> None:
+    with slowly_serving() as (served, gate):
+        gate.set()
+        client = OpenAI(base_url=served.url + "/v1", api_key="none")
+        asked = {"model": "fake", "messages": [{"role": "user", "content": "hello world"}], "max_tokens": 5}
+        whole = client.chat.completions.create(**asked).choices[0].message.content
+        chunks = list(client.chat.completions.create(**asked, stream=True, extra_body={"return_progress": True}))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+        assert chunks[0].prompt_progress["total"] > 0
+
+
+def test_progress_is_for_streams_alone() -> None:
+    with serving() as served:
+        response = post(served, TEXT, {"prompt": "a", "return_progress": True})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "return_progress")
+
+
+def test_comments_say_how_far_the_prefill_is() -> None:
+    with slowly_serving(ping_s=0.05) as (served, gate):
+        with CLIENT.stream("POST", served.url + TEXT, json={"prompt": [5] * 30, "stream": True}) as response:
+            for number, line in enumerate(response.iter_lines()):
+                assert number < 500
+                if line == ": prefill, 33% of the layers":
+                    gate.set()
+        assert gate.is_set()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("no command chromium; apt-get install chromium")
+    browser = Browser(program, tmp_path_factory.mktemp("chromium"))
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+def ask(tab: Tab, question: str) -> None:
+    """Type a question and send it, with the keyboard alone."""
+    tab.value("document.getElementById('question').focus()")
+    tab.type(question)
+    tab.press("Tab")
+    tab.press("Tab")
+    assert tab.value("document.activeElement.id") == "send"
+    tab.press("Enter")
+
+
+def has_ended(tab: Tab) -> bool:
+    return tab.value("!document.getElementById('send').disabled") and "token" in tab.text("times")
+
+
+def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
+    # The engine answers with the tokens of the prompt from its end, which makes tags of this.
+    question = ">b<hello>b/<"
+    with slowly_serving() as (served, gate):
+        tab = browser.open(served.url)
+        tab.until(lambda: tab.text("about").startswith("fake on 1 rank (cpu)"))
+        assert tab.text("last").startswith("None yet.")
+        ask(tab, question)
+        tab.until(lambda: "1 of 3 layers" in tab.text("prefills") and "left by prediction" in tab.text("prefills"))
+        total = len(served.engine.batches[0][0])
+        tab.until(lambda: tab.text("read") == f"{total // 3} of {total} tokens")
+        gate.set()
+        tab.until(lambda: has_ended(tab))
+        assert re.fullmatch(r"TTFT [\d.]+ m?s, [\d.]+ m?s per token; 256 tokens, where it was cut", tab.text("times"))
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 256}
+        whole = post(served, CHAT, body).json()["choices"][0]["message"]["content"]
+        assert tab.value("document.getElementById('answer').textContent") == whole and "<b>" in whole
+        assert tab.value("document.getElementById('answer').childElementCount") == 0
+
+        tab.until(lambda: tab.value("document.querySelectorAll('#skew rect').length") == len(SPANS))
+        label = tab.value("document.querySelector('#skew svg').getAttribute('aria-label')")
+        assert label == "When each rank was in which of 2 layers: rank 0 from 0 ms to 1.20 s"
+        assert "rank 0" in tab.text("parts") and "rank 0" in tab.text("memory")
+        assert tab.errors == []
+        asked = {url.removeprefix(served.url) for url in tab.requests}
+        assert {"/", "/page.css", "/page.js", "/state", CHAT} <= asked <= {*FILES, "/state", CHAT}
+
+
+def test_an_answer_can_be_stopped(browser: Browser) -> None:
+    with serving() as served:
+        served.engine.step_s = 0.01
+        tab = browser.open(served.url)
+        ask(tab, "hello world")
+        tab.until(lambda: len(tab.text("answer")) > 3)
+        tab.value("document.getElementById('stop').click()")
+        tab.until(lambda: tab.text("times") == "Stopped")
+        until(lambda: served.scheduler.num_running == 0)
+        assert served.engine.steps[0] < 256
+
+
+def test_the_key_is_asked_for_and_a_wrong_one_is_named(browser: Browser) -> None:
+    with serving(keys=Keys([KEY])) as served:
+        tab = browser.open(served.url)
+        for key in ("wrong", KEY):
+            tab.until(lambda: tab.value("document.activeElement.id") == "key")
+            tab.type(key)
+            tab.press("Enter")
+            if key == "wrong":
+                tab.until(lambda: tab.text("trouble") == "The server does not know this key.")
+        tab.until(lambda: tab.text("about").startswith("fake"))
+        assert tab.text("unlock") == "" and tab.text("trouble") == ""
+        ask(tab, "hello world")
+        tab.until(lambda: has_ended(tab))
+        assert all("401" in error for error in tab.errors), tab.errors
+
+
+def test_the_page_fits_a_phone_and_has_a_dark_form(browser: Browser) -> None:
+    with slowly_serving() as (served, gate):
+        gate.set()
+        post(served, TEXT, {"prompt": "a b c", "max_tokens": 2})
+        tab = browser.open(served.url)
+        tab.call("Emulation.setDeviceMetricsOverride", width=320, height=640, deviceScaleFactor=1, mobile=True)
+        tab.until(lambda: tab.value("document.querySelector('#skew svg')?.clientWidth ?? 0") > 0)
+        assert tab.value("document.documentElement.scrollWidth") == 320
+        grounds = []
+        for scheme in ("light", "dark"):
+            tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
+        assert grounds == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
+        names = "[...document.querySelectorAll('input, textarea, progress, button')]"
+        assert tab.value(f"{names}.every((each) => each.labels.length || each.textContent || each.ariaLabel)")
