@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -24,8 +25,8 @@ from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import Span
 
-LEAST_WAIT_S = 1e-4
-"""Shorter ones are no waits: what was waited for was there."""
+LEAST_ASIDE_S = 1e-4
+"""What takes less is not drawn: a rank only looked whether there is something else to do."""
 
 
 class ChainRun:
@@ -72,7 +73,7 @@ class ChainRun:
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
-        self._waits: list[tuple[int, object, object]] = []  # beside those that the transfer logs
+        self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
 
     def send(self, layer: int) -> None:
         """Send this rank's keys and values of a layer, which are in the slab.
@@ -88,10 +89,8 @@ class ChainRun:
         """Wait until the tokens of earlier ranks may be read."""
         if self.job.meanwhile is not None:
             what, peers = f"the KV of layer {layer}", self.transfer.schedule.peers
-            begin = self._clock.mark() if self.job.record else None
-            self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
-            if self.job.record:
-                self._waits.append((layer, begin, self._clock.mark()))
+            with self._aside(layer):
+                self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
         self.transfer.await_prefix(layer)
 
     def close(self, layer: int) -> None:
@@ -106,12 +105,23 @@ class ChainRun:
             self._layer_ends.append(self._clock.mark())
         if self.job.meanwhile is not None:
             try:
-                self.job.meanwhile.after_layer(layer + 1, self.cache.num_layers)
+                with self._aside(layer + 1):
+                    self.job.meanwhile.after_layer(layer + 1, self.cache.num_layers)
             except PrefillCancelled:
                 self._pass_on(layer + 1)
                 raise
         if layer == self.cache.num_layers - 1 and not self.is_last:
             raise PrefillEndsHere
+
+    @contextmanager
+    def _aside(self, layer: int) -> Iterator[None]:
+        """Record the time of the block as one in which this rank does not compute its part."""
+        if not self.job.record:
+            yield
+            return
+        begin = self._clock.mark()
+        yield
+        self._asides.append((layer, begin, self._clock.mark()))
 
     def _pass_on(self, first: int) -> None:
         """Send and receive what is left, from this layer on, without computing it.
@@ -197,9 +207,9 @@ class ChainRun:
         if self._attends_last and not self.is_last:
             ends_s.pop()  # nothing follows the last attention
         layers = list(pairwise(ends_s))
-        own_waits = [(at, seconds(b), seconds(e)) for at, b, e in self._waits]
+        asides = [(at, seconds(b), seconds(e)) for at, b, e in self._asides]
         all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
-        all_waits += [(at, b, e) for at, b, e in own_waits if e - b >= LEAST_WAIT_S]
+        all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
         all_waits.sort(key=lambda wait: wait[1])
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
         spans = []
@@ -211,7 +221,7 @@ class ChainRun:
                 Span(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
                 for b, e in zip(edges[::2], edges[1::2], strict=True)
             ]
-            spans += [Span(kind="wait", layer=layer, start_s=b, end_s=e, detail="K,V") for b, e in waits]
+            spans += [Span(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
         spans += [
             Span(kind="send", layer=layer, start_s=seconds(begin), end_s=seconds(done), detail=detail)
             for layer, begin, done, detail in log.sends

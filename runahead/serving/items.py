@@ -96,7 +96,8 @@ class Part:
         is_cancelled: it was stopped before its end.
         report: of the engine, with the memory of the rank's process; None after `Generate`.
         live_bytes: KV caches of the rows that it decodes, those of this prefill among them.
-        spans: when it computed and waited, as seconds of rank 0's `time.perf_counter`, if that is recorded.
+        spans: when it computed, and when it waited or did something else, if that is recorded; seconds of rank 0's
+            `time.perf_counter`.
     """
 
     number: int
