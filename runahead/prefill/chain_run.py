@@ -25,7 +25,7 @@ from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import Span
 
-LEAST_ASIDE_S = 1e-4
+LEAST_ASIDE_S = 1e-3
 """What takes less is not drawn: a rank only looked whether there is something else to do."""
 
 

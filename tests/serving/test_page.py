@@ -256,7 +256,7 @@ def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
         tab.until(lambda: tab.text("read") == f"{total // 3} of {total} tokens")
         gate.set()
         tab.until(lambda: has_ended(tab))
-        assert re.fullmatch(r"TTFT [\d.]+ m?s, [\d.]+ m?s per token; 256 tokens, where it was cut", tab.text("times"))
+        assert re.fullmatch(r"TTFT [\d.]+ m?s, [\d.]+ m?s per token; 256 tokens, the most allowed", tab.text("times"))
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 256}
         whole = post(served, CHAT, body).json()["choices"][0]["message"]["content"]
         assert tab.value("document.getElementById('answer').textContent") == whole and "<b>" in whole

@@ -248,7 +248,7 @@ function showRead(processed, tokens) {
 function summary({ began, first, last, tokens, reason }) {
   if (first === null) return "No answer";
   const pace = tokens > 1 ? `, ${seconds((last - first) / 1000 / (tokens - 1))} per token` : "";
-  const cut = reason === "length" ? ", where it was cut" : "";
+  const cut = reason === "length" ? ", the most allowed" : "";
   return `TTFT ${seconds((first - began) / 1000)}${pace}; ${plural(tokens, "token")}${cut}`;
 }
 
