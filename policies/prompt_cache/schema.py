@@ -13,6 +13,12 @@
 Text outside of modules is part of every prompt. A module may contain text, parameters, other modules, and unions, of
 which a prompt imports at most one member. `system`, `user` and `assistant` are rendered by the model's chat template.
 Modules of a scaffold are also encoded together, for prompts that import all of them.
+
+The schemas of the paper's authors (github.com/yale-sys/prompt-cache) say `<parameter name="..." length="...">` for a
+param, and `<union scaffold="miami">` for the member that stands for the union when the others are encoded: all modules
+outside of unions and these members are then one scaffold. Inside of a member that does not stand for its union, unions
+with a scaffold make one of that member. (In the authors' code, prompts that import only some of its modules use it,
+too; here these use modules that were encoded alone, so no prompt is told of what it does not import.)
 """
 
 from __future__ import annotations
@@ -35,7 +41,8 @@ from policies.prompt_cache.xml_reader import (
 )
 
 ROLES = ("system", "user", "assistant")
-RESERVED = ("schema", "prompt", "module", "union", "param", "scaffold", *ROLES)
+PARAMS = ("param", "parameter")
+RESERVED = ("schema", "prompt", "module", "union", *PARAMS, "scaffold", *ROLES)
 MAX_PARAM_TOKENS = 1 << 16
 NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -70,10 +77,15 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Union:
-    """Modules of which a prompt imports at most one. They start at the same position."""
+    """Modules of which a prompt imports at most one. They start at the same position.
+
+    Attributes:
+        scaffold: name of the member that stands for the union when other modules are encoded together.
+    """
 
     members: tuple[Module, ...]
     line: int
+    scaffold: str | None = None
 
 
 Node = str | Param | Role | Module | Union
@@ -204,6 +216,32 @@ def _params(children: tuple[Node, ...]) -> Iterator[Param]:
             yield from _params(child.children)
 
 
+def _of_unions(children: tuple[Node, ...]) -> Iterator[Scaffold]:
+    """Scaffolds that unions ask for: of what is outside of unions, and the members that stand for theirs.
+
+    Every other member begins anew, so no module is in two of these scaffolds.
+    """
+    names: list[str] = []
+    asking: list[Union] = []
+    others: list[Module] = []
+
+    def visit(children: tuple[Node, ...]) -> None:
+        for child in children:
+            if isinstance(child, Union):
+                asking.extend([child] if child.scaffold is not None else [])
+                others.extend(member for member in child.members if member.name != child.scaffold)
+                visit(tuple(member for member in child.members if member.name == child.scaffold))
+            elif isinstance(child, Module | Role):
+                names.extend([child.name] if isinstance(child, Module) else [])
+                visit(child.children)
+
+    visit(children)
+    if asking:
+        yield Scaffold(modules=tuple(names), line=asking[0].line)
+    for member in others:
+        yield from _of_unions((member,))
+
+
 class _SchemaReader:
     """From XML elements to a schema; `folder` is where files of `src` are."""
 
@@ -219,6 +257,7 @@ class _SchemaReader:
         children = tuple(self._node(child, root, in_role=False) for child in content)
         if not children:
             raise root.error("is empty; give it text or modules")
+        scaffolds += tuple(_of_unions(children))
         return Schema(name=root.attributes["name"], children=children, scaffolds=scaffolds, source=root.source)
 
     def _node(self, child: Element | str, parent: Element, *, in_role: bool) -> Node:
@@ -228,7 +267,7 @@ class _SchemaReader:
             return self._module(child, in_role=in_role)
         if child.tag == "union":
             return self._union(child, in_role=in_role)
-        if child.tag == "param":
+        if child.tag in PARAMS:
             return self._param(child)
         if child.tag in ROLES:
             if in_role:
@@ -258,7 +297,7 @@ class _SchemaReader:
         return Module(name=name, children=children, line=element.line, pinned=pinned == "true")
 
     def _union(self, element: Element, *, in_role: bool) -> Union:
-        element.check_attributes()
+        element.check_attributes(known=("scaffold",))
         members = []
         for child in element.children:
             if isinstance(child, str) or child.tag != "module":
@@ -267,15 +306,24 @@ class _SchemaReader:
             members.append(self._module(child, in_role=in_role))
         if not members:
             raise element.error("is empty; give it modules")
-        return Union(members=tuple(members), line=element.line)
+        scaffold, names = element.attributes.get("scaffold"), [member.name for member in members]
+        if scaffold is not None and scaffold not in names:
+            has = shown(", ".join(names))
+            raise element.error(f'scaffold="{shown(scaffold)}" is no member of this union; it has {has}')
+        return Union(members=tuple(members), line=element.line, scaffold=scaffold)
 
     def _param(self, element: Element) -> Param:
-        element.check_attributes(needed=("name", "len"))
+        given = [spelling for spelling in ("len", "length") if spelling in element.attributes]
+        if len(given) == 2:
+            raise element.error("has len and length, which mean the same; give one of them")
+        spelling = given[0] if given else "len" if element.tag == "param" else "length"
+        element.check_attributes(needed=("name", spelling))
         if element.children:
-            raise element.error("is a slot and has no content; write <param .../>")
-        name, length = self._name(element), element.attributes["len"]
+            raise element.error(f"is a slot and has no content; write <{element.tag} .../>")
+        name, length = self._name(element), element.attributes[spelling]
         if not (length.isascii() and length.isdigit() and 1 <= int(length[:9]) <= MAX_PARAM_TOKENS):
-            raise element.error(f'len="{shown(length)}" must be a number of tokens from 1 to {MAX_PARAM_TOKENS:,}')
+            rule = f'{spelling}="{shown(length)}" must be a number of tokens from 1 to {MAX_PARAM_TOKENS:,}'
+            raise element.error(rule)
         return Param(name=name, num_tokens=int(length), line=element.line)
 
     def _scaffold(self, element: Element) -> Scaffold:

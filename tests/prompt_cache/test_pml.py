@@ -151,6 +151,54 @@ def test_the_largest_scaffold_that_is_imported_whole_is_used() -> None:
     assert sorted(names["<a/><c/>"]) == ["(outside)", "a", "c"]
 
 
+def test_both_spellings_of_a_slot_are_the_same_slot() -> None:
+    schema = (
+        '<schema name="s">in front <param name="q" len="2"/><module name="a">one <param name="p" len="3"/> end</module>'
+        "</schema>"
+    )
+    as_authors = schema.replace("<param ", "<parameter ").replace("len=", "length=")
+    mixed = schema.replace("len=", "length=")
+    ours, *others = (cache(each).layout.modules for each in (schema, as_authors, mixed))
+    assert [module.slots for module in ours] == [{"q": ours[0].slots["q"]}, {"p": ours[1].slots["p"]}]
+    assert all(ours == other for other in others)
+
+
+UNIONS = (
+    '<schema name="s">x <module name="outer">o<union{first}><module name="a">aa</module><module name="b">b</module>'
+    '</union></module><user><union{second}><module name="c">c</module><module name="d">d<union{third}>'
+    '<module name="e">e</module><module name="f">f</module></union></module></union></user>'
+    '<module name="g">g</module>{scaffolds}</schema>'
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "scaffolds"),
+    [
+        ("a", "c", "", ["outer a c g"]),
+        ("b", "", "", ["outer b g"]),
+        ("", "d", "", ["outer d g"]),
+        ("", "d", "f", ["outer d f g"]),
+        ("a", "", "f", ["outer a g", "d f"]),
+        ("", "", "", []),
+    ],
+)
+def test_a_union_with_a_scaffold_is_a_scaffold_of_what_stands_outside_of_unions(
+    first: str, second: str, third: str, scaffolds: list[str]
+) -> None:
+    def said(name: str) -> str:
+        return f' scaffold="{name}"' if name else ""
+
+    theirs = UNIONS.format(first=said(first), second=said(second), third=said(third), scaffolds="")
+    elements = "".join(f'<scaffold modules="{modules}"/>' for modules in scaffolds)
+    ours = UNIONS.format(first="", second="", third="", scaffolds=elements)
+    assert [each.modules for each in Schema.from_xml(theirs).scaffolds] == [tuple(each.split()) for each in scaffolds]
+    assert cache(theirs).layout.modules == cache(ours).layout.modules
+    assert cache(theirs).segments == cache(ours).segments
+    for imports in ("<outer><a/></outer><c/><g/>", "<outer><b/></outer><d><f/></d><g/>", "<outer><b/></outer><g/>"):
+        prompt = f'<prompt schema="s">{imports} and so on</prompt>'
+        assert cache(theirs).prompt(prompt) == cache(ours).prompt(prompt)
+
+
 def test_a_text_of_its_own_in_a_file_beside_the_schema(tmp_path: Path) -> None:
     (tmp_path / "doc.txt").write_text("\n the letters\n from the ice\n", encoding="utf-8")
     path = tmp_path / "s.xml"
@@ -209,6 +257,31 @@ ENTITY = '<!DOCTYPE schema [<!ENTITY x SYSTEM "{file}">]><schema name="s">&x;</s
         ('<schema name="s"><param name="p" len="0"/></schema>', 'len="0" must be a number of tokens from 1'),
         ('<schema name="s"><param name="p" len="9999999999"/></schema>', "must be a number of tokens from 1"),
         ('<schema name="s"><param name="p" len="²"/></schema>', "must be a number of tokens from 1"),
+        ('<schema name="s"><parameter name="p"/></schema>', '<parameter>: needs length="..."'),
+        ('<schema name="s"><param name="p"/></schema>', '<param>: needs len="..."'),
+        ('<schema name="s"><parameter name="p" length="0"/></schema>', 'length="0" must be a number of tokens from 1'),
+        (
+            '<schema name="s"><parameter name="p" length="1">x</parameter></schema>',
+            "is a slot and has no content; write <parameter .../>",
+        ),
+        ('<schema name="s">\n<param name="p" len="1" length="1"/></schema>', "schema:2: <param>: has len and length"),
+        (
+            '<schema name="s"><parameter name="p" length="1" scaffold="x"/></schema>',
+            "<parameter>: has no attribute scaffold; it takes name, length",
+        ),
+        (
+            '<schema name="s">\n<union scaffold="c"><module name="a">x</module><module name="b">y</module></union>'
+            "</schema>",
+            'schema:2: <union>: scaffold="c" is no member of this union; it has a, b',
+        ),
+        (
+            '<schema name="s"><union scaffold=""><module name="a">x</module></union></schema>',
+            'scaffold="" is no member of this union',
+        ),
+        (
+            '<schema name="s"><union default="a"><module name="a">x</module></union></schema>',
+            "<union>: has no attribute default; it takes scaffold",
+        ),
         ('<schema name="s"><param name="p" len="1">x</param></schema>', "is a slot and has no content"),
         (
             '<schema name="s"><param name="p" len="1"/><user><param name="p" len="1"/></user></schema>',
@@ -307,10 +380,25 @@ def test_the_examples_fit_together() -> None:
 
 
 TAGS = st.sampled_from(
-    ["schema", "module", "union", "param", "scaffold", "system", "user", "prompt", "a", "b", "inner", "x:y", "é"]
+    [
+        "schema",
+        "module",
+        "union",
+        "param",
+        "parameter",
+        "scaffold",
+        "system",
+        "user",
+        "prompt",
+        "a",
+        "b",
+        "inner",
+        "x:y",
+        "é",
+    ]
 )
 ATTRIBUTES = st.dictionaries(
-    st.sampled_from(["name", "len", "src", "modules", "schema", "pinned", "p", "q", "xml:space"]),
+    st.sampled_from(["name", "len", "length", "src", "modules", "scaffold", "schema", "pinned", "p", "q", "xml:space"]),
     st.sampled_from(["s", "a", "b", "3", "-1", "", "a b", "true", "../x", "preserve", "a&#0;", "<"]),
     max_size=3,
 )
