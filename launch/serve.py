@@ -35,6 +35,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.max_waiting=64         serve.max_per_client=32     serve.max_ttft_s=<predicted seconds>
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512
   serve.read_timeout_s=30      serve.write_timeout_s=60    serve.ping_s=10
+  serve.schema_tokens=262144   with policy=prompt_cache, of all schemas that requests bring; 0 takes none
   serve.drain_s=25             after SIGTERM, for the requests that were taken
   serve.log=true               serve.log_prompts=false
   model=..., prefill=..., partition=..., ranks=..., decode=last|sharded|auto   as launch/infer.py has them (its --help

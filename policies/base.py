@@ -19,8 +19,10 @@ from typing import ClassVar, Protocol, Self, TypeVar
 
 from torch import Tensor
 
+from policies.reuse import GivenPrompt as GivenPrompt
 from policies.reuse import ReusingPrompt as ReusingPrompt
 from policies.reuse import Segment as Segment
+from policies.reuse import ids_of as ids_of
 
 
 class Phase(Enum):

@@ -102,9 +102,18 @@ class ReusingPrompt:
         assert all(a < b for a, b in pairwise(every)), "two tokens are at one position"
         assert every[-1] == self.new_positions[-1], "the last token is not computed"
 
+    def __len__(self) -> int:
+        """Number of tokens that a prefill computes, as for a prompt of token ids."""
+        return len(self.new_ids)
+
     @property
     def num_cached(self) -> int:
         return sum(use.num_tokens for use in self.uses)
+
+    @property
+    def num_held(self) -> int:
+        """Tokens for which its segments need memory, when they are encoded and later; also of those used in part."""
+        return sum(len(use.segment.ids) for use in self.uses)
 
     @property
     def end(self) -> int:
@@ -118,3 +127,12 @@ class ReusingPrompt:
         for use in self.uses:
             at.update(use.tokens)
         return [at[position] for position in sorted(at)]
+
+
+GivenPrompt = list[int] | ReusingPrompt
+"""What tokens are generated from: token ids, or a prompt that reuses segments."""
+
+
+def ids_of(prompt: GivenPrompt) -> list[int]:
+    """All tokens of a prompt, reused ones too, in the order of their positions."""
+    return prompt.ids if isinstance(prompt, ReusingPrompt) else prompt

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from policies.base import ReusingPrompt
+from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from runahead.attention.causal import nothing
 from runahead.cache.sharded import ShardedCache
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, Positions, PrefillOptions
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
@@ -27,7 +28,7 @@ from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, chec
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch
-from runahead.reuse.reuse import Reuse
+from runahead.reuse.reuse import Reuse, check_reuse
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -86,7 +87,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[list[int] | ReusingPrompt],
+        prompts: Sequence[GivenPrompt],
         options: GenerationOptions | Sequence[GenerationOptions] | None = None,
         *,
         on_tokens: OnTokens | None = None,
@@ -120,7 +121,7 @@ class Engine:
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         limits = self.prompt_limits
         check_prompts(prompts, limits, num_new=num_new)
-        ids = [prompt.ids if isinstance(prompt, ReusingPrompt) else prompt for prompt in prompts]
+        ids = [ids_of(prompt) for prompt in prompts]
         reuse = self._reuse(prompts)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
         self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
@@ -200,7 +201,7 @@ class Engine:
 
     def prefill_part(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[GivenPrompt],
         partition: ContextPartition,
         *,
         num_new: int,
@@ -214,17 +215,41 @@ class Engine:
         same order; those of one stage alone may change places with others.
 
         Args:
-            prompts: token ids.
-            partition: chunks of the longest prompt.
+            prompts: token ids, or prompts that reuse segments. Each stage that has a chunk of them encodes what its
+                store lacks.
+            partition: chunks of the longest prompt, in tokens that are computed.
             num_new: most tokens that are generated after a prompt.
             meanwhile: what this rank does besides.
             record_timeline: fill the spans of the result.
         """
         check_chunk_tokens(self.prefill, len(partition.chain))
-        batch = PromptBatch.of(list(prompts), self.ranks.device)
+        reuse = self._reuse(prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
+        computed: Sequence[GivenPrompt] = prompts
+        if reuse is not None:
+            computed = [list(prompt.new_ids) for prompt in reuse.prompts]
+        batch = PromptBatch.of([ids_of(each) for each in computed], self.ranks.device)
         with self.ranks.busy():
             self._strategy.connect(self.ranks, partition, self.prefill)
-        return self._strategy.run(self._job(batch, partition, num_new, meanwhile=meanwhile, record=record_timeline))
+        reused = None
+        if reuse is not None and partition.chunk(self.ranks.stage):
+            reuse.encode_missing(in_stage=True)
+            reused = reuse.fetch()
+        job = self._job(batch, partition, num_new, meanwhile=meanwhile, reused=reused, record=record_timeline)
+        prefilled = self._strategy.run(job)
+        if reuse is not None:
+            prefilled.encoded = reuse.encoded
+            prefilled.report.prefill_s += reuse.report.encode_s
+        return prefilled
+
+    def check_reuse(self) -> None:
+        """Check that prompts may reuse segments. Raises: ValueError: prefill, policies or model refuse it."""
+        if not self._strategy.takes_policies or self.policies or self.prefill.chunk_tokens is not None:
+            raise ValueError(
+                "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
+                "and no cache policy that drops tokens"
+            )
+        self.decode.check(self.prefill, reuses=True)
+        check_reuse(self.model)
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
         return PrefillJob(
@@ -256,9 +281,7 @@ class Engine:
             ]
             self.partition.learn(partition, [prefill - wait for prefill, wait in stages], [wait for _, wait in stages])
 
-    def _agree(
-        self, prompts: Sequence[list[int] | ReusingPrompt], options: GenerationOptions | Sequence[GenerationOptions]
-    ) -> None:
+    def _agree(self, prompts: Sequence[GivenPrompt], options: GenerationOptions | Sequence[GenerationOptions]) -> None:
         """Check that all ranks make the same call, since ranks with different work would wait forever."""
         if self.ranks.size == 1:
             return
@@ -285,22 +308,20 @@ class Engine:
         if self.ranks.size > 1:
             self.ranks.require_same(facts, "every rank must make the same call with the same model")
 
-    def _reuse(self, prompts: Sequence[list[int] | ReusingPrompt]) -> Reuse | None:
+    def _reuse(self, prompts: Sequence[GivenPrompt], after_layer: Callable[[], None] = nothing) -> Reuse | None:
         """The segments that the prompts reuse; None if no prompt reuses any.
+
+        Args:
+            after_layer: called after each layer of a segment that is encoded.
 
         Raises:
             ValueError: this engine or its model does not support reuse.
         """
         if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
             return None
-        if not self._strategy.takes_policies or self.policies or self.prefill.chunk_tokens is not None:
-            raise ValueError(
-                "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
-                "and no cache policy that drops tokens"
-            )
-        self.decode.check(self.prefill, reuses=True)
+        self.check_reuse()
         self.store = self.store or SegmentStore(self.model)
-        return Reuse(prompts, self.store, self.model, self.ranks)
+        return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
 
     def _decode(
         self,

@@ -1,7 +1,9 @@
-"""Schema and prompts of policy=prompt_cache, from its options."""
+"""Schemas and prompts of policy=prompt_cache, from its options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from launch.inputs.options import Chat, PromptOptions, RunOptions
@@ -11,6 +13,7 @@ from launch.inputs.text_files import read_text
 from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
+from policies.prompt_cache.schemas import Schemas
 from runahead.model import loading
 from runahead.model.model import max_positions
 
@@ -24,20 +27,55 @@ def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config:
         config: the text model's config of transformers.
 
     Raises:
-        ValueError: in one line, if the schema is wrong or does not fit the model.
+        ValueError: in one line, if there is not one schema, or it is wrong or does not fit the model.
     """
+    if len(policy.schemas) != 1:
+        raise ValueError("policy=prompt_cache needs policy.schema=<xml file>, which names one file")
+    return _maker(policy, tokenizer, config)(_read(policy.schemas[0]))
+
+
+def read_schemas(policy: PromptCacheOptions, tokenizer: Any | None, config: Any, *, max_tokens: int) -> Schemas:
+    """Schemas of a server: those of policy.schema, and room for those that requests bring.
+
+    Args:
+        max_tokens: most tokens of all schemas that requests bring.
+
+    Raises:
+        ValueError: in one line, as `read_prompt_cache`; two schemas have the same name.
+    """
+    own: dict[str, PromptCache] = {}
+    make = _maker(policy, tokenizer, config)
+    for path in policy.schemas:
+        cache = make(_read(path))
+        if cache.schema.name in own:
+            raise ValueError(f"policy.schema={path} has the name of another schema, {cache.schema.name}; rename one")
+        own[cache.schema.name] = cache
+    return Schemas(list(own.values()), _maker(policy, tokenizer, config, max_tokens), max_tokens=max_tokens)
+
+
+def _maker(
+    policy: PromptCacheOptions, tokenizer: Any | None, config: Any, max_tokens: int | None = None
+) -> Callable[[Schema], PromptCache]:
+    """What makes the Prompt Cache of a schema. Raises: ValueError: the model has no tokenizer."""
     if tokenizer is None:
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
-    assert policy.schema is not None
-    name = f"policy.schema={policy.schema}"
-    read_text(policy.schema, name, pipes=False)  # reports a missing or binary file as for other files
-    return PromptCache(
-        Schema.from_xml(policy.schema),
-        tokenizer,
-        max_positions=max_positions(config),
-        link_tokens=policy.link_tokens,
-        sinks=policy.sinks,
-    )
+
+    def make(schema: Schema) -> PromptCache:
+        return PromptCache(
+            schema,
+            tokenizer,
+            max_positions=max_positions(config),
+            link_tokens=policy.link_tokens,
+            sinks=policy.sinks,
+            max_tokens=max_tokens,
+        )
+
+    return make
+
+
+def _read(path: str) -> Schema:
+    read_text(path, f"policy.schema={path}", pipes=False)  # reports a missing or binary file as for other files
+    return Schema.from_xml(Path(path))
 
 
 def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:

@@ -143,12 +143,17 @@ class Form:
         return (chat_logprobs if self._is_chat else text_logprobs)(scored, self._texts)
 
 
-def usage_of(num_prompt_tokens: int, rows: Sequence[RowText]) -> dict[str, Any]:
-    """Tokens of a request. A prompt counts once, however many answers it gets."""
+def usage_of(num_prompt_tokens: int, rows: Sequence[RowText], cached_tokens: int = 0) -> dict[str, Any]:
+    """Tokens of a request.
+
+    Args:
+        num_prompt_tokens: of all prompts, each once, however many answers it gets.
+        cached_tokens: of these, those whose keys and values were stored before the request.
+    """
     new = sum(row.num_tokens for row in rows)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": new,
         "total_tokens": num_prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

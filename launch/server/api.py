@@ -35,6 +35,8 @@ from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
 from launch.server.prompts import prompts_of
 from launch.server.reader import read_json
+from policies.prompt_cache.schemas import Schemas
+from policies.reuse import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
@@ -62,6 +64,7 @@ class API:
         model: the model's name in the API.
         options: limits and log.
         defaults: generation options of requests that do not say otherwise.
+        schemas: for prompts that reuse modules; None if there are none.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class API:
         options: ServeOptions,
         defaults: GenerationOptions,
         keys: Keys,
+        schemas: Schemas | None = None,
     ) -> None:
         self.scheduler, self.options, self.model, self.metrics = scheduler, options, model, Metrics()
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
+        self._schemas = schemas
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._json_schemas = JSONSchemas(tokenizer, vocab_size, eos_ids)
         self._seeds = random.Random(defaults.seed)
@@ -142,17 +147,18 @@ class API:
             raise APIError(503, refuses)
         loop = asyncio.get_running_loop()
         async with self._body(request) as body:
-            read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat)
+            client = request.state.client
+            read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat, client)
         n = len(read.options)
         rows = [self._with_seed(options, read.chose_seed) for _ in prompts for options in read.options]
         queued = Request(
-            prompts=[ids for ids in prompts for _ in range(n)],
+            prompts=[prompt for prompt in prompts for _ in range(n)],
             options=rows,
             listener=(
                 exchange := Exchange(
                     [RowText(self._tokenizer, self._eos_ids, options) for options in rows],
                     self.metrics,
-                    num_prompt_tokens=sum(map(len, prompts)),
+                    num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts),
                 )
             ),
             client=request.state.client,
@@ -173,7 +179,9 @@ class API:
         """Options of a row; one that is sampled without a seed takes the next of the server's."""
         return options if chose_seed or not options.do_sample else replace(options, seed=self._seeds.getrandbits(32))
 
-    def _read(self, body: bytes, is_chat: bool) -> tuple[ChatRequest | CompletionRequest, list[list[int]]]:
+    def _read(
+        self, body: bytes, is_chat: bool, client: str
+    ) -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]:
         """A request and its prompts, checked. Raises: APIError."""
         fields = read_json(body)
         read: ChatRequest | CompletionRequest
@@ -188,8 +196,8 @@ class API:
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
             raise wrong("n" if num_prompts == 1 else "prompt", f"{what} {self.options.batch} at once")
-        prompts = prompts_of(read, self._tokenizer)
-        repeated = [ids for ids in prompts for _ in read.options]
+        prompts = prompts_of(read, self._tokenizer, self._schemas, client)
+        repeated = [prompt for prompt in prompts for _ in read.options]
         if not read.chose_length:
             fitting = self.scheduler.fitting(repeated, read.options[0].max_new_tokens)
             for options in read.options:
@@ -199,6 +207,7 @@ class API:
         except ValueError as error:
             message = str(error).partition("; use ")[0].replace("generation.max_new_tokens", "max_tokens")
             field = "messages" if is_chat else "prompt"
+            field = field if read.prompt_cache is None else "prompt_cache.prompt"
             raise APIError(400, message, param=field, code="context_length_exceeded") from error
         return read, prompts
 
@@ -226,7 +235,10 @@ class API:
                 )
                 error = APIError(500, f"the server has made a mistake; its log says more of {request.state.identity}")
             self.metrics.ended(str(error.status))
-            self.log(request, f"{error.status} {shown(str(error), 120)}", began_s)
+            told = str(error)
+            if (error.param or "").startswith("prompt_cache."):  # which quotes the request
+                told = f"'{error.param}' is wrong"
+            self.log(request, f"{error.status} {shown(told, 120)}", began_s)
             headers = {"x-request-id": request.state.identity, **error.headers}
             if not await self._discarded(request):
                 headers["connection"] = "close"
@@ -290,7 +302,9 @@ class API:
         """A prompt's text for the log, if that is asked for."""
         if not self.options.log_prompts:
             return ""
-        text = read.messages if isinstance(read, ChatRequest) else read.prompts
+        text: Any = read.messages if isinstance(read, ChatRequest) else read.prompts
+        if read.prompt_cache is not None:
+            text = [read.prompt_cache.prompt, text]
         return f", prompt {shown(str(text), 10_000)}"
 
 
@@ -336,14 +350,20 @@ class Answering:
             self._log(ended)
 
     def _log(self, ended: str) -> None:
-        usage, exchange = usage_of(self._num_prompt_tokens, self._exchange.rows), self._exchange
+        usage, exchange = self._usage, self._exchange
         first = "" if exchange.first_token_s is None else f", TTFT {exchange.first_token_s - exchange.arrived_s:.2f} s"
         counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
         self._api.log(self._request, f"{ended}, {counts}{first}{self._api.log_text(self._read)}", exchange.arrived_s)
 
     @property
     def _num_prompt_tokens(self) -> int:
-        return sum(map(len, self._queued.prompts[:: len(self._read.options)]))
+        return sum(len(ids_of(prompt)) for prompt in self._queued.prompts[:: len(self._read.options)])
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        """The usage so far. A prompt counts once, however many answers it gets."""
+        cached = sum(self._queued.cached_tokens[:: len(self._read.options)])
+        return usage_of(self._num_prompt_tokens, self._exchange.rows, cached)
 
     async def _whole(self) -> None:
         while not self._exchange.is_over:
@@ -354,7 +374,7 @@ class Answering:
             await self._write(dumps(error.body), more=False)
             return
         await self._start(200, "application/json")
-        body = self._form.whole(self._exchange.rows, usage_of(self._num_prompt_tokens, self._exchange.rows))
+        body = self._form.whole(self._exchange.rows, self._usage)
         await self._write(dumps(body), more=False)
 
     async def _stream(self) -> None:
@@ -379,7 +399,7 @@ class Answering:
             await self._write_events([APIError(503, exchange.failure).body])
         else:
             if self._read.include_usage:
-                await self._write_events([form.usage(usage_of(self._num_prompt_tokens, rows))])
+                await self._write_events([form.usage(self._usage)])
             await self._write(b"data: [DONE]\n\n")
         await self._write(b"", more=False)
 

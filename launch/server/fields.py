@@ -14,6 +14,14 @@ from runahead.config import MAX_SEED, GenerationOptions
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptCacheFields:
+    """The field `prompt_cache`: a Prompt Cache prompt, and its schema if the request brings it, both as XML."""
+
+    prompt: str
+    schema: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Common:
     """The fields that both kinds of requests have.
 
@@ -24,6 +32,7 @@ class Common:
         stream: tokens are sent as they come.
         include_usage: a stream ends with its usage.
         return_progress: a stream says how far the prefill is.
+        prompt_cache: modules that stand before the messages or the prompt; None if there are none.
     """
 
     model: str | None
@@ -33,6 +42,7 @@ class Common:
     stream: bool
     include_usage: bool
     return_progress: bool
+    prompt_cache: PromptCacheFields | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +63,19 @@ class CompletionRequest(Common):
 def read_chat(body: Mapping[str, Any], defaults: GenerationOptions) -> ChatRequest:
     """A chat request. Raises: APIError."""
     fields = Fields(body)
-    messages, tools = read_messages(fields), read_tools(fields)
-    return ChatRequest(messages=messages, tools=tools, **_common(fields, defaults, is_chat=True))
+    prompt_cache = _prompt_cache(fields)
+    messages, tools = read_messages(fields, may_be_empty=prompt_cache is not None), read_tools(fields)
+    common = _common(fields, defaults, is_chat=True)
+    return ChatRequest(messages=messages, tools=tools, prompt_cache=prompt_cache, **common)
 
 
 def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> CompletionRequest:
     """A completion request. Raises: APIError."""
     fields = Fields(body)
+    prompt_cache = _prompt_cache(fields)
     prompt = fields.take("prompt", lambda value: True, "")
+    if prompt in (None, "") and prompt_cache is not None:
+        return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults, is_chat=False))
     if prompt is None:
         raise wrong("prompt", "is missing")
     prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
@@ -70,7 +85,8 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
             raise wrong("prompt", "must be a text, a list of token ids, or a list of such, none of them empty")
         if isinstance(each, str):
             check_unicode(each, "prompt")
-    return CompletionRequest(prompts=prompts, **_common(fields, defaults, is_chat=False))
+    common = _common(fields, defaults, is_chat=False)
+    return CompletionRequest(prompts=prompts, prompt_cache=prompt_cache, **common)
 
 
 def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> dict[str, Any]:
@@ -93,6 +109,24 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
         "include_usage": usage,
         "return_progress": progress,
     }
+
+
+def _prompt_cache(fields: Fields) -> PromptCacheFields | None:
+    given = fields.take("prompt_cache", lambda value: isinstance(value, dict), "must be an object with 'prompt'")
+    if given is None:
+        return None
+    for name in given:
+        if name not in ("prompt", "schema"):
+            message = f"Unrecognized request argument supplied: prompt_cache.{shown(name)}"
+            raise APIError(400, message, param="prompt_cache")
+    for name, begins in (("prompt", '<prompt schema="...">'), ("schema", '<schema name="...">')):
+        xml = given.get(name)
+        if name == "schema" and xml is None:
+            continue
+        if not isinstance(xml, str) or not xml.lstrip().startswith("<"):
+            raise wrong(f"prompt_cache.{name}", f"must be XML that begins with {begins}")
+        check_unicode(xml, f"prompt_cache.{name}")
+    return PromptCacheFields(prompt=given["prompt"], schema=given.get("schema"))
 
 
 def _stream_options(fields: Fields, stream: bool) -> bool:

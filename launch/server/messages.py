@@ -16,11 +16,15 @@ Message = dict[str, Any]
 """Role, content of text, and for calls of tools what templates read: tool_calls, tool_call_id."""
 
 
-def read_messages(fields: Fields) -> list[Message]:
+def read_messages(fields: Fields, *, may_be_empty: bool = False) -> list[Message]:
     """The messages of a chat. Raises: APIError."""
     messages = fields.take(
-        "messages", lambda value: isinstance(value, list) and bool(value), "must be a list of messages"
+        "messages",
+        lambda value: isinstance(value, list) and (bool(value) or may_be_empty),
+        "must be a list of messages",
     )
+    if messages is None and may_be_empty:
+        return []
     if messages is None:
         raise wrong("messages", "is missing")
     if len(messages) > MAX_MESSAGES:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, check_prefill
-from launch.inputs.policies import checked
+from launch.inputs.policies import checked, prompt_cache_options
+from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import (
     DecodeName,
     DecodeOptions,
@@ -34,6 +35,8 @@ class ServeOptions(QueueLimits):
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.
         write_timeout_s: seconds after which a client that reads nothing is given up.
+        schema_tokens: with policy=prompt_cache, most tokens of all schemas that requests bring and that are kept; the
+            least recently used is forgotten. With 0 they bring none.
         ping_s: seconds between comments in a stream that has no tokens yet.
         drain_s: seconds after SIGTERM in which requests that were taken may be answered.
         log: a line per request on standard error.
@@ -49,6 +52,7 @@ class ServeOptions(QueueLimits):
     max_connections: int = 512
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
+    schema_tokens: int = 2**18
     ping_s: float = 10.0
     drain_s: float = 25.0
     log: bool = True
@@ -61,6 +65,9 @@ class ServeOptions(QueueLimits):
         for name in ("max_body_bytes", "max_connections"):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
         require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
+        require(
+            self.schema_tokens >= 0, "serve.schema_tokens", self.schema_tokens, "must not be negative; 0 takes none"
+        )
         for name in ("read_timeout_s", "write_timeout_s", "ping_s", "drain_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"serve.{name}", value, "must be a number of seconds above 0")
@@ -88,7 +95,7 @@ class ServeRun:
     def __post_init__(self) -> None:
         self.policy = checked(self.policy)
         if self.policy["name"] == "prompt_cache":
-            raise ValueError("policy=prompt_cache is not served yet; use launch/infer.py, or another policy")
+            self._check_prompt_cache(prompt_cache_options(self.policy))
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
         if self.serve.decode_ranks:
             name, decode = self.prefill.name, self.decode.name
@@ -97,6 +104,16 @@ class ServeRun:
                 raise ValueError(f"prefill={name.name} does not go with {beside}; use prefill=kv_runahead")
             if decode is not DecodeName.last:
                 raise ValueError(f"decode={decode.name} does not go with {beside}; use decode=last")
+
+    def _check_prompt_cache(self, policy: PromptCacheOptions) -> None:
+        """Check what does not go with prompts that reuse modules in a server. Raises: ValueError."""
+        if policy.store is not None or policy.disk_bytes is not None:
+            raise ValueError("policy.store is for launch/infer.py; a server keeps modules in memory, so leave it out")
+        if self.decode.name is not DecodeName.last:
+            raise ValueError(f"policy=prompt_cache needs decode=last in a server, not decode={self.decode.name.name}")
+        if self.prefill.chunk_tokens is not None:
+            chunk_tokens = self.prefill.chunk_tokens
+            raise ValueError(f"prefill.chunk_tokens={chunk_tokens} does not go with policy=prompt_cache; leave it out")
 
 
 def open_to_others(run: ServeRun) -> list[str]:

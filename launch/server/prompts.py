@@ -1,23 +1,106 @@
-"""Prompts of requests as token ids, by the model's tokenizer and chat template."""
+"""Prompts of requests, by the model's tokenizer and chat template: token ids, or prompts that reuse modules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from launch.server.errors import APIError, shown, wrong
-from launch.server.fields import ChatRequest, CompletionRequest
+from launch.server.fields import ChatRequest, CompletionRequest, PromptCacheFields
 from policies.prompt_cache.model_text import render
+from policies.prompt_cache.prompt import NewText, Prompt
+from policies.prompt_cache.prompt_cache import PromptCache
+from policies.prompt_cache.schema import ROLES
+from policies.prompt_cache.schemas import Schemas
+from policies.prompt_cache.xml_reader import PMLError, read_xml
+from policies.reuse import GivenPrompt
 
 
-def prompts_of(request: ChatRequest | CompletionRequest, tokenizer: Any | None) -> list[list[int]]:
-    """Token ids of each prompt of a request.
+def prompts_of(
+    request: ChatRequest | CompletionRequest, tokenizer: Any | None, schemas: Schemas | None = None, client: str = ""
+) -> list[GivenPrompt]:
+    """Each prompt of a request.
+
+    Args:
+        tokenizer: the model's; None if it has none.
+        schemas: for prompts that reuse modules; None if the server takes none.
+        client: whose request it is.
 
     Raises:
-        APIError: the model has no tokenizer or no chat template for it, or the template fails or leaves the tools out.
+        APIError: the model has no tokenizer or no chat template for it, the template fails or leaves the tools out, or
+            a prompt does not fit its schema.
     """
+    if request.prompt_cache is not None:
+        return list(_after_modules(request, request.prompt_cache, schemas, client))
     if isinstance(request, ChatRequest):
         return [_of_chat(request, tokenizer)]
     return [_of_text(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+
+
+def _after_modules(
+    request: ChatRequest | CompletionRequest, asked: PromptCacheFields, schemas: Schemas | None, client: str
+) -> Iterator[GivenPrompt]:
+    """Prompts that import the same modules, each with a text or the messages after them."""
+    if schemas is None:
+        message = "'prompt_cache' is taken by servers that are started with policy=prompt_cache; leave it out"
+        raise APIError(400, message, param="prompt_cache", code="unsupported_parameter")
+    cache = _brought(asked.schema, schemas, client) if asked.schema is not None else _known(asked, schemas, client)
+    if isinstance(request, ChatRequest):
+        texts = [_messages(request)]
+    else:
+        texts = [_text(prompt) for prompt in request.prompts]
+    for after in texts:
+        try:
+            prompt = Prompt.from_xml(asked.prompt, cache.schema)
+            yield cache.prompt(replace(prompt, items=(*prompt.items, *after)))
+        except ValueError as error:
+            raise _refused("prompt", error) from error
+
+
+def _brought(xml: str, schemas: Schemas, client: str) -> PromptCache:
+    try:
+        return schemas.bring(xml, client)
+    except ValueError as error:
+        raise _refused("schema", error) from error
+
+
+def _known(asked: PromptCacheFields, schemas: Schemas, client: str) -> PromptCache:
+    try:
+        root = read_xml(asked.prompt, source="prompt")
+    except PMLError as error:
+        raise _refused("prompt", error) from error
+    name = root.attributes.get("schema")
+    if root.tag != "prompt" or name is None:
+        raise wrong("prompt_cache.prompt", 'must begin with <prompt schema="...">')
+    if (cache := schemas.find(name, client)) is None:
+        rule = f"is of the schema {shown(name)}, which is not known here; send it as 'prompt_cache.schema'"
+        raise wrong("prompt_cache.prompt", rule)
+    return cache
+
+
+def _refused(field: str, error: ValueError) -> APIError:
+    return wrong(f"prompt_cache.{field}", f"is refused: {shown(str(error), 300)}")
+
+
+def _messages(request: ChatRequest) -> list[NewText]:
+    """The messages of a chat, which come after the modules."""
+    if request.tools:
+        raise wrong("tools", "do not go with 'prompt_cache'; leave them out")
+    for number, message in enumerate(request.messages):
+        if message["role"] not in ROLES or message.keys() - {"role", "content"}:
+            rule = f"must have a role of {', '.join(ROLES)}, and only 'content' besides, to go with 'prompt_cache'"
+            raise wrong(f"messages[{number}]", rule)
+    if request.messages and request.messages[-1]["role"] != "user":
+        raise wrong("messages", "must end with a user's message, to go with 'prompt_cache'")
+    return [NewText(text=message["content"], role=message["role"], line=1) for message in request.messages]
+
+
+def _text(prompt: str | list[int]) -> list[NewText]:
+    """The prompt of a completion, which comes after the modules."""
+    if not isinstance(prompt, str):
+        raise wrong("prompt", "must be a text, or a list of texts, to go with 'prompt_cache'")
+    return [NewText(text=prompt, line=1)] if prompt else []
 
 
 def _of_chat(request: ChatRequest, tokenizer: Any | None) -> list[int]:

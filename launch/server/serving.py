@@ -12,14 +12,16 @@ from typing import Any
 
 from launch.inputs.generation import check_generation
 from launch.inputs.partitions import partitioner, settle
-from launch.inputs.policies import rank_policies
+from launch.inputs.policies import prompt_cache_options, rank_policies
 from launch.inputs.policy_file import load_files
+from launch.inputs.prompt_cache import read_schemas
 from launch.program.ending import end_with, say
 from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeRun
+from policies.prompt_cache.schemas import Schemas
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.model import loading
@@ -30,6 +32,7 @@ from runahead.model.shares import check_shares, load_model
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
 from runahead.report import package_version
+from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
@@ -39,6 +42,9 @@ from runahead.serving.scheduler import Scheduler, follow
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV caches of all rows and their activations may take."""
+
+STORE_SHARE = 0.25
+"""Most of the free memory that the store of encoded modules takes where its size is not given."""
 
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
@@ -61,7 +67,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     load_files(run.policy, ranks)
     policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
     partition = partitioner(run.partition, ranks)
-    front: list[tuple[socket.socket, Keys, Any]] = []
+    front: list[tuple[socket.socket, Keys, Any, Schemas | None]] = []
     ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
@@ -69,22 +75,27 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
-    engine = Engine(model, ranks, prefill=run.prefill, partition=partition, policies=policies, decode=run.decode)
+    store = _store(run, model, ranks)
+    engine = Engine(
+        model, ranks, prefill=run.prefill, partition=partition, policies=policies, decode=run.decode, store=store
+    )
+    if store is not None:
+        engine.check_reuse()
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
-    max_tokens = run.serve.max_tokens or min(ranks.gather(_tokens_that_fit(model, ranks), "the free memory"))
+    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store)
     if ranks.rank == 0:
-        [(bound, keys, tokenizer)] = front
-        _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer)
+        [(bound, keys, tokenizer, schemas)] = front
+        _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas)
     else:
         asked = threading.Event()
         with first_signal(asked.set):
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
 
 
-def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
-    """Make all that can fail before the weights are loaded: address, keys, config, tokenizer. Rank 0 calls it."""
+def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
+    """Make all that can fail before the weights are loaded: address, keys, tokenizer, schemas. Rank 0 calls it."""
     if run.serve.decode_ranks and mesh.num_stages == 1:
         raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
     keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
@@ -93,7 +104,11 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any]:
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
-    return bound, keys, tokenizer
+    schemas = None
+    if run.policy["name"] == "prompt_cache":
+        policy = prompt_cache_options(run.policy)
+        schemas = read_schemas(policy, tokenizer, config, max_tokens=run.serve.schema_tokens)
+    return bound, keys, tokenizer, schemas
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:
@@ -130,11 +145,39 @@ def _warm_up(engine: Engine) -> TimeEstimate:
     return estimate
 
 
-def _tokens_that_fit(model: Model, ranks: Ranks) -> int:
-    """Tokens whose keys, values and activations fit into this rank's free memory, all computed at once."""
-    free = free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
+def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
+    """The store of encoded modules with policy=prompt_cache. Its limits are the same on all ranks."""
+    if run.policy["name"] != "prompt_cache":
+        return None
+    host = min(ranks.gather(available_bytes() / ranks.local_size, "the free memory of hosts"))
+    device = min(ranks.gather(_free_bytes(ranks), "the free memory"))
+    most = {"host_bytes": int(STORE_SHARE * host), "device_bytes": int(STORE_SHARE * device)}
+    default = StoreLimits()
+    sizes = {name: min(getattr(default, name), size) for name, size in most.items()}
+    return SegmentStore(model, limits=StoreLimits(**(sizes | prompt_cache_options(run.policy).limits)))
+
+
+def _free_bytes(ranks: Ranks) -> float:
+    """Free memory of the device that computes, for one rank."""
+    return free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
+
+
+def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None) -> int:
+    """Tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
+
+    Raises:
+        ValueError: there is no room beside the store.
+    """
+    free, kept = _free_bytes(ranks), 0
+    if store is not None:
+        kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
-    return int(MEMORY_SHARE * free / (kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)))
+    per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
+    num_tokens = min(ranks.gather(int((MEMORY_SHARE * free - kept) / per_token), "the free memory"))
+    if store is not None and num_tokens < 1:
+        tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"
+        raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")
+    return num_tokens
 
 
 def _serve_clients(
@@ -145,6 +188,7 @@ def _serve_clients(
     bound: socket.socket,
     keys: Keys,
     tokenizer: Any,
+    schemas: Schemas | None,
 ) -> None:
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
@@ -167,6 +211,7 @@ def _serve_clients(
         options=options,
         defaults=run.generation,
         keys=keys,
+        schemas=schemas,
     )
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):

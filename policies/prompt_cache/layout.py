@@ -48,6 +48,11 @@ class ModuleLayout:
         """Positions of the tokens whose keys and values are stored: all but those of its slots."""
         return self.tokens.keys() - chain(*self.slots.values())
 
+    @property
+    def num_stored(self) -> int:
+        """Number of `stored`."""
+        return len(self.tokens) - sum(map(len, self.slots.values()))
+
 
 class Layout:
     """Tokens and positions of a schema.
@@ -59,16 +64,19 @@ class Layout:
         schema: schema that prompts are checked against.
         text: tokenizer and chat template of the model.
         max_positions: number of positions of the model; None: no limit.
+        max_tokens: most tokens of all modules; None: no limit.
         sinks: number of first tokens that all modules attend to while they are encoded.
 
     Raises:
-        PMLError: a module exceeds the model's positions, a chat tag does not fit the model's chat template, or the
-            schema does not begin with `sinks` tokens outside of modules.
+        PMLError: a module exceeds the model's positions, there are too many tokens, a chat tag does not fit the model's
+            chat template, or the schema does not begin with `sinks` tokens outside of modules.
     """
 
-    def __init__(self, schema: Schema, text: ModelText, *, max_positions: int | None, sinks: int) -> None:
+    def __init__(
+        self, schema: Schema, text: ModelText, *, max_positions: int | None, sinks: int, max_tokens: int | None = None
+    ) -> None:
         self.schema, self.max_positions, self.sinks = schema, max_positions, sinks
-        self.modules = _Walk(schema, text, max_positions).modules
+        self.modules = _Walk(schema, text, max_positions, max_tokens).modules
         self._segments: dict[tuple[str, ...], Segment] = {}
         if sinks and self._sink_tokens is None:
             raise schema.error(
@@ -82,6 +90,13 @@ class Layout:
     @property
     def num_positions(self) -> int:
         return max((module.end for module in self.modules), default=0)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all modules and scaffolds, which is what may be encoded of the schema."""
+        alone = {module.name: len(module.tokens) for module in self.modules}
+        together = sum(alone[name] for names in self.scaffolds for name in self.scaffold_modules(names))
+        return sum(alone.values()) + together
 
     @property
     def scaffolds(self) -> list[tuple[str, ...]]:
@@ -137,8 +152,9 @@ class Layout:
 class _Walk:
     """Assigns positions to `modules` by walking through a schema once."""
 
-    def __init__(self, schema: Schema, text: ModelText, max_positions: int | None) -> None:
+    def __init__(self, schema: Schema, text: ModelText, max_positions: int | None, max_tokens: int | None) -> None:
         self._schema, self._text, self._max_positions = schema, text, max_positions
+        self._max_tokens, self._num_tokens = max_tokens, 0
         self._at = 0
         self._num_unions = 0
         outside = ModuleLayout(name=OUTSIDE)
@@ -196,6 +212,10 @@ class _Walk:
         own.end = self._at
 
     def _add(self, ids: list[int], owner: ModuleLayout, line: int | None = None) -> None:
+        self._num_tokens += len(ids)
+        if self._max_tokens is not None and self._num_tokens > self._max_tokens:
+            rule = f"has more than {self._max_tokens:,} tokens in all modules; shorten it"
+            raise self._schema.error(owner.line if line is None else line, "schema", rule)
         owner.tokens.update(enumerate(ids, self._at))
         self._at += len(ids)
         if self._max_positions is not None and self._at > self._max_positions:

@@ -140,7 +140,7 @@ class Placement:
         chosen: list[tuple[Segment, set[int]]] = []
 
         def size(names: tuple[str, ...]) -> int:
-            return sum(len(layout.by_name[name].stored) for name in names)
+            return sum(layout.by_name[name].num_stored for name in names)
 
         scaffolds = sorted(layout.scaffolds, key=size, reverse=True)
         for group in [*map(layout.scaffold_modules, scaffolds), *((name,) for name in self._arguments)]:

@@ -16,6 +16,9 @@ from pathlib import Path
 from policies.prompt_cache.schema import ROLES, Schema
 from policies.prompt_cache.xml_reader import Element, read_xml, read_xml_file, shown
 
+SOME_NAMES = 1000
+"""Modules that are compared with an unknown name, which takes up to a millisecond each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
@@ -117,7 +120,7 @@ class _PromptReader:
         name = element.tag
         places = self._schema.places
         if name not in places:
-            near = difflib.get_close_matches(name, places, n=1)
+            near = difflib.get_close_matches(name, list(places)[:SOME_NAMES], n=1)
             hint = f"did you mean <{near[0]}/>?" if near else f"it has {shown(', '.join(places)) or 'none'}"
             raise element.error(f"schema {self._schema.name} has no such module; {hint}")
         if name in self._imported:

@@ -23,7 +23,7 @@ class PromptCacheOptions:
     """Prompts reuse the keys and values of a schema's modules. See docs/prompt_cache.md.
 
     Attributes:
-        schema: XML file with the modules.
+        schema: XML file with the modules; launch/serve.py takes a list of such files, or none.
         store: folder in which encoded modules stay; null keeps them in memory alone.
         link_tokens: first tokens of every run of reused ones that are computed again in context.
         sinks: first tokens of the schema that all modules see while they are encoded.
@@ -32,10 +32,10 @@ class PromptCacheOptions:
         disk_bytes: size of the store.
 
     Raises:
-        ValueError: no schema, or no size.
+        ValueError: no file, no size, or a negative number.
     """
 
-    schema: str | None = None
+    schema: Any = None
     store: str | None = None
     link_tokens: int = LINK_TOKENS
     sinks: int = 0
@@ -44,10 +44,19 @@ class PromptCacheOptions:
     disk_bytes: Any = None
 
     def __post_init__(self) -> None:
-        if not self.schema:
-            raise ValueError("policy=prompt_cache needs policy.schema=<xml file>")
+        if not all(isinstance(path, str) and path for path in self.schemas):
+            raise ValueError(f"policy.schema={self.schema} is no XML file; name one, or [one,another] for a server")
+        for name in ("link_tokens", "sinks"):
+            check_not_negative(name, getattr(self, name))
         for name, size in self.limits.items():
             setattr(self, name, 0 if size == 0 else num_bytes(size, f"policy.{name}"))
+
+    @property
+    def schemas(self) -> list[Any]:
+        """The files of `schema`."""
+        if self.schema is None:
+            return []
+        return self.schema if isinstance(self.schema, list) else [self.schema]
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -64,6 +73,7 @@ class PromptCache:
         max_positions: number of positions of the model; None: no limit.
         link_tokens: number of first tokens of every run of reused tokens that are computed again in context.
         sinks: number of first tokens of the schema that all modules attend to while they are encoded.
+        max_tokens: most tokens of all modules; None: no limit.
 
     Raises:
         PMLError: the schema does not fit the model.
@@ -78,13 +88,13 @@ class PromptCache:
         max_positions: int | None = None,
         link_tokens: int = LINK_TOKENS,
         sinks: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         for name, value in (("link_tokens", link_tokens), ("sinks", sinks)):
-            if value < 0:
-                raise ValueError(f"policy.{name}={value} must not be negative; 0 is none")
+            check_not_negative(name, value)
         self.schema, self.link_tokens = schema, link_tokens
         self._text = ModelText(tokenizer)
-        self.layout = Layout(schema, self._text, max_positions=max_positions, sinks=sinks)
+        self.layout = Layout(schema, self._text, max_positions=max_positions, sinks=sinks, max_tokens=max_tokens)
 
     @property
     def segments(self) -> list[Segment]:
@@ -107,3 +117,9 @@ class PromptCache:
         if source.schema != self.schema.name:
             raise PMLError(source.source, source.line, "prompt", f"is of {source.schema}, not of {self.schema.name}")
         return Placement(source, self.layout, self._text).place(self.link_tokens)
+
+
+def check_not_negative(name: str, value: int) -> None:
+    """Check an option that is a number of tokens. Raises: ValueError."""
+    if value < 0:
+        raise ValueError(f"policy.{name}={value} must not be negative; 0 is none")

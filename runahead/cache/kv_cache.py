@@ -172,5 +172,8 @@ class KVCache(KVStore):
 class SlabRow(KVStore):
     """One row of a KV cache, without its padding. The slabs are freed once all rows of the cache are gone."""
 
+    layers: list[SlabLayer]
+
     def __init__(self, cache: KVCache, row: int, pad: int) -> None:
+        self.device = cache.device
         self.layers = [SlabLayer(slab=layer.slab.row(row, pad)) for layer in cache.layers]

@@ -23,15 +23,28 @@ class RowsCache(KVStore):
     tokens that the row stores. Attention goes row by row, so it gives what each row would give alone.
 
     Args:
-        rows: caches of one row each, whose tokens are at the positions 0, 1, 2 and so on.
+        rows: caches of one row each, without padding.
+        pads: padding of each row.
     """
 
-    def __init__(self, rows: Sequence[KVStore]) -> None:
+    def __init__(self, rows: Sequence[KVStore], pads: Sequence[int]) -> None:
+        self._rows, self._pads = list(rows), list(pads)
         split = _SplitTokens()
         # No layer refers to this cache: a cycle would keep the rows that left until the garbage collector comes.
         self.layers = [
             RowsLayer(rows=list(layers), split=split) for layers in zip(*(row.layers for row in rows), strict=True)
         ]
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        own = [row.positions_BC(index_C - pad) for row, pad in zip(self._rows, self._pads, strict=True)]
+        if all(positions_1C is None for positions_1C in own):
+            return None
+        return torch.cat(
+            [
+                (index_C - pad)[None] if positions_1C is None else positions_1C
+                for positions_1C, pad in zip(own, self._pads, strict=True)
+            ]
+        )
 
 
 class _SplitTokens:

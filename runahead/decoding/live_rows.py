@@ -37,7 +37,7 @@ class _Live:
 
     Attributes:
         cache: of this row alone.
-        num_tokens: tokens that it stores.
+        num_tokens: tokens that the cache stores.
     """
 
     id: RowId
@@ -76,7 +76,7 @@ class LiveRows:
         return sum(each.cache.num_bytes for each in self._live.values())
 
     def join(
-        self, ids: Sequence[RowId], rows: Sequence[Row], logits_BV: Tensor, cache: KVStore, pads: Sequence[int]
+        self, ids: Sequence[RowId], rows: Sequence[Row], logits_BV: Tensor, cache: KVStore, lengths: Sequence[int]
     ) -> list[NewToken]:
         """Choose the first tokens of a prompt batch. Rows that do not end with them join.
 
@@ -84,13 +84,13 @@ class LiveRows:
             ids: names of the rows.
             rows: without new tokens.
             logits_BV: of the prompts' last tokens.
-            cache: of the prompts.
-            pads: left padding per row.
+            cache: of the prompts, padded on the left to the longest.
+            lengths: tokens of each row that the cache stores; reused ones are not in it.
         """
-        caches = cache.for_decoding().split(pads)
+        caches = cache.for_decoding().split([max(lengths) - length for length in lengths])
         joining = [
-            _Live(id=id, row=row, cache=each, num_tokens=len(row.prompt))
-            for id, row, each in zip(ids, rows, caches, strict=True)
+            _Live(id=id, row=row, cache=each, num_tokens=length)
+            for id, row, each, length in zip(ids, rows, caches, lengths, strict=True)
         ]
         self._live |= {each.id: each for each in joining}
         self._groups = None
@@ -139,6 +139,6 @@ class LiveRows:
     def _forward(self, rows: Sequence[_Live]) -> Forward:
         longest = max(each.num_tokens for each in rows)  # all rows grow by a token per step, so pads stay as they are
         pads = [longest - each.num_tokens for each in rows]
-        cache = rows[0].cache if self._policies else RowsCache([each.cache for each in rows])
+        cache = rows[0].cache if self._policies else RowsCache([each.cache for each in rows], pads)
         policies, prompt_tokens = self._policies.while_decoding, len(rows[0].row.prompt)
         return forward_over(self._model, cache, policies, pads=pads, prompt_tokens=prompt_tokens)

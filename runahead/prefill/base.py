@@ -67,6 +67,9 @@ class Meanwhile(Protocol):
             PrefillCancelled: the rest is not to be computed.
         """
 
+    def after_segment_layer(self) -> None:
+        """Called after each layer of a segment that is encoded, which is computed to its end."""
+
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
         """Called before a rank waits for keys and values; may return before they have arrived.
 
@@ -139,6 +142,7 @@ class Prefilled:
         cache: KV cache of the prompt, on the ranks that decode.
         is_cancelled: it was not computed to its end; there are no logits and no cache.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
+        encoded: content keys of the reused segments that this rank encoded for it, as they were not stored.
     """
 
     report: RankReport
@@ -146,6 +150,7 @@ class Prefilled:
     cache: KVStore | None = None
     is_cancelled: bool = False
     spans: list[Span] = field(default_factory=list)
+    encoded: set[str] = field(default_factory=set)
 
 
 class Prefill(ABC):

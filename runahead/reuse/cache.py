@@ -12,7 +12,7 @@ first, which costs less than merging one output per part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,7 @@ from runahead.attention.causal import nothing
 from runahead.attention.merging import FEW_QUERIES, Index, MergedParts
 from runahead.attention.partial import AttentionTerms, attend, attend_at
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import KVCache, SlabLayer
+from runahead.cache.kv_cache import KVCache, SlabLayer, SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
@@ -33,11 +33,11 @@ class ReusedCache(KVStore):
     """KV cache of new tokens and of the segments that their prompts reuse.
 
     Args:
-        own: slabs of the new tokens, by their index in the padded batch.
+        own: slabs of the new tokens, by their index in the padded batch; or those of one row.
         reused: reused parts, and the positions of the new tokens.
     """
 
-    def __init__(self, own: KVCache, reused: ReusedKV) -> None:
+    def __init__(self, own: KVCache | SlabRow, reused: ReusedKV) -> None:
         self.own, self.reused = own, reused
         views = _Views(reused, own.device)
         # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
@@ -54,6 +54,10 @@ class ReusedCache(KVStore):
     def for_decoding(self) -> ReusedCache:
         """The same cache with reused parts concatenated if that saves time; see `ReusedKV.joined`."""
         return ReusedCache(self.own, self.reused.joined())
+
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        assert isinstance(self.own, KVCache), "a row of a batch"
+        return [ReusedCache(SlabRow(self.own, row, pad), self.reused.row(row, pad)) for row, pad in enumerate(pads)]
 
 
 @dataclass(frozen=True, kw_only=True)

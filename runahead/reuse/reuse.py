@@ -10,14 +10,14 @@ prompts of a batch that use them; for decoding they are concatenated.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from policies.base import ReusingPrompt, Segment
+from policies.base import GivenPrompt, ReusingPrompt, Segment
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -36,18 +36,26 @@ class Reuse:
     Args:
         prompts: prompts of the batch, some of which may reuse nothing.
         store: where segments are kept.
+        after_layer: called after each layer of a segment that is encoded.
 
     Raises:
         ValueError: the keys and values of this model cannot be reused.
     """
 
     def __init__(
-        self, prompts: Sequence[list[int] | ReusingPrompt], store: SegmentStore, model: Model, ranks: Ranks
+        self,
+        prompts: Sequence[GivenPrompt],
+        store: SegmentStore,
+        model: Model,
+        ranks: Ranks,
+        after_layer: Callable[[], None] = nothing,
     ) -> None:
         check_reuse(model)
         self.prompts, self.store = [as_reusing(prompt) for prompt in prompts], store
         self.model, self.ranks = model, ranks
         self.report = ReuseReport()
+        self.encoded: set[str] = set()
+        self._after_layer = after_layer
         self._held: dict[str, SegmentKV] = {}
 
     @property
@@ -56,15 +64,21 @@ class Reuse:
         found = {use.segment.content_key: use.segment for prompt in self.prompts for use in prompt.uses}
         return list(found.values())
 
-    def encode_missing(self) -> None:
-        """Encode the segments that are in no tier of the store. All ranks call it.
+    def encode_missing(self, *, in_stage: bool = False) -> None:
+        """Encode the segments that are in no tier of the store; `encoded` are those of this rank. All ranks call it.
+
+        Args:
+            in_stage: the ranks of this stage call it, and encode what they lack.
 
         Raises:
             ValueError: as `encode_segment`.
             OSError: the disk tier cannot be written.
         """
         began_s = time.perf_counter()
-        encoded, self._held = encode_missing(self.segments, self.store, self.model, self.ranks)
+        encoded, self._held = encode_missing(
+            self.segments, self.store, self.model, self.ranks, in_stage=in_stage, after_layer=self._after_layer
+        )
+        self.encoded = {segment.content_key for segment in encoded}
         self.report.encoded_tokens = sum(len(segment.ids) for segment in encoded)
         self.report.encode_s = time.perf_counter() - began_s if encoded else 0.0
 
@@ -81,7 +95,8 @@ class Reuse:
             key = segment.content_key
             found = all_found[key]
             if key in lost:  # also on a rank that has it, since a stage encodes together
-                kvs[key] = encode_segment(self.model, segment, self.ranks)
+                kvs[key] = encode_segment(self.model, segment, self.ranks, self._after_layer)
+                self.encoded.add(key)
             elif found is not None:
                 kvs[key] = found.kv
                 if found.is_mapped:
@@ -159,11 +174,14 @@ class _EncodingAttention(CausalAttention):
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
 
-def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -> SegmentKV:
+def encode_segment(
+    model: Model, segment: Segment, ranks: Ranks | None = None, after_layer: Callable[[], None] = nothing
+) -> SegmentKV:
     """Compute keys and values of the segment's stored tokens.
 
     Args:
         ranks: notified of this rank's progress.
+        after_layer: called after each layer but the last.
 
     Raises:
         ValueError: the model does not support reuse, the segment exceeds its positions, or memory is too small.
@@ -178,7 +196,12 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
         )
     cache = model.empty_cache(len(ids))
     at_positions = ReusedKV(parts=[], positions_BS=torch.tensor([positions]), ends=[positions[-1] + 1])
-    on_layer = nothing if ranks is None else ranks.progress
+
+    def on_layer() -> None:
+        if ranks is not None:
+            ranks.progress()
+        after_layer()
+
     attention = _EncodingAttention(ReusedCache(cache, at_positions), start=0, pads=[0], on_layer=on_layer)
     with suppress(PrefillEndsHere):
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
@@ -190,11 +213,18 @@ def encode_segment(model: Model, segment: Segment, ranks: Ranks | None = None) -
 
 
 def encode_missing(
-    segments: Sequence[Segment], store: SegmentStore, model: Model, ranks: Ranks
+    segments: Sequence[Segment],
+    store: SegmentStore,
+    model: Model,
+    ranks: Ranks,
+    *,
+    in_stage: bool = False,
+    after_layer: Callable[[], None] = nothing,
 ) -> tuple[list[Segment], dict[str, SegmentKV]]:
-    """Encode the segments that are in no tier of the store. All ranks call it.
+    """Encode the segments that are in no tier of the store. All ranks call it, or with `in_stage` those of a stage.
 
-    With a shared folder each stage encodes some of them. The ranks of a stage encode together, each its heads.
+    With a shared folder each stage encodes some of them, if all are asked. The ranks of a stage encode together,
+    each its heads.
 
     Returns:
         the segments that this rank encoded; keys and values of those for which no tier has room, by content key.
@@ -204,7 +234,8 @@ def encode_missing(
         OSError: the disk tier cannot be written.
     """
     missing = {segment.content_key for segment in segments if segment not in store}
-    anywhere = set().union(*ranks.gather(missing, "the segments that are to be encoded"))
+    gather = ranks.gather_in_stage if in_stage else ranks.gather
+    anywhere = set().union(*gather(missing, "the segments that are to be encoded"))
     longest_first = sorted(
         (segment for segment in segments if segment.content_key in anywhere), key=lambda each: -len(each.ids)
     )
@@ -217,13 +248,14 @@ def encode_missing(
         return any(ranks.gather_in_stage(lacks, "whether a segment is to be encoded"))
 
     def encode(segment: Segment) -> None:
-        kv = encode_segment(model, segment, ranks)
+        kv = encode_segment(model, segment, ranks, after_layer)
         store.put(segment, kv)
         encoded.append(segment)
         if segment not in store:
             held[segment.content_key] = kv
 
-    if ranks.num_stages > 1 and all(ranks.gather(store.shares_disk, "whether the store is shared")):
+    shares_work = not in_stage and ranks.num_stages > 1
+    if shares_work and all(ranks.gather(store.shares_disk, "whether the store is shared")):
         for segment in longest_first[ranks.stage :: ranks.num_stages]:
             if is_missing(segment):
                 encode(segment)
@@ -234,7 +266,7 @@ def encode_missing(
     return encoded, held
 
 
-def as_reusing(prompt: list[int] | ReusingPrompt) -> ReusingPrompt:
+def as_reusing(prompt: GivenPrompt) -> ReusingPrompt:
     """Token ids as a prompt that reuses nothing."""
     if isinstance(prompt, ReusingPrompt):
         return prompt

@@ -59,6 +59,11 @@ class ReusedKV:
         joined = [part for group in groups.values() for part in _joined(group)]
         return replace(self, parts=joined + [part for part in self.parts if part.is_mapped])
 
+    def row(self, row: int, pad: int) -> ReusedKV:
+        """What one row reuses, without its padding."""
+        parts = [replace(part, rows=(0,)) for part in self.parts if row in part.rows]
+        return ReusedKV(parts=parts, positions_BS=self.positions_BS[row : row + 1, pad:], ends=[self.ends[row]])
+
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         """Positions (B, C) of the tokens with these indices in the padded batch, generated ones too; on the host."""
         num_new = self.positions_BS.shape[1]

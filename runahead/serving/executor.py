@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
+from policies.base import ReusingPrompt, ids_of
 from runahead.context import ContextPartition
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows, NewToken
@@ -83,6 +85,7 @@ class Executor:
         # A layer's collectives need all ranks of a stage.
         self._stops = engine.model.shares is None
         self._under_way: list[Prefill] = []  # the prefills on the stack
+        self._encodes = False  # the last of them is encoding a segment
         # A GPU is behind the calls that queue its work, so there the host knows of no layer that it is computed.
         self._tells_progress = self._ranks.share == 0 and self._ranks.accelerator is None
         self._told_s = 0.0
@@ -153,14 +156,20 @@ class Executor:
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
             rows = [
-                Row(self._engine.model, prompt, options, seed=options.seed)
+                Row(self._engine.model, ids_of(prompt), options, seed=options.seed)
                 for prompt, options in zip(item.prompts, item.options, strict=True)
             ]
             ids = [(item.number, row) for row in range(len(rows))]
-            pads = [partition.num_tokens - len(prompt) for prompt in item.prompts]
+            lengths = list(map(len, item.prompts))
             if was_idle and not self.live:
                 self._stepped_s = time.monotonic()
-            self._tell(self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, pads))
+            new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths)
+            cached = {
+                id: sum(use.num_tokens for use in prompt.uses if use.segment.content_key not in prefilled.encoded)
+                for id, prompt in zip(ids, item.prompts, strict=True)
+                if isinstance(prompt, ReusingPrompt)
+            }
+            self._tell(new, cached=cached)
         report = prefilled.report
         if self._leads and prefilled.is_cancelled:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
@@ -209,15 +218,29 @@ class Executor:
         self._ranks.progress()
         self._tell(new, self._step_s)
 
-    def _tell(self, new: Sequence[NewToken], step_s: float | None = None) -> None:
+    def _tell(
+        self, new: Sequence[NewToken], step_s: float | None = None, cached: Mapping[RowId, int] = MappingProxyType({})
+    ) -> None:
         if self._leads and new:
             ended = {each.row: each.ended for each in new if each.ended is not None}
-            self._report(Tokens(tokens={each.row: each.token for each in new}, ended=ended, step_s=step_s))
+            tokens = {each.row: each.token for each in new}
+            self._report(Tokens(tokens=tokens, ended=ended, step_s=step_s, cached=dict(cached)))
 
     # Inside a prefill: `Meanwhile`.
 
     def after_layer(self, done: int, of: int) -> None:
         self._tell_progress(done, of)
+        self._look_aside()
+        if self._stops and self._inbox.is_stopped(self._under_way[-1].number):
+            raise PrefillCancelled
+
+    def after_segment_layer(self) -> None:
+        self._encodes = True
+        self._look_aside()
+        self._encodes = False
+
+    def _look_aside(self) -> None:
+        """Do what is due or can be done aside."""
 
         def choice() -> Choice:
             if self._has_aside():
@@ -226,8 +249,6 @@ class Executor:
 
         if self._interrupts:
             self._do(self._decide(choice))
-        if self._stops and self._inbox.is_stopped(self._under_way[-1].number):
-            raise PrefillCancelled
 
     def until(self, arrived: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
         if not self._interrupts:
@@ -264,7 +285,8 @@ class Executor:
 
     @property
     def _takes_shorts(self) -> bool:
-        return len(self._under_way) == 1  # a short prompt is not interrupted by another one
+        # A short prompt is not interrupted by another one, and none encodes the segment that is being encoded again.
+        return len(self._under_way) == 1 and not self._encodes
 
     def _has_aside(self, block_s: float = 0.0) -> bool:
         return self._inbox.has_aside(block_s, shorts=self._takes_shorts)

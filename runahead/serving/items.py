@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
 from runahead.decoding.live_rows import RowId
 from runahead.report import RankReport
@@ -21,18 +23,23 @@ class Prefill:
 
     Attributes:
         number: of the item; unique.
-        prompts, options: of each row.
-        boundaries: of the stages' chunks, in tokens of the longest prompt.
+        prompts, options: of each row. A prompt that reuses segments has them encoded where they are not stored.
+        boundaries: of the stages' chunks, in tokens of the longest prompt that are computed.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         record_timeline: ranks report from inside it, and when they were in which layer.
     """
 
     number: int
-    prompts: list[list[int]]
+    prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
     boundaries: tuple[int, ...]
     is_short: bool = False
     record_timeline: bool = True
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a prompt reuses segments."""
+        return any(isinstance(prompt, ReusingPrompt) for prompt in self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,7 @@ class Generate:
     """Generate from these prompts on all ranks to the end, as `Engine.generate` does, for sharded decoding."""
 
     number: int
-    prompts: list[list[int]]
+    prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
 
 
@@ -77,11 +84,13 @@ class Tokens:
 
     Attributes:
         step_s: seconds of a decoding step; None for first tokens, and where several ranks decode.
+        cached: with first tokens, tokens of prompts whose keys and values were in the store of segments.
     """
 
     tokens: dict[RowId, int]
     ended: dict[RowId, str] = field(default_factory=dict)
     step_s: float | None = None
+    cached: dict[RowId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

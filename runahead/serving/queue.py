@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
@@ -16,6 +18,9 @@ from runahead.serving.request import Request
 
 SIMILAR = 0.75
 """Least ratio of the lengths of prompts that are computed at once: the shorter ones are padded."""
+
+MOST_KEYS = 1 << 16
+"""Segments that are remembered as encoded, for predictions: the last ones."""
 
 SLACK = 3.0
 """A prefill is due within this many times its seconds. So short ones go first, and no request waits for ever."""
@@ -71,6 +76,11 @@ class Batch:
         """Tokens for which the rows have memory, until the last of them has ended."""
         return num_tokens_of(self.item.prompts, self.item.options)
 
+    @property
+    def reuses(self) -> bool:
+        """Whether some of its tokens are not computed, so that its times say nothing of other prompts."""
+        return isinstance(self.item, Prefill) and self.item.reuses
+
 
 class RequestQueue:
     """Requests that wait, and those that are answered.
@@ -86,6 +96,7 @@ class RequestQueue:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
+        self._encoded: OrderedDict[str, None] = OrderedDict()
 
     @property
     def num_rows(self) -> int:
@@ -94,7 +105,7 @@ class RequestQueue:
 
     # Which requests are taken.
 
-    def check(self, prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> None:
+    def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
         """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
         num_new = max(each.max_new_tokens for each in options)
         check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
@@ -105,13 +116,13 @@ class RequestQueue:
                 f"server has memory for, which is {limit:,}"
             )
 
-    def fitting(self, prompts: Sequence[list[int]], wanted: int) -> int:
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int) -> int:
         """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
         longest, bounds = max(map(len, prompts)), [wanted]
         if self._prompt_limits.max_positions is not None and not self._engine.policies:
-            bounds.append(self._prompt_limits.max_positions - longest)
+            bounds.append(self._prompt_limits.max_positions - max(map(_end, prompts)))
         if self._limits.max_tokens is not None:
-            bounds.append(self._limits.max_tokens // len(prompts) - longest)
+            bounds.append((self._limits.max_tokens - _num_held(prompts)) // len(prompts) - longest)
         threshold = self._prompt_limits.length_threshold
         if threshold is not None:  # which no answer may cross
             bounds += [threshold - len(ids) + 1 for ids in prompts if len(ids) <= threshold]
@@ -157,7 +168,7 @@ class RequestQueue:
 
     def prefill_s(self, requests: Sequence[Request]) -> float:
         """Predicted seconds of a prefill."""
-        return self.times(is_short=self.is_short(requests)).seconds(_lengths(requests))
+        return self.times(is_short=self.is_short(requests)).seconds(self._lengths(requests))
 
     def is_short(self, requests: Sequence[Request]) -> bool:
         """Whether the last stage computes these prompts alone: soon enough for the rows that it decodes, or sooner than
@@ -168,13 +179,27 @@ class RequestQueue:
         """
         if self._limits.decode_ranks or not self._engine.takes_stage_alone or self._engine.may_shard:
             return False
-        lengths, chain = _lengths(requests), self._estimate.chain
+        lengths, chain = self._lengths(requests), self._estimate.chain
         in_chain_s = chain.seconds(lengths) if self._has_chain and max(lengths) <= chain.longest else 0.0
         return self._estimate.alone.seconds(lengths) <= max(self._limits.itl_s, in_chain_s)
 
     @property
     def _has_chain(self) -> bool:
         return self._engine.ranks.num_stages > 1 and self._engine.prefill.name is not PrefillName.single
+
+    def note_encoded(self, prompts: Sequence[GivenPrompt]) -> None:
+        """From now on the segments of these prompts count as encoded."""
+        for key in _segments(prompts):
+            self._encoded[key] = None
+            self._encoded.move_to_end(key)
+        while len(self._encoded) > MOST_KEYS:
+            self._encoded.popitem(last=False)
+
+    def _lengths(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens to compute: of each row, and of each segment that no prompt has used before."""
+        prompts, _ = rows_of(requests)
+        new = [length for key, length in _segments(prompts).items() if key not in self._encoded]
+        return [*map(len, prompts), *new]
 
     def by_deadline(self) -> list[Request]:
         """The requests that wait, that which is due first in front."""
@@ -230,16 +255,28 @@ class RequestQueue:
         return not (self.num_rows + len(prompts) > self._limits.batch or is_over) or not (self.batches or requests[1:])
 
 
-def rows_of(requests: Sequence[Request]) -> tuple[list[list[int]], list[GenerationOptions]]:
+def rows_of(requests: Sequence[Request]) -> tuple[list[GivenPrompt], list[GenerationOptions]]:
     """Prompts and options of all rows."""
     prompts = [ids for request in requests for ids in request.prompts]
     return prompts, [each for request in requests for each in request.options]
 
 
-def num_tokens_of(prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> int:
-    """Tokens for which rows need memory that are computed at once."""
-    return len(prompts) * (max(map(len, prompts)) + max(each.max_new_tokens for each in options))
+def num_tokens_of(prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> int:
+    """Tokens for which rows need memory that are computed at once, with the segments that they reuse."""
+    return len(prompts) * (max(map(len, prompts)) + max(each.max_new_tokens for each in options)) + _num_held(prompts)
 
 
-def _lengths(requests: Sequence[Request]) -> list[int]:
-    return [len(ids) for request in requests for ids in request.prompts]
+def _num_held(prompts: Sequence[GivenPrompt]) -> int:
+    """Tokens for which segments need memory: prompts keep them, also once the store has evicted them."""
+    return sum(prompt.num_held for prompt in prompts if isinstance(prompt, ReusingPrompt))
+
+
+def _end(prompt: GivenPrompt) -> int:
+    """Position of the first token that is generated."""
+    return prompt.end if isinstance(prompt, ReusingPrompt) else len(prompt)
+
+
+def _segments(prompts: Sequence[GivenPrompt]) -> dict[str, int]:
+    """Tokens of the segments that prompts reuse, by content key."""
+    uses = [use for prompt in prompts if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
+    return {use.segment.content_key: len(use.segment.ids) for use in uses}

@@ -1,4 +1,4 @@
-"""A request as the scheduler knows it: rows of token ids with options, and who listens to its tokens."""
+"""A request as the scheduler knows it: rows of prompts with options, and who listens to its tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
 
 
@@ -31,7 +32,7 @@ class Request:
     """One request: rows that are generated at once.
 
     Attributes:
-        prompts: token ids of each row.
+        prompts: of each row.
         options: options of each row.
         listener: who receives the tokens.
         client: whose request it is, for the limit of requests per client.
@@ -39,9 +40,10 @@ class Request:
         arrived_s: `time.monotonic` of its arrival.
         rows_left: rows that have not ended; written by the scheduler.
         predicted_ttft_s: seconds from its arrival to its first token, as predicted when it was queued.
+        cached_tokens: of each row's prompt, tokens that were not computed for this request; written by the scheduler.
     """
 
-    prompts: list[list[int]]
+    prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
     listener: Listener
     client: str = ""
@@ -49,13 +51,14 @@ class Request:
     arrived_s: float = field(default_factory=time.monotonic)
     rows_left: int = field(init=False)
     predicted_ttft_s: float = field(init=False, default=0.0)
+    cached_tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows_left = len(self.prompts)
+        self.rows_left, self.cached_tokens = len(self.prompts), [0] * len(self.prompts)
 
     @property
     def longest(self) -> int:
-        """Length of the longest row in tokens."""
+        """Length of the longest row in tokens that are computed."""
         return max(map(len, self.prompts))
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
+from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
 from runahead.context import ContextPartition
 from runahead.engine import Engine
@@ -115,11 +116,11 @@ class Scheduler:
             return self._failure
         return "the server is shutting down" if self._draining else None
 
-    def check(self, prompts: Sequence[list[int]], options: Sequence[GenerationOptions]) -> None:
+    def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
         """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
         self._queue.check(prompts, options)
 
-    def fitting(self, prompts: Sequence[list[int]], wanted: int) -> int:
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int) -> int:
         """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
         return self._queue.fitting(prompts, wanted)
 
@@ -286,6 +287,7 @@ class Scheduler:
                 item=item, owners=some, predicted_s=predicted_s, is_short=is_short, is_alone=not queue.batches
             )
             queue.batches[number] = self._unread[number] = batch
+            queue.note_encoded(prompts)
             self._tell(item)
 
     def _partition(self, num_tokens: int, *, is_short: bool) -> ContextPartition:
@@ -315,6 +317,8 @@ class Scheduler:
     def _hear_tokens(self, batch: Batch, report: Tokens) -> None:
         number, told = batch.item.number, dict[Request, list[int | None]]()
         for row, (request, index) in enumerate(batch.owners):
+            if (cached := report.cached.get((number, row))) is not None:
+                request.cached_tokens[index] = cached
             if (token := report.tokens.get((number, row))) is not None:
                 told.setdefault(request, [None] * len(request.prompts))[index] = token
                 batch.new_tokens[row] += 1
@@ -363,8 +367,9 @@ class Scheduler:
             self._last_recorded = PrefillState.of(batch)
         # The rank with the first token ends last, but what it decoded in its waits does not count.
         longest_s = max(each.prefill_s for each in batch.parts.values())
-        self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s)
-        is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
+        if not batch.reuses:
+            self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s)
+        is_alone = batch.is_alone and not batch.reuses and all(each.is_alone for each in batch.parts.values())
         if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
             parts, num_rows = batch.parts, len(batch.owners)
             seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}

@@ -17,6 +17,8 @@ from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
+from policies.prompt_cache.schemas import Schemas
+from policies.reuse import GivenPrompt, ReusingPrompt, ids_of
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore
 from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
@@ -93,7 +95,8 @@ class FakeEngine:
     """Answers every prompt with its own tokens, in reverse and over again.
 
     Attributes:
-        batches: prompts of each prefill.
+        batches: all tokens of the prompts of each prefill.
+        stored: content keys of the segments that prompts have reused.
         options: of all rows so far.
         steps: most tokens that a row of each prefill has made.
         when_prefilling: called when a prefill begins.
@@ -129,6 +132,7 @@ class FakeEngine:
         self.batches: list[list[list[int]]] = []
         self.options: list[GenerationOptions] = []
         self.steps: list[int] = []
+        self.stored: set[str] = set()
         self.when_prefilling: Callable[[], object] = lambda: None
         self.meanwhile: Any = None
         self.spans: list[Span] = []
@@ -143,13 +147,17 @@ class FakeEngine:
 
     def prefill_part(
         self,
-        prompts: list[list[int]],
+        given: Sequence[GivenPrompt],
         partition: ContextPartition,
         *,
         meanwhile: Any,
         record_timeline: bool,
         **_: object,
     ) -> Prefilled:
+        prompts = [ids_of(prompt) for prompt in given]
+        uses = [use for prompt in given if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
+        encoded = {use.segment.content_key for use in uses} - self.stored
+        self.stored |= encoded
         self.batches.append(prompts)
         self.meanwhile = meanwhile
         self.steps.append(0)
@@ -163,7 +171,8 @@ class FakeEngine:
         rows = [FakeRow(prompt, note) for prompt in prompts]
         report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
         spans = self.spans if record_timeline else []
-        return Prefilled(report=report, logits_BV=self.logits(rows), cache=FakeCache(rows), spans=spans)
+        logits_BV, cache = self.logits(rows), FakeCache(rows)
+        return Prefilled(report=report, logits_BV=logits_BV, cache=cache, encoded=encoded, spans=spans)
 
     def logits(self, rows: Sequence[FakeRow]) -> torch.Tensor:
         logits_BV = torch.zeros(len(rows), len(self.tokenizer))
@@ -180,7 +189,14 @@ class Served:
     """A running server: its address, engine, scheduler and API."""
 
     def __init__(
-        self, engine: Any, options: ServeOptions, limits: QueueLimits, keys: Keys, tokenizer: Any, seed: int
+        self,
+        engine: Any,
+        options: ServeOptions,
+        limits: QueueLimits,
+        keys: Keys,
+        tokenizer: Any,
+        seed: int,
+        schemas: Schemas | None = None,
     ) -> None:
         self.engine, self.options = engine, options
         self.scheduler = Scheduler(engine, limits)
@@ -200,6 +216,7 @@ class Served:
             options=options,
             defaults=GenerationOptions(max_new_tokens=16, seed=seed),
             keys=keys,
+            schemas=schemas,
         )
         bound = bound_socket("127.0.0.1", 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # which the system may not make larger
@@ -224,11 +241,20 @@ def serving(
     engine: Any = None,
     tokenizer: Any = None,
     seed: int = 0,
+    schemas: Schemas | None = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server in threads of this process, stopped after the block; with an engine that makes up tokens by default."""
     made = ServeOptions(log=False, port=0, **options)
-    served = Served(engine or FakeEngine(), made, limits or made, keys or Keys(), tokenizer or chat_tokenizer(), seed)
+    served = Served(
+        engine or FakeEngine(),
+        made,
+        limits or made,
+        keys or Keys(),
+        tokenizer or chat_tokenizer(),
+        seed,
+        schemas,
+    )
     served.http.start()
     served.thread.start()
     deadline = time.monotonic() + 20

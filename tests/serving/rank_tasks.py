@@ -12,9 +12,13 @@ from unittest import mock
 
 import torch
 
-from runahead import Engine, GenerationOptions, PrefillOptions
+from policies.reuse import GivenPrompt, Segment
+from runahead import Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
 from runahead.ranks.ranks import Ranks
+from runahead.reuse import reuse
+from runahead.reuse.segment import SegmentKV
+from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Choice, Executor
@@ -123,9 +127,10 @@ class Load:
         after: by request, the one after whose second token it comes; the others come at once.
         cancel: by request, the number of tokens after which it is cancelled; 0 is when its prefill begins.
         short: prompts up to this length are computed by one stage.
+        store_bytes: size of the store of reused segments; None is the default.
     """
 
-    prompts: list[list[int]]
+    prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
     limits: QueueLimits
     after: dict[int, int] = field(default_factory=dict)
@@ -136,12 +141,14 @@ class Load:
     decode: DecodeName = DecodeName.last
     num_shares: int = 1
     short: int = 0
+    store_bytes: int | None = None
 
 
 @dataclass(kw_only=True)
 class Served:
     """What rank 0 saw: tokens per request, what the listeners heard, items that were told, the state at the end; per
-    rank, bytes that stay in live rows, and decoding steps and prefills that were carried out inside a prefill."""
+    rank, bytes that stay in live rows, decoding steps and prefills that were carried out inside a prefill, and segments
+    that were encoded. `cached` are tokens per request that were found in the store."""
 
     tokens: list[list[int]] = field(default_factory=list)
     heard: list[list[str | int]] = field(default_factory=list)
@@ -149,6 +156,8 @@ class Served:
     state: ServerState | None = None
     left_bytes: int = 0
     inside: list[str] = field(default_factory=list)
+    encoded: list[str] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
 
 
 def serve(ranks: Ranks, load: Load) -> Served:
@@ -159,8 +168,16 @@ def serve(ranks: Ranks, load: Load) -> Served:
             model = shared_model(ranks, load.family, torch.float64, load.num_shares)
         else:
             model = tiny_model(load.family)
+        store = None
+        if load.store_bytes is not None:
+            store = SegmentStore(model, limits=StoreLimits(host_bytes=load.store_bytes))
         engine = Engine(
-            model, ranks, policies=load.policies, prefill=load.prefill, decode=DecodeOptions(name=load.decode)
+            model,
+            ranks,
+            policies=load.policies,
+            prefill=load.prefill,
+            decode=DecodeOptions(name=load.decode),
+            store=store,
         )
         with throughout(model.dtype):
             if ranks.rank == 0:
@@ -215,6 +232,7 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
     served.tokens = [each.rows[0] for each in kept]
     served.heard = [each.heard for each in kept]
     served.state = scheduler.state()
+    served.cached = [request.cached_tokens[0] for request in requests]
 
 
 def _drain_at_the_end(scheduler: Scheduler, listeners: list[Kept]) -> None:
@@ -226,7 +244,7 @@ def _drain_at_the_end(scheduler: Scheduler, listeners: list[Kept]) -> None:
 @contextmanager
 def noting(served: Served) -> Iterator[None]:
     """While it is open, what is done inside prefills on this rank is noted."""
-    run, do = Executor.run, Executor._do
+    run, do, encode = Executor.run, Executor._do, reuse.encode_segment
 
     def noted_run(self: Executor, wait: Any) -> None:
         run(self, wait)
@@ -237,5 +255,13 @@ def noting(served: Served) -> Iterator[None]:
             served.inside.append(choice.name)
         do(self, choice)
 
-    with mock.patch.object(Executor, "run", noted_run), mock.patch.object(Executor, "_do", noted_do):
+    def noted_encode(model: Model, segment: Segment, *rest: Any) -> SegmentKV:
+        served.encoded.append(segment.name)
+        return encode(model, segment, *rest)
+
+    with (
+        mock.patch.object(Executor, "run", noted_run),
+        mock.patch.object(Executor, "_do", noted_do),
+        mock.patch.object(reuse, "encode_segment", noted_encode),
+    ):
         yield

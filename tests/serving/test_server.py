@@ -123,7 +123,11 @@ def test_help_and_page_name_every_option():
         ("serve.decode_ranks=2", "serve.decode_ranks=2 must be 0, or 1 for a stage that only decodes"),
         (["serve.decode_ranks=1", "prefill=zigzag"], "prefill=zigzag does not go with serve.decode_ranks=1"),
         ("serve.drain_s=0", "serve.drain_s=0.0 must be a number of seconds above 0"),
-        ("policy=prompt_cache", "policy=prompt_cache is not served yet"),
+        ("serve.schema_tokens=-1", "serve.schema_tokens=-1 must not be negative"),
+        (["policy=prompt_cache", "decode=sharded"], "policy=prompt_cache needs decode=last in a server"),
+        (["policy=prompt_cache", "policy.store=x"], "a server keeps modules in memory"),
+        (["policy=prompt_cache", "prefill.chunk_tokens=64"], "prefill.chunk_tokens=64 does not go with policy=prompt_"),
+        (["policy=prompt_cache", "prefill=tsp"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(argument, message):
@@ -132,7 +136,7 @@ def test_wrong_options_are_refused_in_one_line(argument, message):
 
 
 def test_two_ranks_answer_stream_cancel_and_drain(model):
-    with job(*options(model)) as server:
+    with job(*options(model, "policy=prompt_cache")) as server:
         asked = {"prompt": TEXT, "max_tokens": 24}
         alone = server.post(asked).json()
         assert alone["usage"]["completion_tokens"] == 24
@@ -170,6 +174,13 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         state = server.client.get("/state").json()
         assert state["ranks"] == ["rank 0", "rank 1"] and state["prefill"] == "kv_runahead"
         assert [each["weights"] > 0 for each in state["memory"]] == [True, True]
+        schema = f'<schema name="s"><module name="a">{TEXT}</module><module name="b">the ice </module></schema>'
+        fields = {"prompt": '<prompt schema="s"><a/><b/></prompt>', "schema": schema}
+        body = {"prompt": "hello", "max_tokens": 9, "prompt_cache": fields}
+        first, second = server.post(body).json(), server.post(body).json()
+        assert first["choices"] == second["choices"]
+        found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second)]
+        assert found[0] == 0 < 40 < found[1] < second["usage"]["prompt_tokens"]
 
         too_long = server.post({"prompt": [5] * 3000})
         assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
@@ -249,8 +260,8 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
     page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     lines = page.replace("\\\n", " ").splitlines()
     commands = [line.strip() for line in lines if line.startswith("    curl ")]
-    assert len(commands) == 3
-    with job("model=smollm2") as server:
+    assert len(commands) == 4
+    with job("model=smollm2", "policy=prompt_cache", f"policy.schema={ROOT / 'examples/cities.xml'}") as server:
         for command in commands:
             run = subprocess.run(
                 command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
@@ -262,6 +273,10 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
             )
             if "-N" in command:
                 assert run.stdout.rstrip().endswith("data: [DONE]")
+            elif "prompt_cache" in command:
+                answer = json.loads(run.stdout)
+                assert answer["choices"][0]["message"]["content"]
+                assert answer["usage"]["prompt_tokens"] > 100
             elif "json_object" in command:
                 [choice] = json.loads(run.stdout)["choices"]
                 assert choice["text"].startswith("{")

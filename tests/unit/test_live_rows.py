@@ -48,8 +48,7 @@ class Decoding:
         prefilled = self.engine.prefill_part(prompts, whole, num_new=num_new)
         made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
         assert prefilled.cache is not None and prefilled.logits_BV is not None
-        pads = [whole.num_tokens - len(ids) for ids in prompts]
-        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, pads))
+        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))
         return prefilled
 
     def step(self, times: int) -> None:
