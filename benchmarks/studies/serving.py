@@ -90,6 +90,8 @@ class Outcome:
         events_s: seconds after its start at which events came.
         predicted_s: what the server predicted for the first of them; None if it did not.
         began_s: `time.perf_counter` of its start.
+        state: as the server last told it: "sent" (nothing yet), "waiting", "prefill" or "decoding".
+        reason: why there is no whole answer, in the server's words; "" if it gave none.
     """
 
     prompt_tokens: int
@@ -98,6 +100,8 @@ class Outcome:
     new_tokens: int = 0
     predicted_s: float | None = None
     began_s: float = field(default_factory=time.perf_counter)
+    state: str = "sent"
+    reason: str = ""
 
     @property
     def is_answered(self) -> bool:
@@ -114,9 +118,9 @@ class Outcome:
         return [b - a for a, b in pairwise(events) if any(begin < b and a < end for begin, end in spans)]
 
 
-async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Outcome:
-    """Stream one answer, over a connection of its own."""
-    outcome, parts = Outcome(len(ids)), urlsplit(url)
+async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcome: Outcome | None = None) -> Outcome:
+    """Stream one answer, over a connection of its own. A given outcome is filled in while the answer comes."""
+    outcome, parts = Outcome(len(ids)) if outcome is None else outcome, urlsplit(url)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"prompt": ids, "max_tokens": new_tokens, "ignore_eos": True, **usage}).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -132,15 +136,21 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None) -> Out
             async for line in reader:
                 if line.startswith(b"x-predicted-ttft: "):
                     outcome.predicted_s = float(line.split()[1])
+                elif line.startswith(b": "):  # a comment while there is no token
+                    outcome.state = line[2:].partition(b",")[0].strip().decode()
+                elif line.startswith(b'{"error"'):  # the body of a refusal
+                    outcome.reason = json.loads(line)["error"]["message"]
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
+                    outcome.reason = event["error"]["message"]
                     return outcome
                 if event.get("usage"):
                     outcome.new_tokens = event["usage"]["completion_tokens"]
                 elif event["choices"][0]["text"]:
                     outcome.events_s.append(time.perf_counter() - outcome.began_s)
+                    outcome.state = "decoding"
             outcome.status = status
         finally:
             writer.close()

@@ -19,6 +19,7 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
 
 STUDIES = (
+    "endurance",
     "infinigen_relations.__main__",
     "interpolation",
     "kvpress.__main__",

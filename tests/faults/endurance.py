@@ -4,7 +4,7 @@
 
 Options behind the flags go to launch/infer.py (model=...). Every prompt has to get its line, in order: an answer, or
 what is wrong with it. Answers have to be those of fresh runs, and no rank's memory may grow. Appends a JSON line to
-benchmarks/results/endurance.jsonl.
+benchmarks/results/prompt_endurance.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runahead.report import library_versions
 ROOT = Path(__file__).resolve().parents[2]
 INFER = ROOT / "launch" / "infer.py"
 TEXT = ROOT / "examples" / "frankenstein_letters.txt"
-RESULTS = ROOT / "benchmarks" / "results" / "endurance.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "prompt_endurance.jsonl"
 NUM_RANKS = 2
 
 INVALID_SHARE = 0.06
