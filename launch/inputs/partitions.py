@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol
 
 from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from launch.program.ending import say
 from launch.program.progress import Bar
 from partitioner.auto.partition import AutoPartition
 from partitioner.table.fingerprint import Fingerprint
-from partitioner.table.lookup_table import REMEDY, LookupTable, TableWarning
+from partitioner.table.lookup_table import REMEDY, LookupTable
 from runahead import context
 from runahead.config import PrefillOptions
 from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-
-T = TypeVar("T")
 
 
 class SplitsPrompts(Protocol):
@@ -35,11 +33,11 @@ class TablePartition:
     """Splits prompts by a lookup table, and prints each of its warnings once, on rank 0."""
 
     def __init__(self, table: LookupTable) -> None:
-        self.table = table
+        self.table = replace(table, tell=self._tell)
         self._said: set[str] = set()
 
     def __call__(self, num_tokens: int, num_ranks: int) -> context.ContextPartition:
-        return self._aloud(lambda: self.table.partition(num_tokens, num_ranks))
+        return self.table.partition(num_tokens, num_ranks)
 
     def check_fits(self, fingerprint: Fingerprint, *, force: bool) -> None:
         """Check that the table is for this model and device.
@@ -48,17 +46,12 @@ class TablePartition:
             ValueError: if it is not, unless `force` is set.
         """
         remedy = f"{REMEDY}, or use this one with partition.force=true"
-        self._aloud(lambda: self.table.check_fits(fingerprint, force=force, remedy=remedy))
+        self.table.check_fits(fingerprint, force=force, remedy=remedy)
 
-    def _aloud(self, call: Callable[[], T]) -> T:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", TableWarning)
-            result = call()
-        for sentence in dict.fromkeys(str(warning.message) for warning in caught):
-            if sentence not in self._said:
-                self._said.add(sentence)
-                say(f"warning: {sentence}")
-        return result
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            say(f"warning: {sentence}")
 
 
 class AutoChoice:

@@ -9,8 +9,8 @@ import math
 import os
 import warnings
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
 from partitioner.table.entry import Entry, from_shares, scaled
@@ -37,6 +37,11 @@ class TableWarning(UserWarning):
     """Warning that a table is used for something that it was not made for."""
 
 
+def warn(sentence: str) -> None:
+    """Give a `TableWarning`."""
+    warnings.warn(sentence, TableWarning, stacklevel=3)
+
+
 @dataclass
 class LookupTable:
     """Entries by length and number of ranks, at most one for each pair, in ascending order.
@@ -45,6 +50,8 @@ class LookupTable:
         fingerprint: the model, device and links that the entries are valid for.
         entries: in any order; they are sorted.
         source: name of the table in messages, with its file.
+        tell: receives a sentence where the table is used for something that it was not made for. `warnings` are not for
+            threads, so a server gives a function of its own.
 
     Raises:
         ValueError: two entries for one length and number of ranks.
@@ -53,6 +60,7 @@ class LookupTable:
     fingerprint: Fingerprint
     entries: list[Entry]
     source: str = "lookup table"
+    tell: Callable[[str], object] = field(default=warn, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.entries = sorted(self.entries, key=lambda entry: (entry.length, entry.ranks))
@@ -98,7 +106,7 @@ class LookupTable:
         problem = f"{self.source} is for {'; '.join(differences)}"
         if not force:
             raise ValueError(f"{problem}; {remedy}")
-        warnings.warn(f"{problem}; used nevertheless, its splits may be far from the best", TableWarning, stacklevel=2)
+        self.tell(f"{problem}; used nevertheless, its splits may be far from the best")
 
     def merge(self, other: LookupTable) -> LookupTable:
         """Merge the entries of both tables.
@@ -144,11 +152,9 @@ class LookupTable:
         if below is above:
             if below.length != length:
                 shortest_and_longest = f"{entries[0].length} to {entries[-1].length} tokens on {self._places(ranks)}"
-                warnings.warn(
+                self.tell(
                     f"{self.source} has splits for {shortest_and_longest}; a prompt of {length} tokens is split as one "
-                    f"of {below.length} is",
-                    TableWarning,
-                    stacklevel=2,
+                    f"of {below.length} is"
                 )
             return _clamped(below, length)
         return _between(below, above, length, ranks_alike=self.fingerprint.speeds == ())
@@ -187,10 +193,8 @@ class LookupTable:
         """Split a prompt over the best number of ranks; the others are idle, with empty chunks."""
         most = max(self.ranks(), default=num_ranks)
         if num_ranks > most:
-            warnings.warn(
-                f"{self.source} has splits for up to {self._places(most)}; {num_ranks - most} of {num_ranks} stay idle",
-                TableWarning,
-                stacklevel=2,
+            self.tell(
+                f"{self.source} has splits for up to {self._places(most)}; {num_ranks - most} of {num_ranks} stay idle"
             )
         best = self.lookup(num_tokens, self.best_ranks(num_tokens, num_ranks))
         return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (num_ranks - best.num_ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -51,7 +52,8 @@ class KVTransfer(ABC):
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.record = record
         self.log = TransferLog()
-        ranks.records.begin()
+        self._prefill = ranks.records.begin()
+        self._oldest = partial(ranks.records.oldest_outstanding, self._prefill)
 
     @classmethod
     def allocator(cls, ranks: Ranks, schedule: Schedule) -> Allocator | None:
@@ -100,6 +102,7 @@ class KVTransfer(ABC):
             start=message.start,
             end=message.end,
             num_bytes=self.part(message).nbytes,
+            prefill=self._prefill,
         )
         return self.ranks.records.posted(record)
 
@@ -107,7 +110,8 @@ class KVTransfer(ABC):
         """Describe the state of messages of a layer, for an error message: bytes posted, done and not posted."""
         messages = list(messages)
         num_bytes = sum(self.part(message).nbytes for message in messages)
-        return self.ranks.records.state(direction, layer, {message.peer for message in messages}, num_bytes)
+        peers = {message.peer for message in messages}
+        return self.ranks.records.state(self._prefill, direction, layer, peers, num_bytes)
 
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""

@@ -255,7 +255,7 @@ class CopyTransfer(KVTransfer):
             records.ask_device()
             return False
 
-        self.ranks.wait_until(ready, what, self._peers, records.oldest_outstanding)
+        self.ranks.wait_until(ready, what, self._peers, self._oldest)
 
     def _check(self) -> None:
         if (error := self._copying.error) is not None:

@@ -88,9 +88,7 @@ class NcclTransfer(KVTransfer):
     def _watch(self, event: Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
         records = self.ranks.records
-        self.ranks.wait_until(
-            lambda block_s: has_happened(event, block_s, records), what, peers, records.oldest_outstanding
-        )
+        self.ranks.wait_until(lambda block_s: has_happened(event, block_s, records), what, peers, self._oldest)
 
     def _post_receives(self, layer: int) -> None:
         self._receives[layer] = {}

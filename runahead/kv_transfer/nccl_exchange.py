@@ -93,6 +93,4 @@ class NcclExchange(KVTransfer):
 
     def _watch(self, event: Event, what: str) -> None:
         records, peers = self.ranks.records, self.schedule.peers
-        self.ranks.wait_until(
-            lambda block_s: has_happened(event, block_s, records), what, peers, records.oldest_outstanding
-        )
+        self.ranks.wait_until(lambda block_s: has_happened(event, block_s, records), what, peers, self._oldest)

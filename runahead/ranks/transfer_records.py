@@ -63,13 +63,16 @@ class TransferRecords:
         self._ring: deque[TransferRecord] = deque(maxlen=KEPT)
         self._prefill = 0
 
-    def begin(self) -> None:
-        """Begin a new prefill, whose layers are told apart from those of earlier prefills."""
+    def begin(self) -> int:
+        """Begin a new prefill. Returns its number, which tells its layers apart from those of others.
+
+        Prefills may be nested: a server computes a short prompt between two layers of a long one.
+        """
         self._prefill += 1
+        return self._prefill
 
     def posted(self, record: TransferRecord) -> TransferRecord:
         """Keep a record of a message that has been posted."""
-        record.prefill = self._prefill
         self._ring.append(record)
         return record
 
@@ -83,18 +86,18 @@ class TransferRecords:
         """All records kept, oldest first."""
         return list(self._ring)
 
-    def oldest_outstanding(self) -> str:
-        """Describe the oldest transfer of this prefill that is not complete, for a message."""
+    def oldest_outstanding(self, prefill: int) -> str:
+        """Describe the oldest transfer of a prefill that is not complete, for a message."""
         for record in self.all():
-            if record.prefill == self._prefill and not record.is_done:
+            if record.prefill == prefill and not record.is_done:
                 way = "receive of layer {} from" if record.direction == "receive" else "send of layer {} to"
                 posted_s = time.monotonic() - record.posted_s
                 where = f"{way.format(record.layer)} rank {record.peer}"
                 return f"outstanding: {where}, {record.num_bytes:,} bytes, posted {posted_s:.1f} s ago"
         return "no transfer is outstanding"
 
-    def state(self, direction: str, layer: int, peers: Collection[int], expected_bytes: int) -> str:
-        """Describe the state of a layer's messages in this prefill, such as "1,024 bytes, receive posted".
+    def state(self, prefill: int, direction: str, layer: int, peers: Collection[int], expected_bytes: int) -> str:
+        """Describe the state of a layer's messages in a prefill, such as "1,024 bytes, receive posted".
 
         Args:
             expected_bytes: total size of the messages, also of those that were not posted yet.
@@ -102,8 +105,7 @@ class TransferRecords:
         records = [
             record
             for record in self.all()
-            if (record.prefill, record.direction, record.layer) == (self._prefill, direction, layer)
-            and record.peer in peers
+            if (record.prefill, record.direction, record.layer) == (prefill, direction, layer) and record.peer in peers
         ]
         done = sum(record.num_bytes for record in records if record.is_done)
         posted = sum(record.num_bytes for record in records) - done

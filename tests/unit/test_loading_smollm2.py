@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -225,6 +227,22 @@ def test_all_files_are_on_the_disk_before_the_folder_has_its_name(
     monkeypatch.setattr(os, "replace", checked)
     obtain(tmp_path / "model", fill, label="model")
     assert written
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_mount_that_cannot_write_out_folders_keeps_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EINVAL:
+        assert (obtain(tmp_path / "model", fill, label="model") / "config.json").is_file()
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            obtain(tmp_path / "model", fill, label="model")
 
 
 def test_waiting_process_shows_the_progress_of_the_one_that_works(

@@ -5,18 +5,22 @@ from __future__ import annotations
 from runahead.ranks.transfer_records import KEPT, TransferRecord, TransferRecords
 
 
-def record(direction: str = "receive", peer: int = 0, layer: int = 2, num_bytes: int = 1000) -> TransferRecord:
-    return TransferRecord(direction=direction, peer=peer, layer=layer, start=0, end=8, num_bytes=num_bytes)
+def record(
+    direction: str = "receive", peer: int = 0, layer: int = 2, num_bytes: int = 1000, prefill: int = 1
+) -> TransferRecord:
+    return TransferRecord(
+        direction=direction, peer=peer, layer=layer, start=0, end=8, num_bytes=num_bytes, prefill=prefill
+    )
 
 
 def test_a_message_is_not_posted_then_posted_then_done() -> None:
     records = TransferRecords()
     records.begin()
-    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
+    assert records.state(1, "receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
     posted = records.posted(record())
-    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
+    assert records.state(1, "receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
     posted.done()
-    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, done"
+    assert records.state(1, "receive", 2, {0}, 1000) == "1,000 bytes, done"
 
 
 def test_messages_of_a_layer_are_told_apart() -> None:
@@ -27,7 +31,8 @@ def test_messages_of_a_layer_are_told_apart() -> None:
     for other in (record(direction="send"), record(peer=1), record(layer=3)):
         records.posted(other)
     assert (
-        records.state("receive", 2, {0}, 1130) == "1,130 bytes: 1,000 receive not posted, 30 receive posted, 100 done"
+        records.state(1, "receive", 2, {0}, 1130)
+        == "1,130 bytes: 1,000 receive not posted, 30 receive posted, 100 done"
     )
 
 
@@ -35,9 +40,21 @@ def test_an_earlier_prefill_says_nothing_of_this_one() -> None:
     records = TransferRecords()
     records.begin()
     records.posted(record()).done()
-    records.begin()
-    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
-    assert records.oldest_outstanding() == "no transfer is outstanding"
+    assert records.begin() == 2
+    assert records.state(2, "receive", 2, {0}, 1000) == "1,000 bytes, receive not posted"
+    assert records.oldest_outstanding(2) == "no transfer is outstanding"
+
+
+def test_a_prefill_between_two_layers_of_another_leaves_its_messages_to_it() -> None:
+    records = TransferRecords()
+    outer = records.begin()
+    records.posted(record(prefill=outer))
+    inner = records.begin()
+    records.posted(record(prefill=inner, num_bytes=10)).done()
+    assert records.state(inner, "receive", 2, {0}, 10) == "10 bytes, done"
+    assert records.state(outer, "receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
+    assert records.oldest_outstanding(outer).startswith("outstanding: receive of layer 2 from rank 0, 1,000 bytes")
+    assert [each.as_json(0.0)["prefill"] for each in records.all()] == [outer, inner]
 
 
 def test_the_oldest_that_is_not_over_is_named() -> None:
@@ -46,7 +63,7 @@ def test_the_oldest_that_is_not_over_is_named() -> None:
     records.posted(record(layer=0)).done()
     records.posted(record(direction="send", layer=1, peer=3))
     records.posted(record(layer=2))
-    assert records.oldest_outstanding().startswith("outstanding: send of layer 1 to rank 3, 1,000 bytes, posted 0.")
+    assert records.oldest_outstanding(1).startswith("outstanding: send of layer 1 to rank 3, 1,000 bytes, posted 0.")
 
 
 def test_a_device_is_asked_until_it_says_that_it_is_over() -> None:
@@ -71,8 +88,8 @@ def test_whoever_describes_transfers_does_not_ask_the_device() -> None:
         raise AssertionError("asked the device")
 
     posted.has_happened = ask
-    assert records.oldest_outstanding().startswith("outstanding: receive of layer 2")
-    assert records.state("receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
+    assert records.oldest_outstanding(1).startswith("outstanding: receive of layer 2")
+    assert records.state(1, "receive", 2, {0}, 1000) == "1,000 bytes, receive posted"
     assert posted.as_json(0.0)["done_s_ago"] is None
 
 

@@ -114,6 +114,7 @@ def test_the_watcher_does_not_ask_the_gpu(transfer: NcclTransfer) -> None:
         return False
 
     record = TransferRecord(direction="receive", peer=0, layer=1, start=0, end=2, num_bytes=16, has_happened=ask)
+    record.prefill = transfer._prefill
     transfer.ranks.records.posted(record)
     error = error_of(forward(transfer, NEVER, lambda: None))
     assert "outstanding: receive of layer 1 from rank 0, 16 bytes" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -104,6 +105,9 @@ def _write_out(folder: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not path.is_dir():  # some mounts cannot do this for folders
+                raise
         finally:
             os.close(handle)
 
