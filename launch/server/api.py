@@ -85,6 +85,7 @@ class API:
         self._schemas = schemas
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._json_schemas = JSONSchemas(tokenizer, vocab_size, eos_ids)
+        self._json_schemas.warm_up()
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
@@ -309,7 +310,10 @@ class API:
 
 
 class Answering:
-    """Sends the answer of a request, as an ASGI application; a client that goes or does not read cancels it."""
+    """Sends the answer of a request, as an ASGI application; a client that goes cancels it.
+
+    The connection of one that does not read is closed by `launch/server/http.py`.
+    """
 
     def __init__(
         self,
@@ -337,14 +341,10 @@ class Answering:
                 await work
                 if self._exchange.failure is None:
                     ended = self._exchange.rows[0].finish_reason or "cancelled"
-        except TimeoutError:
-            ended = "cancelled"  # its client does not read
-            if (abort := scope.get("state", {}).get("abort")) is not None:
-                abort()
         finally:
             for task in (watch, work):
                 task.cancel()
-            if not self._exchange.is_over:
+            if self._exchange.failure is not None or not self._exchange.is_over:
                 self._api.scheduler.cancel(self._queued)
             self._api.metrics.ended(ended)
             self._log(ended)
@@ -447,7 +447,7 @@ class Answering:
             "x-predicted-ttft": f"{self._queued.predicted_ttft_s:.3f}",
         }
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._within(self._send({"type": "http.response.start", "status": status, "headers": encoded}))
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _write_events(self, events: list[dict[str, Any] | None]) -> None:
         data = b"".join(b"data: " + dumps(event) + b"\n\n" for event in events if event is not None)
@@ -455,11 +455,7 @@ class Answering:
             await self._write(data)
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
-        await self._within(self._send({"type": "http.response.body", "body": data, "more_body": more}))
-
-    async def _within(self, call: Awaitable[None]) -> None:
-        async with asyncio.timeout(self._api.options.write_timeout_s):
-            await call
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _disconnected(receive: Receive) -> None:

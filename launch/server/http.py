@@ -131,8 +131,6 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
             self.conn = BoundedConnection(options.max_header_bytes)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            # Each request of this connection finds it in its state.
-            self.app_state = {"abort": transport.abort}
             super().connection_made(transport)
             if len(self.connections) > options.max_connections:
                 error = APIError(503, "too many connections are open; try again later")

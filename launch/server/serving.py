@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from launch.server.keys import Keys
 from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
 from runahead.config import GenerationOptions, PrefillName
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_device_bytes
@@ -81,6 +83,9 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     )
     if store is not None:
         engine.check_reuse()
+    if engine.may_shard or ranks.stage == ranks.num_stages - 1:
+        with ranks.busy():
+            model.json_schemas.warm_up()
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
@@ -137,12 +142,19 @@ def _warm_up(engine: Engine) -> TimeEstimate:
                     executor.carry_out(item)
                     executor.decode_all()
             found = [each for of_rank in ranks.gather(reports, "the warm-up") for each in of_rank]
+            ranks.on_rank_0("the warm-up", partial(_check_numbers, found))
             # Of a chain, the rank that has the first token takes longest.
             times.learn([len(prompts[0])], max(each.prefill_s for each in found if isinstance(each, Part)))
             for each in found:
                 if isinstance(each, Tokens) and each.step_s is not None:
                     estimate.learn_step(each.step_s)
     return estimate
+
+
+def _check_numbers(reports: Sequence[Report]) -> None:
+    """Check that the model gives numbers. Raises: ValueError: it gives none."""
+    if any(NOT_NUMBERS in each.ended.values() for each in reports if isinstance(each, Tokens)):
+        raise ValueError(NOT_NUMBERS)
 
 
 def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
@@ -224,4 +236,5 @@ def _serve_clients(
             http.stop(LAST_ERRORS_S)
             raise
         end.cancel()
-        http.stop(LAST_ANSWERS_S)
+        with engine.ranks.busy():  # the other ranks wait for this one meanwhile
+            http.stop(LAST_ANSWERS_S)

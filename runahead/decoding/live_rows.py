@@ -14,7 +14,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.rows import RowsCache
 from runahead.decoding.decode import Row
 from runahead.decoding.forward import Forward, forward_over
-from runahead.decoding.sampling import next_tokens
+from runahead.decoding.sampling import NOT_NUMBERS, next_tokens
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -24,10 +24,13 @@ RowId = tuple[int, int]
 
 @dataclass(frozen=True)
 class NewToken:
-    """A row's next token, and how the row ended if it did."""
+    """A row's next token, and how the row ended if it did: as `Row.finish_reason`, or by the error NOT_NUMBERS.
+
+    A row that ends with that error has no token.
+    """
 
     row: RowId
-    token: int
+    token: int | None
     ended: str | None
 
 
@@ -117,11 +120,11 @@ class LiveRows:
         return found
 
     def _add(self, rows: Sequence[_Live], logits_BV: Tensor) -> list[NewToken]:
-        samplers, found = [each.row.sampler for each in rows], []
-        for each, token in zip(rows, next_tokens(samplers, logits_BV), strict=True):
-            assert token is not None
-            each.row.add(token)
-            found.append(NewToken(each.id, token, each.row.finish_reason))
+        samplers, found = [each.row.sampler for each in rows], list[NewToken]()
+        for each, token in zip(rows, next_tokens(samplers, logits_BV, raises=False), strict=True):
+            if token is not None:
+                each.row.add(token)
+            found.append(NewToken(each.id, token, NOT_NUMBERS if token is None else each.row.finish_reason))
         self.drop([new.row for new in found if new.ended is not None])
         return found
 

@@ -25,6 +25,11 @@ from runahead.model.json_schemas import JSONSchemas
 LEAST_SCORE = -1e30
 """Least logit of an allowed token. Divided by a low temperature it is still a number."""
 
+NOT_NUMBERS = (
+    "the model's logits are not numbers, so there is no next token; check its weights, or use another model.dtype"
+)
+"""Error of a row, such as one whose activations overflow in float16."""
+
 
 class Constraint(Protocol):
     """Rule that a row's text follows."""
@@ -148,17 +153,18 @@ class Sampler:
 
 
 @torch.inference_mode()  # in which samplers keep what they remember, wherever they are called from
-def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[int | None]:
+def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor, *, raises: bool = True) -> list[int | None]:
     """Choose the next token of every row, and tell its sampler. The host waits for the device once.
 
     Args:
         samplers: of each row, which may be others in every call; None for a row that has ended.
+        raises: whether a logit that is NaN or plus infinity is an error; otherwise its row has no token, but None.
 
     Returns:
         a token per row, None for those that have ended; a `ScoredToken` for rows that asked for log-probabilities.
 
     Raises:
-        ValueError: a logit of a row that goes on is NaN or plus infinity.
+        ValueError: a logit of a row that goes on is NaN or plus infinity, and `raises`.
     """
     finite_B = logits_BV.amax(dim=-1) < math.inf  # false for NaN
     if all(sampler is None or sampler.takes_largest for sampler in samplers):
@@ -183,10 +189,8 @@ def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[i
         if sampler is None:
             chosen[row] = None
         elif token is None:
-            raise ValueError(
-                "the model's logits are not numbers, so there is no next token; check its weights, or use another "
-                "model.dtype"
-            )
+            if raises:
+                raise ValueError(NOT_NUMBERS)
         else:
             sampler.add(token)
     return chosen

@@ -4,25 +4,28 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from functools import cached_property
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runahead.failures import first_line
+from runahead.ranks.worker import Job, Worker
 
 LAYOUT: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False, "lenient": False}
 """At most one blank after a comma or a colon: where any whitespace is allowed, a model may write blanks without end.
 Keywords that llguidance does not know are refused, whatever the schema says about that."""
 
 MOST_SCHEMAS = 32
-"""Schemas whose parsers are kept for the next rows."""
+"""Schemas whose parsers are kept for the next rows; the one that was not used for longest goes first."""
 
 
 class JSONSchemas:
-    """Constraints by JSON schemas for the tokens of one model.
+    """Constraints by JSON schemas for the tokens of one model. Any thread may call it.
 
     Args:
         tokenizer: the model's; None if it has none.
@@ -32,7 +35,15 @@ class JSONSchemas:
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: set[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._matchers: dict[str, Any] = {}
+        self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
+        self._compiled: dict[str, Job] = {}  # matchers, that which was used last at the end
+        self._worker: Worker | None = None
+        self._read_vocabulary: Any = None
+
+    def warm_up(self) -> None:
+        """Read the vocabulary now, so that no schema has to wait for it. Without llguidance nothing is done."""
+        with suppress(ValueError):  # `check` says why
+            _ = self._vocabulary
 
     def check(self, schema: str) -> None:
         """Check that answers can follow a JSON schema, given as JSON text.
@@ -43,15 +54,43 @@ class JSONSchemas:
         """
         self.constraint(schema)
 
+    def prepare(self, schema: str) -> None:
+        """Begin to compile a schema in a thread of its own, unless that was done."""
+        job, is_new = self._job(schema)
+        if is_new:
+            with self._lock:
+                self._worker = self._worker or Worker("JSON schemas")
+            self._worker.submit(job.run)
+
+    def is_prepared(self, schema: str, block_s: float) -> bool:
+        """Whether `constraint` would return at once. Blocks for `block_s` seconds at most until it would."""
+        with self._lock:
+            job = self._compiled.get(schema)
+        return job is None or job.done.wait(block_s)
+
     def constraint(self, schema: str) -> JSONConstraint:
         """The constraint of one row. Raises: ValueError, as `check`."""
-        matcher = self._matchers.get(schema)
-        if matcher is None:
-            matcher = self._matcher(schema)
-            if len(self._matchers) >= MOST_SCHEMAS:
-                self._matchers.clear()
-            self._matchers[schema] = matcher
-        return JSONConstraint(matcher.deep_copy(), self._vocab_size)
+        job, is_new = self._job(schema)
+        if is_new:
+            job.run()
+        job.done.wait()
+        if job.error is not None:
+            with self._lock:
+                if self._compiled.get(schema) is job:
+                    del self._compiled[schema]
+            raise job.error
+        return JSONConstraint(job.result.deep_copy(), self._vocab_size)
+
+    def _job(self, schema: str) -> tuple[Job, bool]:
+        """The job that compiles a schema, and whether it is new, so that the caller has to run it."""
+        with self._lock:
+            job, is_new = self._compiled.pop(schema, None), False
+            if job is None:
+                job, is_new = Job(partial(self._matcher, schema)), True
+                if len(self._compiled) >= MOST_SCHEMAS:
+                    del self._compiled[next(iter(self._compiled))]
+            self._compiled[schema] = job
+        return job, is_new
 
     def _matcher(self, schema: str) -> Any:
         vocabulary = self._vocabulary
@@ -66,9 +105,15 @@ class JSONSchemas:
             raise ValueError(f"llguidance: {matcher.get_error().strip().splitlines()[0]}")
         return matcher
 
-    @cached_property
+    @property
     def _vocabulary(self) -> Any:
         """llguidance's form of the tokenizer, which takes up to a second to make."""
+        with self._vocabulary_lock:
+            if self._read_vocabulary is None:
+                self._read_vocabulary = self._vocabulary_of_tokenizer()
+            return self._read_vocabulary
+
+    def _vocabulary_of_tokenizer(self) -> Any:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:

@@ -45,7 +45,7 @@ class Heartbeat:
         name: of a rank in messages.
 
     Attributes:
-        seen: last beat seen of every rank, updated while this rank waits.
+        seen: last beat seen of every rank, updated while this rank waits or looks.
         seen_work: last work counter seen of every rank.
         failure: the first failure that a rank announced or that was detected (a process that is gone); None so far.
         is_end: the failure is a process that ended without announcing one, as processes do after a job without errors.
@@ -70,8 +70,8 @@ class Heartbeat:
         self._worked_s = 0.0
         self._progress, self._published = 0, -1
         self._beat, self._work = 0, 0
-        self._lock = threading.Lock()  # for these three, since two threads may wait at once
-        self._busy, self._masked, self._waiting = 0, 0, 0
+        self._lock = threading.Lock()  # for these four, since two threads may wait at once
+        self._busy, self._masked, self._waiting, self._looking = 0, 0, 0, 0
         self.seen, self.seen_work = [-1] * size, [-1] * size
         self.failure: str | None = None
         self.is_end = False
@@ -129,6 +129,17 @@ class Heartbeat:
                 self._waiting -= 1
                 self._masked = before
             self.progress()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Context manager in which this rank reads the other ranks' counters, whatever it does."""
+        with self._lock:
+            self._looking += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._looking -= 1
 
     def announce_failure(self, message: str) -> None:
         """Announce a failure to all ranks, so that none waits for this one. Only the first announcement is kept."""
@@ -197,7 +208,7 @@ class Heartbeat:
         return self._worked_s - before > PERIOD_S / 100
 
     def _look(self) -> None:
-        if self._waiting:
+        if self._waiting or self._looking:
             for rank in range(len(self.seen)):
                 beat, work = self._beats.get(str(rank)).split()
                 self.seen[rank], self.seen_work[rank] = int(beat), int(work)

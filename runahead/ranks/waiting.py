@@ -99,6 +99,21 @@ class Waiting:
                     self._watcher.is_told = True
                     raise failure
 
+    @contextmanager
+    def watching(self, what: str, peers: Iterable[int]) -> Iterator[None]:
+        """Context manager in which this rank ends if a peer falls silent, also while it does other work than waiting.
+
+        `progress` and `wait_until` raise the error.
+
+        Args:
+            what: what is needed of the peers, for messages.
+        """
+        if self._watcher is None:
+            yield
+        else:
+            with self._watcher.watching(what, peers):
+                yield
+
     @property
     def waiting_for(self) -> Wait | None:
         """The wait that is under way, else the last one that failed, if any."""
@@ -106,7 +121,7 @@ class Waiting:
 
     @property
     def beats(self) -> list[int]:
-        """Last heartbeat seen of every rank, -1 for none. Heartbeats are read only while this rank waits."""
+        """Last heartbeat seen of every rank, -1 for none. Heartbeats are read only while this rank waits or watches."""
         return [] if self._heartbeat is None else self._heartbeat.seen
 
     def when_stuck(self, call: Callable[[PeerFailure], object]) -> None:

@@ -104,6 +104,13 @@ class Wait:
         return f"waited {time.monotonic() - self.began_s:.0f} s for {self.describe()}"
 
 
+class Watch(Wait):
+    """A look at other ranks while this one need not wait for them."""
+
+    def _waited(self) -> str:
+        return f"{self.describe()} was awaited beside other work"
+
+
 class Watcher:
     """Watches the heartbeats while the main thread works with other ranks, and decides when it has to end.
 
@@ -124,6 +131,7 @@ class Watcher:
         self._heartbeat, self._rank, self._timeout_s, self._name = heartbeat, rank, timeout_s, name
         self._lock = threading.Lock()
         self._waits: list[Wait] = []  # under way, the oldest first
+        self._watches: list[Watch] = []
         self.last_failed: Wait | None = None
         self._engaged = 0
         self.is_told = False
@@ -168,6 +176,26 @@ class Watcher:
                 with self._lock:
                     self._waits.remove(wait)
 
+    @contextmanager
+    def watching(self, what: str, peers: Iterable[int]) -> Iterator[None]:
+        """Context manager in which this rank also has to end if a peer falls silent while it does not wait for it.
+
+        Several waits in a row would each begin to count a peer's silence anew.
+        """
+        watch = Watch(what, self._rank, peers, None, self._timeout_s, self._name)
+        with self._heartbeat.looking():
+            with self._lock:
+                self._watches.append(watch)
+            try:
+                yield
+            except BaseException:
+                if watch.verdict is not None:
+                    self.last_failed = watch
+                raise
+            finally:
+                with self._lock:
+                    self._watches.remove(watch)
+
     def failure(self, wait: Wait | None = None) -> PeerFailure | None:
         """The error with which this rank has to end, if it has to. The caller sets `is_told` and raises it."""
         verdict = self._reason(wait)
@@ -175,7 +203,8 @@ class Watcher:
 
     def _reason(self, wait: Wait | None) -> str | None:
         if self._heartbeat.failure is None:
-            return None if wait is None else wait.verdict
+            waits = [*([] if wait is None else [wait]), *self._watches]
+            return next((each.verdict for each in waits if each.verdict is not None), None)
         return self._heartbeat.failure + ("" if wait is None else f" (while waiting for {wait.describe()})")
 
     def close(self) -> None:
@@ -189,8 +218,8 @@ class Watcher:
         No reference to a wait outlives this call: its `detail` refers to a transfer, whose KV would not be freed.
         """
         with self._lock:
-            waits = list(self._waits)
-        for wait in waits:
+            waits, watches = list(self._waits), list(self._watches)
+        for wait in [*watches, *waits]:
             if wait.verdict is None:
                 wait.look(self._heartbeat, elapsed_s)
         if self.is_told or not self._engaged:

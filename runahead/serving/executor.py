@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -141,6 +142,7 @@ class Executor:
     def _prefill(self, item: Prefill) -> None:
         partition = ContextPartition(boundaries=item.boundaries)
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
+        self._prepare_schemas(item)
         self._under_way.append(item)
         if item.record_timeline:
             self._told_s = time.monotonic()
@@ -155,6 +157,7 @@ class Executor:
         aside_s = self._aside_s - aside_s
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
+            self._await_schemas(item)
             rows = [
                 Row(self._engine.model, ids_of(prompt), options, seed=options.seed)
                 for prompt, options in zip(item.prompts, item.options, strict=True)
@@ -190,6 +193,17 @@ class Executor:
             )
         )
 
+    def _prepare_schemas(self, item: Prefill) -> None:
+        """Begin to compile the JSON schemas of rows that this rank will decode."""
+        if self._ranks.stage == self._ranks.num_stages - 1:
+            for schema in _schemas(item):
+                self._engine.model.json_schemas.prepare(schema)
+
+    def _await_schemas(self, item: Prefill) -> None:
+        """Decode other rows until the JSON schemas of these are compiled."""
+        for schema in _schemas(item):
+            self.until(partial(self._engine.model.json_schemas.is_prepared, schema), "a JSON schema", ())
+
     def _tell_progress(self, done: int, of: int) -> None:
         item, now = self._under_way[-1], time.monotonic()
         if self._tells_progress and item.record_timeline and now - self._told_s >= PROGRESS_S:
@@ -223,7 +237,7 @@ class Executor:
     ) -> None:
         if self._leads and new:
             ended = {each.row: each.ended for each in new if each.ended is not None}
-            tokens = {each.row: each.token for each in new}
+            tokens = {each.row: each.token for each in new if each.token is not None}
             self._report(Tokens(tokens=tokens, ended=ended, step_s=step_s, cached=dict(cached)))
 
     # Inside a prefill: `Meanwhile`.
@@ -332,3 +346,7 @@ class Executor:
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))
         return chosen
+
+
+def _schemas(item: Prefill) -> list[str]:
+    return [each.json_schema for each in item.options if each.json_schema is not None]

@@ -18,6 +18,7 @@ from itertools import count
 from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
 from runahead.context import ContextPartition
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.failures import first_line
 from runahead.ranks.mail import Mail
@@ -51,6 +52,8 @@ LOOK_S = 0.25
 
 CHECK_S = 10.0
 """Most seconds between two looks at whether all ranks live."""
+
+OTHERS = "what other ranks compute"
 
 
 class Scheduler:
@@ -95,7 +98,6 @@ class Scheduler:
         self._leader = self._ranks.mesh.rank(self._ranks.num_stages - 1, 0)
         # Its put() may be called by a signal handler, at any moment of the thread that waits.
         self._events: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
-        self._num_heard = 0
         self._lessons: list[tuple[ContextPartition, dict[int, tuple[float, float]]]] = []
         self.busy_s: defaultdict[tuple[int, str], float] = defaultdict(float)
 
@@ -192,9 +194,9 @@ class Scheduler:
             Exception: whatever ends this rank; the requests have been told.
         """
         try:
-            with self._ranks.announcing_failure():
+            with self._ranks.announcing_failure(), self._ranks.watching(OTHERS, range(self._ranks.size)):
                 if self._ranks.size > 1:
-                    self._mail = Mail(self._ranks, self._receive, partial(self._inbox.fail, is_cut_off=True))
+                    self._mail = Mail(self._ranks, self._events.put, partial(self._inbox.fail, is_cut_off=True))
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
                 Executor(self._engine, self._inbox, self._events.put, self.limits).run(self._await)
                 if self._mail is not None:
@@ -202,10 +204,6 @@ class Scheduler:
         except BaseException as error:
             self._fail(f"the server has failed: {first_line(error)}")
             raise
-
-    def _receive(self, report: Report) -> None:
-        self._num_heard += 1
-        self._events.put(report)
 
     def _await(self, ready: Callable[[float], bool]) -> None:
         """Wait for an item. While other ranks are at work, one that falls silent ends the server."""
@@ -220,10 +218,10 @@ class Scheduler:
                 ready(look_s)
                 continue
 
-            def has_changed(block_s: float, heard: int = self._num_heard) -> bool:
-                return ready(block_s) or self._num_heard != heard or not is_busy()
+            def is_over(block_s: float) -> bool:
+                return ready(block_s) or not is_busy()
 
-            self._ranks.wait_until(has_changed, "what other ranks compute", range(self._ranks.size))
+            self._ranks.wait_until(is_over, OTHERS, range(self._ranks.size))
 
     def _fail(self, reason: str) -> None:
         with self._lock:
@@ -336,9 +334,11 @@ class Scheduler:
 
     def _end_row(self, batch: Batch, row: int, how: str) -> None:
         batch.left.discard(row)
-        if how != "cancelled":
+        if how not in ("cancelled", NOT_NUMBERS):
             self.estimate.learn_answer(batch.new_tokens[row])
         request, _ = batch.owners[row]
+        if how == NOT_NUMBERS:
+            request.listener.on_failure(how)
         request.rows_left -= 1
         if request.rows_left == 0:
             self._queue.running.remove(request)
@@ -408,7 +408,7 @@ def follow(
         clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
     """
     ranks, inbox = engine.ranks, Inbox()
-    with ranks.announcing_failure():
+    with ranks.announcing_failure(), ranks.watching("the next work item", [0]):
         mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
         executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s)
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))

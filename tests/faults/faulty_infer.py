@@ -66,8 +66,12 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, with_action)
 
 
-def inject(fault: dict[str, Any]) -> None:
-    """Patch the runtime so that the fault happens once, at its moment."""
+def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
+    """Patch the runtime so that the fault happens once, at its moment.
+
+    Args:
+        armed: it does not happen before this file is there.
+    """
     from runahead.cache.attention import CausalAttention
     from runahead.decoding.token_stream import TokenStream
     from runahead.kv_transfer.copy import CopyTransfer
@@ -81,7 +85,7 @@ def inject(fault: dict[str, Any]) -> None:
     pending = [fault["do"]]
 
     def once() -> None:
-        if pending:
+        if pending and (armed is None or armed.exists()):
             act(pending.pop())
 
     def at_layer(_: Any, layer: int, *rest: Any, **more: Any) -> None:

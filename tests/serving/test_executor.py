@@ -9,9 +9,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Device, RanksOptions
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.ranks.ranks import Ranks
 from runahead.serving.executor import Executor
 from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Progress, Stop, Tokens
@@ -237,3 +239,56 @@ def test_an_error_ends_the_run():
     rank.inbox.fail(OSError("the HTTP server has ended"))
     with pytest.raises(OSError, match="has ended"):
         rank.executor.run(lambda ready: None)
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def allowed(self, device: torch.device) -> torch.Tensor:
+        return torch.ones(self._vocab_size, dtype=torch.bool, device=device)
+
+    def add(self, token: int) -> None:
+        pass
+
+
+def test_rows_are_decoded_while_a_json_schema_is_compiled(monkeypatch):
+    rank, calls = Rank(itl_s=1e3), list[str]()
+    model = rank.executor._engine.model
+
+    class Slow:
+        """Compiles until the other row has four tokens more."""
+
+        def prepare(self, schema: str) -> None:
+            calls.append(f"prepare {schema}")
+
+        def is_prepared(self, schema: str, block_s: float) -> bool:
+            return len(rows(rank.reports)) == 4
+
+        def constraint(self, schema: str) -> Anything:
+            calls.append(f"constraint {schema}")
+            return Anything(model.vocab_size)
+
+    monkeypatch.setitem(vars(model), "json_schemas", Slow())
+    rank.carry_out(item(0, 20))
+    formatted = item(1, 30)
+    formatted.options[0] = replace(formatted.options[0], json_schema="{}", ignore_eos=False)
+    assert rows(rank.carry_out(formatted)) == [0, 0, 0, 0, 1]
+    assert calls == ["prepare {}", "constraint {}"]
+
+
+def test_a_row_whose_logits_are_no_numbers_is_reported_and_the_others_go_on(monkeypatch):
+    rank = Rank(itl_s=1e3)
+    model = rank.executor._engine.model
+    rank.carry_out(item(0, 20))
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **more: forward(*args, **more) * torch.nan)
+    first, part = rank.carry_out(item(1, 20))
+    assert first == Tokens(tokens={}, ended={(1, 0): NOT_NUMBERS}) and isinstance(part, Part)
+    monkeypatch.setattr(model, "forward", forward)
+    rank.reports.clear()
+    with throughout(model.dtype):
+        rank.executor.decode_all()
+    assert rows(rank.reports) == [0] * 49

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -27,6 +28,8 @@ from tests.serving.fakes import chat_tokenizer, until
 from tests.warm_program import WarmProgram
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVE_PY = ROOT / "launch" / "serve.py"
+NOTHING: Mapping[str, str] = MappingProxyType({})
 TEXT = "the letters of the captain to his sister, from the ice. " * 4
 
 
@@ -38,13 +41,16 @@ def model(tmp_path_factory) -> str:
 class Job:
     """A server whose ranks are forked from a process that has imported the runtime."""
 
-    def __init__(self, *options: str, ranks: int = 2) -> None:
+    def __init__(
+        self, *options: str, ranks: int = 2, script: Path = SERVE_PY, environment: Mapping[str, str] = NOTHING
+    ) -> None:
         self.port, store = free_port(), free_port()
         self._folder = tempfile.TemporaryDirectory()
         given = [f"serve.port={self.port}", "ranks.threads=1", "partition=even", *options]
         self.ranks = []
         for rank in range(ranks):
-            environment = {
+            of_rank = {
+                **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -55,7 +61,7 @@ class Job:
             }
             folder = Path(self._folder.name) / str(rank)
             folder.mkdir()
-            self.ranks.append(WarmProgram(ROOT / "launch" / "serve.py", given, environment, folder))
+            self.ranks.append(WarmProgram(script, given, of_rank, folder))
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
 

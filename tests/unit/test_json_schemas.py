@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ import torch
 
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.model import json_schemas
 from runahead.model.json_schemas import JSONSchemas
 from tests.unit.tokenizers_for_tests import KINDS, byte_level
 
@@ -107,3 +110,62 @@ def test_what_is_missing_is_named() -> None:
         JSONSchemas(None, 400, {1}).check("{}")
     with pytest.raises(ValueError, match="a model with an end token"):
         JSONSchemas(tokenizer, 400, set()).check("{}")
+
+
+def const(number: int) -> str:
+    return json.dumps({"const": number})
+
+
+def test_the_schema_that_was_not_used_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_schemas, "MOST_SCHEMAS", 3)
+    made, compiled = schemas("byte_level"), list[str]()
+    compile_one = made._matcher
+    monkeypatch.setattr(made, "_matcher", lambda schema: (compiled.append(schema), compile_one(schema))[1])
+    for number in (1, 2, 3, 1, 4, 1, 3, 2):
+        made.check(const(number))
+    assert compiled == [const(number) for number in (1, 2, 3, 4, 2)]
+
+
+def test_a_wrong_schema_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_schemas, "MOST_SCHEMAS", 1)
+    made = schemas("byte_level")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="robot"):
+            made.check('{"type": "robot"}')
+    assert not made._compiled
+    made.prepare('{"type": "robot"}')
+    with pytest.raises(ValueError, match="robot"):
+        made.constraint('{"type": "robot"}')
+
+
+def test_a_schema_is_compiled_once_beside_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gate, threads = schemas("byte_level"), threading.Event(), list[str]()
+    made.warm_up()
+    compile_one = made._matcher
+
+    def slow(schema: str) -> Any:
+        threads.append(threading.current_thread().name)
+        assert gate.wait(20)
+        return compile_one(schema)
+
+    monkeypatch.setattr(made, "_matcher", slow)
+    for _ in range(2):
+        made.prepare(const(7))
+    assert not made.is_prepared(const(7), 0.01)
+    gate.set()
+    assert made.is_prepared(const(7), 20)
+    constraint = made.constraint(const(7))
+    assert threads == ["JSON schemas"] and constraint.allowed(CPU).any()
+    made.check(const(8))  # which nobody prepared
+    assert threads == ["JSON schemas", threading.current_thread().name]
+
+
+def test_the_vocabulary_is_read_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, times = schemas("byte_level"), list[int]()
+    read = made._vocabulary_of_tokenizer
+    monkeypatch.setattr(made, "_vocabulary_of_tokenizer", lambda: (times.append(1), read())[1])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(made.check, map(const, range(8))))
+    made.warm_up()
+    assert times == [1]
+    JSONSchemas(None, 400, {1}).warm_up()  # of a model that cannot follow a schema: nothing happens

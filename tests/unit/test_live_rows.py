@@ -6,6 +6,7 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
@@ -14,6 +15,7 @@ from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import Device, RanksOptions
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.prefill import Prefilled
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
@@ -35,11 +37,12 @@ def engine_of(family: str, policies: RankPolicies | None = None) -> Engine:
 
 
 class Decoding:
-    """Rows of an engine that are decoded together; `tokens` are those of each row so far."""
+    """Rows of an engine that are decoded together; `tokens` are those of each row so far, `ended` how rows ended."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.live = engine, LiveRows(engine.model, engine.policies)
         self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
 
     def join(self, *rows: int) -> Prefilled:
         prompts = [PROMPTS[row] for row in rows]
@@ -58,6 +61,8 @@ class Decoding:
     def _take(self, new) -> None:
         for each in new:
             self.tokens.setdefault(each.row, []).append(each.token)
+            if each.ended is not None:
+                self.ended[each.row] = each.ended
 
 
 def alone(engine: Engine) -> list[list[int]]:
@@ -141,3 +146,26 @@ def test_memory_returns_when_rows_leave():
 def alone_of(engine: Engine, row: int) -> list[int]:
     with throughout(engine.model.dtype):
         return engine.generate([PROMPTS[row]], [OPTIONS[row]]).generations[0].new_token_ids
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_row_whose_logits_are_no_numbers_ends_alone(at_once, monkeypatch):
+    engine = engine_of("llama")
+    forward, calls = engine.model.forward, []
+
+    def broken(*args, **more):
+        logits_BV = forward(*args, **more)
+        calls.append(len(logits_BV))
+        if len(calls) == (1 if at_once else 3):
+            logits_BV = logits_BV.index_fill(0, torch.tensor([1]), torch.nan)
+        return logits_BV
+
+    with throughout(engine.model.dtype), torch.inference_mode():
+        expected, decoding = alone(engine), Decoding(engine)
+        monkeypatch.setattr(engine.model, "forward", broken)
+        decoding.join(0, 1, 2)
+        assert len(decoding.live) == (2 if at_once else 3)
+        decoding.step(12)
+    assert decoding.tokens[0] == expected[0] and decoding.tokens[2] == expected[2]
+    assert decoding.tokens[1] == [*expected[1][: 0 if at_once else 2], None]
+    assert decoding.ended[1] == NOT_NUMBERS and len(decoding.live) == 0 and decoding.live.num_bytes == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runahead.ranks.watcher import Wait
+from runahead.failures import PeerFailure
+from runahead.ranks.watcher import Wait, Watcher
 
 TIMEOUT_S = 2.0
 STEP_S = 0.1
@@ -111,3 +113,38 @@ def test_an_answer_is_as_old_as_its_question() -> None:
     found_s = moments_until_verdict(TIMEOUT_S * 0.8)
     assert found_s is not None
     assert found_s < 1.5 * TIMEOUT_S
+
+
+def watcher_beside_work(rounds: int) -> tuple[Watcher, Any]:
+    """Rank 2's watcher, which looked so often while rank 1 was silent and rank 2 waited for it again and again."""
+    counters: Any = Counters()
+    counters.failure, counters.looking, counters.waiting = None, nullcontext, nullcontext
+    watcher = Watcher(counters, 2, TIMEOUT_S)
+    with suppress(PeerFailure), watcher.watching("the next work item", [1]):
+        for _ in range(rounds):
+            with watcher.waiting("a token", [1]) as wait:
+                counters.seen[0] += 1
+                counters.seen_work[2] += 1
+                watcher._looked_at(STEP_S)
+                if (failure := watcher.failure(wait)) is not None:
+                    raise failure
+        if (failure := watcher.failure()) is not None:
+            raise failure
+    return watcher, counters
+
+
+def test_a_silent_peer_is_found_in_many_short_waits() -> None:
+    watcher, _ = watcher_beside_work(round(TIMEOUT_S / STEP_S) - 1)
+    assert watcher.last_failed is None and watcher.failure() is None
+    watcher, _ = watcher_beside_work(round(TIMEOUT_S / STEP_S) + 2)
+    failed = watcher.last_failed
+    assert failed is not None and failed.silent == [1]
+    verdict = "rank 1 has been silent for 2 s; the next work item was awaited beside other work (ranks.timeout_s=2)"
+    assert failed.verdict == verdict
+
+
+def test_a_watch_ends_with_its_block() -> None:
+    watcher, counters = watcher_beside_work(1)
+    for _ in range(100):
+        watcher._looked_at(STEP_S)
+    assert watcher.failure() is None and counters.seen[1] == 0
