@@ -1,0 +1,113 @@
+"""Bodies of requests to the server, as the API reads them: fields, messages, tools, schemas, prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from launch.server.api import API
+from launch.server.errors import APIError
+from launch.server.fields import ChatRequest, CompletionRequest
+from launch.server.keys import Keys
+from launch.server.options import ServeOptions
+from runahead.config import GenerationOptions
+from tests.fuzz.harness import Outcome, judged
+from tests.fuzz.mutations import changed_bytes, changed_json
+from tests.fuzz.target import Target
+from tests.serving.fakes import TOOLS_TEMPLATE, chat_tokenizer
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"ship": ["Terror"]}'}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, None]}}, "required": ["a"]}
+GENERATION = {
+    "model": "fake",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 7,
+    "n": 2,
+    "stop": ["x", "yz"],
+    "presence_penalty": -0.5,
+    "frequency_penalty": 2,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": -100, "6": 0.5},
+    "max_tokens": 4,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "user": "me",
+}
+MESSAGES = [
+    {"role": "system", "content": "You are a ship's clerk."},
+    {"role": "user", "content": [{"type": "text", "text": "größer, 中文"}, {"type": "text", "text": "x"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "x"},
+]
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+CHATS = (
+    {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "response_format": FORMAT, "logprobs": True},
+    {"messages": MESSAGES[1:2], "top_logprobs": 2, "logprobs": True} | GENERATION,
+    {"messages": MESSAGES[:2]},
+)
+COMPLETIONS = (
+    {"prompt": "the letters of the captain", "logprobs": 2} | GENERATION,
+    {"prompt": [[5, 6, 7], [8]], "response_format": FORMAT},
+    {"prompt": ["a", "b"], "ignore_eos": True},
+)
+
+
+@cache
+def api() -> API:
+    """An API whose scheduler takes everything."""
+    tokenizer = chat_tokenizer(TOOLS_TEMPLATE)
+    scheduler: Any = SimpleNamespace(fitting=lambda prompts, wanted: wanted, check=lambda prompts, options: None)
+    return API(
+        scheduler,
+        tokenizer=tokenizer,
+        eos_ids={tokenizer.eos_token_id},
+        vocab_size=len(tokenizer),
+        model="fake",
+        options=ServeOptions(),
+        defaults=GenerationOptions(max_new_tokens=16),
+        keys=Keys(),
+    )
+
+
+def check_body(content: bytes, *, is_chat: bool) -> Outcome:
+    def read() -> tuple[ChatRequest | CompletionRequest, list[list[int]]]:
+        try:
+            return api()._read(content, is_chat)
+        except APIError as error:
+            assert 400 <= error.status < 500 and "\n" not in str(error), error.body
+            json.dumps(error.body).encode()
+            raise ValueError(str(error)) from error
+
+    def use(found: tuple[ChatRequest | CompletionRequest, list[list[int]]]) -> None:
+        request, prompts = found
+        assert prompts and all(prompts) and request.options
+        assert all(type(token) is int and 0 <= token < 2**31 for ids in prompts for token in ids)
+        assert all(token < api()._vocab_size for options in request.options for token in options.logit_bias)
+
+    return judged(read, use)
+
+
+def _checked_as(*, is_chat: bool) -> Callable[[bytes, Path], Outcome]:
+    return lambda content, folder: check_body(content, is_chat=is_chat)
+
+
+READER = "launch/server/api.py API._read"
+
+TARGETS = tuple(
+    Target(
+        name=name,
+        reads=READER,
+        inputs=changed_json(bodies) | changed_bytes([json.dumps(body).encode() for body in bodies]),
+        check=_checked_as(is_chat=is_chat),
+        share=8,
+    )
+    for name, bodies, is_chat in (("requests, chats", CHATS, True), ("requests, completions", COMPLETIONS, False))
+)
