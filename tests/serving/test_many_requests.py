@@ -79,7 +79,7 @@ def held(served: Served) -> Counter[str]:
     gc.collect()
     found: Counter[str] = Counter()
     for each in gc.get_objects():
-        if type(each).__module__.partition(".")[0] in ("runahead", "launch", "uvicorn", "starlette", "h11"):
+        if str(type(each).__module__).partition(".")[0] in ("runahead", "launch", "uvicorn", "starlette", "h11"):
             found[type(each).__name__] += 1
         found["Tensor"] += type(each) is torch.Tensor
     return found
