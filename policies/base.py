@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from policies.reuse import GivenPrompt as GivenPrompt
@@ -33,7 +34,7 @@ class Phase(Enum):
 
 
 class Signals(Protocol):
-    """Attention probabilities of the newest queries over the stored tokens, computed on demand in O(block) memory."""
+    """What the newest queries tell of the stored tokens, computed on demand in O(block) memory."""
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.
@@ -44,6 +45,15 @@ class Signals(Protocol):
 
     def received(self) -> Tensor:
         """Attention probabilities (B, N, n), float32, summed over the queries of all new tokens."""
+        ...
+
+    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Mean (B, N, H) and covariance (B, N, H, H) of the queries at the next `num_positions` positions, as expected.
+
+        Those of the queries since the layer was last cut back, before RoPE, turned by the mean of the rotations to
+        these positions; in units in which a query and a key multiply to a score. In at least float32. Only for a
+        policy with `queries_from`.
+        """
         ...
 
 
@@ -136,6 +146,13 @@ class LayerView:
         """Number of the first `num_sinks` tokens of each row that are stored here, in the first slots after padding."""
         return [num_sinks] * len(self.pads) if self.part is None else self.part.sinks(num_sinks)
 
+    def is_token_Bn(self, after: Sequence[int] | None = None) -> Tensor:  # noqa: N802
+        """Whether each slot (B, n) has a token, not padding; with `after` without so many first tokens of each row."""
+        found_Bn = torch.ones(len(self.pads), self.num_slots, dtype=torch.bool, device=self.k_BKnH.device)
+        for row, (pad, num_first) in enumerate(zip(self.pads, after or [0] * len(self.pads), strict=True)):
+            found_Bn[row, : pad + num_first] = False
+        return found_Bn
+
     def mean_over_heads(self, x_BNn: Tensor) -> Tensor:
         """Mean (B, n) over all query heads of the model, those of other ranks that share it included."""
         return self.mean_over_shares(x_BNn.mean(dim=1))
@@ -153,6 +170,11 @@ class Policy:
 
     compares_by_kv_head: ClassVar[bool] = False
     """Whether what is kept or fetched for a KV head depends on all query heads that share it."""
+
+    @property
+    def queries_from(self) -> int | None:
+        """First position in a row whose query counts in `Signals.next_queries`; None: the policy does not ask."""
+        return None
 
     def of_part(self, part: PromptPart) -> Self:
         """The policy for a rank that keeps a part of a prompt alone: every number of tokens is its share of it."""

@@ -88,6 +88,16 @@ class Rotary:
         angles_B1CF = by_BC[:, None, :, None].to(wide) * self.inv_freq_F.to(device=x_BNCX.device, dtype=wide)
         return self._rotate(x_BNCX, angles_B1CF.cos(), angles_B1CF.sin(), x_BNCX.clone())
 
+    def turned_by_mean(self, x_BNCX: Tensor, start_B: Tensor, num_positions: int) -> Tensor:
+        """Turn heads (B, N, C, X) by the mean of the rotations to the next positions of each row, from `start_B` on."""
+        if len(self.inv_freq_F) == 0:
+            return x_BNCX
+        wide = torch.promote_types(x_BNCX.dtype, torch.float32)
+        positions_BP = start_B[:, None] + torch.arange(num_positions, device=x_BNCX.device)
+        angles_BPF = positions_BP[..., None].to(wide) * self.inv_freq_F.to(device=x_BNCX.device, dtype=wide)
+        cos_B11F, sin_B11F = (x_BPF.mean(dim=1)[:, None, None] for x_BPF in (angles_BPF.cos(), angles_BPF.sin()))
+        return self._rotate(x_BNCX, cos_B11F, sin_B11F, x_BNCX.clone())
+
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
         """Write the rotated pairs of `x` to `out`, a copy of it; `cos` and `sin` are (..., F)."""
         (a, b), (to_a, to_b) = self.paired(x), self.paired(out)

@@ -1,11 +1,13 @@
-"""Attention probabilities of new queries over stored keys, summed over queries, as cache policies need them.
+"""What queries tell cache policies of stored keys: attention probabilities, summed over the new queries.
 
-They are recomputed from queries and keys, a few queries at a time, since fused kernels do not return them.
+These are recomputed from queries and keys, a few queries at a time, since fused kernels do not return them.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, q of them, n stored keys, H head dim.
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ query's scores, as many as the sums, are the least."""
 
 
 class QuerySignals:
-    """Attention probabilities of the new tokens' queries over all stored keys; see `policies.base.Signals`.
+    """What the new tokens' queries tell of all stored keys; see `policies.base.Signals`.
 
     Args:
         q_BNCH: queries, rotated.
@@ -26,6 +28,7 @@ class QuerySignals:
         queries_BC: positions of the queries in their rows, below 0 on padding.
         keys_BKn: positions of the keys, or (B, 1, n) for all KV heads alike.
         lse_BNC: log-sum-exp of each query's scores, where it sees more keys than these; without sinks.
+        ahead: number of positions -> mean and covariance of the queries there, as expected, if a policy asks for them.
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class QuerySignals:
         queries_BC: Tensor,
         keys_BKn: Tensor,
         lse_BNC: Tensor | None = None,
+        ahead: Callable[[int], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
+        self._ahead = ahead
         self._votes: dict[tuple[int, float], Tensor] = {}
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
@@ -58,6 +63,12 @@ class QuerySignals:
     def received(self) -> Tensor:
         """Implements `policies.base.Signals.received`."""
         return self._sum_over(torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device))
+
+    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Implements `policies.base.Signals.next_queries`."""
+        assert self._ahead is not None, "a policy that asks for these declares queries_from"
+        mean_BNH, covariance_BNHH = self._ahead(num_positions)
+        return mean_BNH * self._terms.scaling, covariance_BNHH * self._terms.scaling**2
 
     def _sum_over(self, weights_w: Tensor) -> Tensor:
         """Probabilities (B, N, n) summed over the last w queries."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms
+from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
@@ -39,6 +40,7 @@ class KeptLayer(LayerStore):
         pads: slots on the left of each row that are padding.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
         carried_TBK: values that a policy accumulates per slot.
+        queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
         on_host: whether keys and values are in host memory while another device computes.
@@ -51,6 +53,7 @@ class KeptLayer(LayerStore):
     num_slots: int = 0
     first: int = 0
     carried_TBK: Tensor | None = None
+    queries: QueryMoments | None = None
     rotary: Rotary | None = None
 
     @classmethod
@@ -66,9 +69,10 @@ class KeptLayer(LayerStore):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated: keys and values, positions, and carried values."""
+        """Bytes allocated: keys and values, positions, and what policies accumulate."""
         carried = 0 if self.carried_TBK is None else self.carried_TBK.nbytes
-        return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried
+        queries = 0 if self.queries is None else self.queries.num_bytes
+        return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried + queries
 
     def slab(self) -> KVSlab:
         """The slots in use."""
@@ -141,6 +145,7 @@ class KeptLayer(LayerStore):
         if self.carried_TBK is not None:
             self.carried_TBK = _taken(self.carried_TBK, slots_mBK, room)
         self.num_slots, self.pads = num_kept, kept_pads
+        self.queries = None
 
     def free(self, *, room: int) -> None:
         if self.slab_TBKX.shape[0] != self.num_slots + room:

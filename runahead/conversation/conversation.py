@@ -201,13 +201,12 @@ class Conversation:
         end = self.num_tokens + ids_BC.shape[1]
         tokens = NewTokens(self.num_tokens, self.pads)
         steps = PolicySteps(
+            self.model,
             self.policies,
             tokens,
             prompt_tokens=end,
-            num_layers=self.model.num_layers,
             evicts=cut_back,
             cache=self.cache,
-            mean_over_shares=self.model.mean_over_shards,
         )
         logits = self.model.forward(
             ids_BC,

@@ -82,12 +82,11 @@ def forward_over(
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
         tokens = NewTokens(start, pads, Phase.decode)
         steps = PolicySteps(
+            model,
             policies,
             tokens,
             prompt_tokens=prompt_tokens if part is None else len(part.chunk),
-            num_layers=model.num_layers,
             room=NEW_ROOM,
-            mean_over_shares=model.mean_over_shards,
             part=part,
         )
         return _logits(model, ids_B1, kept_attention(cache, steps))

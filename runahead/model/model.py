@@ -233,17 +233,16 @@ class Model:
         return None
 
     @cached_property
-    def rotaries(self) -> list[Rotary]:
-        """Rotation of queries and keys per layer, for policies that give tokens other positions.
+    def rotations(self) -> list[Rotary]:
+        """Rotation of queries and keys per layer.
 
         Raises:
-            ValueError: the model uses positions otherwise than by rotation, or its rotations cannot be replaced.
+            ValueError: the model uses positions otherwise than by rotation, or by rotations that are not known. The
+                message has no remedy.
         """
         why = None
         if self.has_key_bias:
             why = "adds a bias to its attention by distance (ALiBi)"
-        elif any(rule is not None and not rule.sees_everything for rule in self.rules):
-            why = "has layers with sliding windows over the original positions"
         elif self._rotaries:
             why = "rotates by angles that depend on the length of the text"
         elif "position_ids" not in self._optional:
@@ -254,10 +253,24 @@ class Model:
                 return find_rotaries(self.module, lambda at: [heads[1:4] for heads in self._recorded(at).calls], last)
             except ValueError as error:
                 why = str(error)
-        raise ValueError(
-            f"model {self.name} ({self.config.model_type}) {why}, so its positions cannot be re-encoded; "
-            "use policy.positions=original"
-        )
+        raise ValueError(f"model {self.name} ({self.config.model_type}) {why}")
+
+    @cached_property
+    def rotaries(self) -> list[Rotary]:
+        """`rotations`, for policies that give tokens other positions.
+
+        Raises:
+            ValueError: the rotations are not known, or cannot be replaced.
+        """
+        if any(rule is not None and not rule.sees_everything for rule in self.rules):
+            name = f"{self.name} ({self.config.model_type})"
+            why = f"model {name} has layers with sliding windows over the original positions"
+        else:
+            try:
+                return self.rotations
+            except ValueError as error:
+                why = str(error)
+        raise ValueError(f"{why}, so its positions cannot be re-encoded; use policy.positions=original")
 
     @cached_property
     def fingerprint(self) -> str:

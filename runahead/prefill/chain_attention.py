@@ -71,14 +71,13 @@ class ThinnedAttention(ChainAttention):
         self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
         self.kept = kept
         self._steps = PolicySteps(
+            job.model,
             policies.of(is_last=run.is_last),
             self.tokens,
             prompt_tokens=job.own_tokens,
-            num_layers=job.model.num_layers,
             room=policies.room(job.own_new_tokens),
             evicts=kept is not None,
             cache=self.kept,
-            mean_over_shares=job.model.mean_over_shards,
             part=policies.part,
         )
 

@@ -51,14 +51,13 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
             attention = CausalAttention(cache, start=start, pads=batch.pads, on_layer=after_layer)
         else:
             steps = PolicySteps(
+                model,
                 policies.last,
                 tokens,
                 prompt_tokens=num_tokens,
-                num_layers=model.num_layers,
                 room=room if is_last else chunk_tokens,
                 evicts=bounded or is_last,
                 cache=kept,
-                mean_over_shares=model.mean_over_shards,
             )
             attention = KeptAttention(kept, steps, on_layer=after_layer)
         try:

@@ -117,6 +117,15 @@ class RankPolicies:
                     f"{model.num_shards} ranks that share the {kv_heads} KV heads of model {model.name} these are on "
                     f"different ranks; use at most ranks.tensor={kv_heads}, or another policy"
                 )
+        for policy in policies:
+            if policy.queries_from is not None:
+                try:
+                    _ = model.rotations
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}, but policy {type(policy).__name__} turns queries to later positions; use another "
+                        "policy, such as snapkv"
+                    ) from error
         self._check_retrieval(model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:

@@ -56,10 +56,10 @@ class Run:
     def _forward(self, ids_BC: Tensor, phase: Phase, evicts: bool = True) -> Tensor:
         tokens = NewTokens(self.seen, self.pads, phase)
         steps = PolicySteps(
+            self.model,
             self.steps,
             tokens,
             prompt_tokens=self.prompt_tokens,
-            num_layers=self.model.num_layers,
             evicts=evicts,
         )
         with throughout(self.model.dtype):

@@ -16,6 +16,7 @@ from policies.base import Policy
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model
@@ -61,6 +62,11 @@ def h2o(attention: Tensor, heads: range) -> list[float]:
     return [2.0 * length if token >= length - BUDGET // 2 else received[token] for token in range(length)]
 
 
+def tova(attention: Tensor, heads: range) -> list[float]:
+    """Of all heads of the layer, not of this one's."""
+    return [fmean(attention[:, -1, token].tolist()) for token in range(attention.shape[-1])]
+
+
 POLICIES = {
     "streaming_llm": (StreamingLLM(budget=BUDGET, sinks=SINKS), streaming_llm),
     "snapkv": (
@@ -72,6 +78,7 @@ POLICIES = {
         lambda attention, heads: snapkv(attention, heads, by_mean=True),
     ),
     "h2o": (H2O(budget=BUDGET), h2o),
+    "tova": (TOVA(budget=BUDGET), tova),
 }
 
 

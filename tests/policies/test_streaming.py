@@ -16,11 +16,14 @@ from torch import Tensor
 from launch.infer import INFER, main
 from launch.inputs.options import ineffective_settings
 from policies.base import LayerView, Phase, Policy
+from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
+from policies.keydiff import KeyDiff
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
 from policies.window import Window
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Device, Positions, PrefillName
@@ -43,6 +46,9 @@ BOUNDED: list[Policy] = [
     H2O(budget=24),
     SnapKV(budget=24, window=4, kernel=3),
     PyramidKV(budget=16, window=4, kernel=3, beta=2.0),
+    KeyDiff(budget=24),
+    TOVA(budget=24),
+    ExpectedAttention(budget=24, evict_every=16, future_tokens=16),
     PyramidInfer(budget=20, min_tokens=4, sinks=2),
 ]
 every_bounded = pytest.mark.parametrize("policy", BOUNDED, ids=lambda policy: type(policy).__name__)

@@ -17,6 +17,7 @@ from hypothesis import Phase, given, seed, settings
 
 from policies.base import Policy
 from policies.exact_topk import ExactTopK
+from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
@@ -25,6 +26,7 @@ from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, Exchange, Positions, PrefillName, Transfer
 from runahead.report import GenerationBatch
@@ -206,6 +208,8 @@ POLICIES: dict[str, list[Policy]] = {
     "snapkv": [SnapKV(budget=16, window=4)],
     "pyramidkv": [PyramidKV(budget=16, window=4)],
     "h2o": [H2O(budget=16)],
+    "tova": [TOVA(budget=16)],
+    "expected_attention": [ExpectedAttention(budget=16, evict_every=8, future_tokens=16)],
     "pyramidinfer": [PyramidInfer(mean_keep=0.6, min_tokens=8)],
     "pyramidinfer, fixed": [PyramidInfer(budget=24, mean_keep=0.6, min_tokens=8)],
     "quest": [Quest(fetch=16, min_tokens=0, page=4)],

@@ -11,12 +11,14 @@ from policies.base import Policy
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.keydiff import KeyDiff
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
 from runahead import PrefillOptions
 from runahead.config import PrefillName, Transfer
 from runahead.report import GenerationBatch
@@ -30,7 +32,13 @@ from tests.ranks.tasks import tiny_model
 NUM_TOKENS = 60
 TOLERANCE = 1e-9  # float64; as in test_exactness
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=8)
-EVICTING = [StreamingLLM(budget=16), SnapKV(budget=16, window=4), PyramidKV(budget=16, window=4)]
+EVICTING = [
+    StreamingLLM(budget=16),
+    SnapKV(budget=16, window=4),
+    PyramidKV(budget=16, window=4),
+    KeyDiff(budget=16),
+    TOVA(budget=16),
+]
 
 
 def generate(

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from policies.base import Policy, PromptPart
 from policies.exact_topk import ExactTopK
+from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.keydiff import KeyDiff
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
 from policies.window import Window
 from runahead import GenerationOptions, PrefillOptions
 from runahead.attention.base import LayerAttention
@@ -49,6 +52,9 @@ EVICTING: dict[str, Policy] = {
     "snapkv": SnapKV(budget=20, window=6, kernel=3),
     "snapkv, a share": SnapKV(budget=0.4, window=6, kernel=3),
     "pyramidkv": PyramidKV(budget=24, window=6, kernel=3),
+    "keydiff": KeyDiff(budget=20, evict_every=2),
+    "tova": TOVA(budget=20),
+    "expected_attention": ExpectedAttention(budget=20, sinks=2, evict_every=4, future_tokens=16),
 }
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=4)
 RETRIEVING: dict[str, Policy] = {

@@ -105,12 +105,15 @@ def test_tokens_are_the_whole_models_with_kv_heads_split_or_copied(
         assert held == [max(1, kv_heads // size)] * 3
 
 
-@pytest.mark.parametrize(("kv_heads", "refused"), [(2, ["snapkv", "pyramidkv", "h2o", "quest"]), (4, [])])
+@pytest.mark.parametrize(
+    ("kv_heads", "refused"), [(2, ["snapkv", "pyramidkv", "h2o", "expected_attention", "quest"]), (4, [])]
+)
 def test_policies_that_need_all_queries_of_a_kv_head(
     rank_pools: RankPools, tmp_path: Path, kv_heads: int, refused: list[str]
 ) -> None:
     options = saved(tmp_path, hidden_size=64, num_attention_heads=8, num_key_value_heads=kv_heads)
-    names = ["snapkv", "pyramidkv", "h2o", "quest", "streaming_llm", "window", "pyramidinfer", "offload"]
+    names = ["snapkv", "pyramidkv", "h2o", "expected_attention", "quest"]
+    names += ["streaming_llm", "window", "keydiff", "tova", "pyramidinfer", "offload"]
     assert rank_pools.run(4, tasks.refused_policies, options, names) == [refused] * 4
 
 

@@ -86,7 +86,9 @@ def prefill(
     def body(ranks: VirtualRanks) -> None:
         strategy.connect(ranks, partition, options)
         batch = PromptBatch.of([ids], ranks.device)
-        model, before = tiny_llama(ranks.rank, num_layers), ranks.accelerator.num_kernels
+        model, thinning = tiny_llama(ranks.rank, num_layers), RankPolicies.everywhere(policies)
+        thinning.check(model)  # as `Engine` does before the first prompt
+        before = ranks.accelerator.num_kernels
         row_bytes = model.kv_shapes[0].bytes_per_token() if watched else None
         with Deferred(ranks.accelerator, row_bytes=row_bytes) as device:
             prefilled = strategy.run(
@@ -97,7 +99,7 @@ def prefill(
                     partition=partition,
                     capacity=batch.num_tokens,
                     options=options,
-                    policies=RankPolicies.everywhere(policies),
+                    policies=thinning,
                 )
             )
         outcome.kernels[ranks.rank] = ranks.accelerator.num_kernels - before

@@ -21,6 +21,9 @@ LAYER = 40
 
 OPTIONS = {
     "snapkv": {"budget": 6, "window": 3, "kernel": 3},
+    "keydiff": {"budget": 6},
+    "tova": {"budget": 6},
+    "expected_attention": {"budget": 6, "future_tokens": 8},
     "streaming_llm": {"budget": 6, "sinks": 2},
     "h2o": {"budget": 6},
     "pyramidinfer": {"mean_keep": 0.6},
