@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,12 @@ from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Device, RanksOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.ranks.ranks import Ranks
+from runahead.reuse import reuse
 from runahead.serving.executor import Executor
 from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Progress, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from tests.families import prompt, throughout
+from tests.prompt_cache.serving import random_prompt, random_segments
 from tests.ranks.tasks import tiny_model
 
 GREEDY = GenerationOptions(max_new_tokens=50, ignore_eos=True)
@@ -113,6 +116,25 @@ def test_a_short_prompt_is_not_interrupted_by_another_one_but_by_a_look():
     reports = rank.carry_out(item(0, 40))
     assert [each.number for each in reports if isinstance(each, Part)] == [1, 2, 0]
     assert reports[0] == Alive(0, True)
+
+
+def test_a_short_prompt_does_not_encode_the_segment_that_is_being_encoded(monkeypatch):
+    encoded, encode = list[str](), reuse.encode_segment
+
+    def noted(model: Any, segment: Any, *rest: Any) -> Any:
+        encoded.append(segment.name)
+        return encode(model, segment, *rest)
+
+    monkeypatch.setattr(reuse, "encode_segment", noted)
+    asked = random_prompt(random.Random(9), random_segments(random.Random(9)))
+    long, short = (
+        Prefill(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)), is_short=number == 1)
+        for number in (0, 1)
+    )
+    rank = Rank(itl_s=1e3)
+    rank.inbox.put(short)
+    assert rows(rank.carry_out(long)) == [1, 0]
+    assert sorted(encoded) == sorted(use.segment.name for use in asked.uses) != []
 
 
 def test_a_row_that_is_cancelled_leaves_inside_a_prefill():
