@@ -154,7 +154,7 @@ class Executor:
             record_timeline=item.record_timeline,
         )
         self._inbox.done(self._under_way.pop().number)
-        aside_s = self._aside_s - aside_s
+        aside_s, waited_s = self._aside_s - aside_s, self._waited_s - waited_s
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
             self._await_schemas(item)
@@ -184,7 +184,7 @@ class Executor:
                 number=item.number,
                 rank=self._ranks.rank,
                 prefill_s=report.prefill_s - aside_s,
-                wait_s=report.wait_s + self._waited_s - waited_s,
+                wait_s=report.wait_s + waited_s,
                 is_alone=was_idle and aside_s == 0,
                 is_cancelled=prefilled.is_cancelled,
                 report=report,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -177,19 +176,3 @@ def test_a_server_goes_on_after_a_rank_was_suspended(drill: Drill, model: str, t
         for rank in server.ranks:
             os.kill(rank.pid, signal.SIGTERM)
         assert [rank.wait(60) for rank in server.ranks] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_client_that_reads_nothing_does_not_hold_up_the_end(model: str, tmp_path: Path) -> None:
-    """Rank 0 waits for it for a while, and the others for rank 0 longer than ranks.timeout_s."""
-    given = options(model, "ranks.timeout_s=1.5")
-    with job(*given) as server, socket.create_connection(("127.0.0.1", server.port)) as silent:
-        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        silent.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            while True:  # until the server takes no more, since its answers are not read
-                silent.send(100 * b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert server.client.get("/ready").status_code == 200
-        for rank in server.ranks:
-            os.kill(rank.pid, signal.SIGTERM)
-        assert [rank.wait(60) for rank in server.ranks] == [0, 0], [rank.errors for rank in server.ranks]

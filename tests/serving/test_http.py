@@ -5,10 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from launch.server import http
+from launch.server import serving as serving_module
+from launch.server.keys import Keys
+from launch.server.options import ServeRun
+from runahead.serving.estimate import TimeEstimate
 from tests.serving.fakes import Served, serving, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -80,3 +87,24 @@ def test_a_header_larger_than_allowed_is_refused_however_it_arrives(parts: int) 
                 for part in range(parts):
                     connection.sendall(header[part * len(header) // parts : (part + 1) * len(header) // parts])
                 assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for it then, perhaps for longer than ranks.timeout_s."""
+    events: list[str] = []
+
+    @contextmanager
+    def busy() -> Iterator[None]:
+        events.append("busy")
+        yield
+        events.append("not busy")
+
+    http = Mock(stop=lambda seconds: events.append("stop"))
+    scheduler = Mock(run=lambda: events.append("run"))
+    monkeypatch.setattr(serving_module, "HTTPServer", Mock(return_value=http))
+    monkeypatch.setattr(serving_module, "Scheduler", Mock(return_value=scheduler))
+    monkeypatch.setattr(serving_module, "API", Mock())
+    engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
+    bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None)
+    assert events == ["run", "busy", "stop", "not busy"]

@@ -87,9 +87,9 @@ def held(served: Served) -> Counter[str]:
 
 @pytest.mark.slow
 def test_what_is_held_after_2000_requests_is_what_was_held_after_200(served: Served) -> None:
-    draw, limits = random.Random(0), asyncio.Semaphore(24)
+    draw = random.Random(0)
 
-    async def one(number: int) -> str:
+    async def one(number: int, limits: asyncio.Semaphore) -> str:
         async with limits:
             ids = draw.choices(range(60), k=draw.randint(1, 200))
             closing = (draw.choice(("sent", "waiting", "prefill", "decoding")), draw.uniform(0, 0.02))
@@ -97,7 +97,8 @@ def test_what_is_held_after_2000_requests_is_what_was_held_after_200(served: Ser
             return end
 
     async def many(count: int) -> Counter[str]:
-        return Counter(await asyncio.gather(*map(one, range(count))))
+        limits = asyncio.Semaphore(24)
+        return Counter(await asyncio.gather(*(one(number, limits) for number in range(count))))
 
     ends = asyncio.run(many(200))
     early, early_sample = held(served), sample(os.getpid())
