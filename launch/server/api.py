@@ -394,6 +394,8 @@ class Answering:
                 if row.finish_reason is not None and not ended[index]:
                     ended[index] = True
                     events.append(form.end(index, row.finish_reason, row.take_scored()))
+            if self._read.continuous_usage:
+                events = [event and event | {"usage": self._usage} for event in events]
             await self._write_events(events)
         if exchange.failure is not None and not all(ended):
             await self._write_events([APIError(503, exchange.failure).body])

@@ -31,6 +31,7 @@ class Common:
         chose_length, chose_seed: whether the client gave max_tokens, and seed.
         stream: tokens are sent as they come.
         include_usage: a stream ends with its usage.
+        continuous_usage: every event of a stream has the usage so far.
         return_progress: a stream says how far the prefill is.
         prompt_cache: modules that stand before the messages or the prompt; None if there are none.
     """
@@ -41,6 +42,7 @@ class Common:
     chose_seed: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_progress: bool
     prompt_cache: PromptCacheFields | None
 
@@ -92,7 +94,7 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
 def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> dict[str, Any]:
     model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
     stream = fields.flag("stream")
-    usage = _stream_options(fields, stream)
+    include_usage, continuous_usage = _stream_options(fields, stream)
     progress = fields.flag("return_progress")
     if progress and not stream:
         raise wrong("return_progress", "is for 'stream': true only")
@@ -106,7 +108,8 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
         "chose_length": chose_length,
         "chose_seed": chose_seed,
         "stream": stream,
-        "include_usage": usage,
+        "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
         "return_progress": progress,
     }
 
@@ -129,22 +132,26 @@ def _prompt_cache(fields: Fields) -> PromptCacheFields | None:
     return PromptCacheFields(prompt=given["prompt"], schema=given.get("schema"))
 
 
-def _stream_options(fields: Fields, stream: bool) -> bool:
-    """Whether a stream is to end with its usage."""
+_USAGE = ("include_usage", "continuous_usage_stats")
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether a stream is to end with its usage, and whether every event is to have the usage so far."""
     given = fields.take("stream_options", lambda value: isinstance(value, dict), "must be an object")
     if given is None:
-        return False
+        return False, False
     if not stream:
         raise wrong("stream_options", "is for 'stream': true only")
     for name, value in given.items():
-        if name != "include_usage" and not (name == "include_obfuscation" and value in (None, False)):
+        if name not in _USAGE and not (name == "include_obfuscation" and value in (None, False)):
             raise APIError(
                 400, f"Unrecognized request argument supplied: stream_options.{shown(name)}", param="stream_options"
             )
-    usage = given.get("include_usage")
-    if usage is not None and not isinstance(usage, bool):
-        raise wrong("stream_options.include_usage", "must be true or false")
-    return bool(usage)
+    for name in _USAGE:
+        if not isinstance(given.get(name), bool | None):
+            raise wrong(f"stream_options.{name}", "must be true or false")
+    include, continuous = (bool(given.get(name)) for name in _USAGE)
+    return include, continuous
 
 
 def _is_token(value: Any) -> bool:

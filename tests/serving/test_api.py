@@ -81,6 +81,13 @@ def test_the_official_client_gets_whole_answers_and_streams(served):
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [
+        chunk.usage.completion_tokens
+        for chunk in client.chat.completions.create(**asked, stream=True, stream_options=options)
+    ]
+    assert counts == sorted(counts) and len(set(counts)) > 2 and counts[-2:] == [5, 5]
     assert [model.id for model in client.models.list()] == ["fake"]
     with pytest.raises(APIStatusError) as refused:
         client.chat.completions.create(**asked, reasoning_effort="high")
@@ -134,6 +141,10 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"stop": 3}, "stop"),
         (HELLO | {"stream": 1}, "stream"),
         (HELLO | {"stream_options": {}}, "stream_options"),
+        (
+            HELLO | {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+            "stream_options.continuous_usage_stats",
+        ),
         (HELLO | {"logprobs": 1}, "logprobs"),
         (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (HELLO | {"top_logprobs": 2}, "top_logprobs"),
