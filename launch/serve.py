@@ -32,6 +32,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.max_tokens=<n>         of prompt and answer, of all answers at once; by default what fits into memory
   serve.itl_s=0.5              seconds after which a prefill is interrupted for a decoding step
   serve.decode_ranks=0|1       1: the last stage only decodes, and the others compute prompts
+  serve.prefix_cache_bytes=0   most bytes of keys and values that later prompts reuse; 0 reuses none
   serve.max_waiting=64         serve.max_per_client=32     serve.max_ttft_s=<predicted seconds>
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512
   serve.read_timeout_s=30      serve.write_timeout_s=60    serve.ping_s=10

@@ -269,6 +269,37 @@ class DecodeOptions:
             )
 
 
+def check_prefix_reuse(
+    prefill: PrefillOptions,
+    decode: DecodeOptions,
+    *,
+    has_policies: bool = False,
+    num_shares: int = 1,
+    what: str = "reuse of prefixes",
+) -> None:
+    """Check that a run can reuse prefixes of earlier prompts: what is computed of a prompt lies whole on one rank.
+
+    Args:
+        what: asks for it, in the message.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    against = None
+    if has_policies:
+        against = "cache policies, which drop or choose tokens; use policy=full"
+    elif prefill.name not in (PrefillName.kv_runahead, PrefillName.single):
+        against = f"prefill={prefill.name.name}; use prefill=kv_runahead or prefill=single"
+    elif prefill.chunk_tokens is not None:
+        against = f"prefill.chunk_tokens={prefill.chunk_tokens}; leave it out"
+    elif num_shares > 1:
+        against = f"ranks.tensor={num_shares}; use ranks.tensor=1"
+    elif decode.name is not DecodeName.last:
+        against = f"decode={decode.name.name}; use decode=last"
+    if against is not None:
+        raise ValueError(f"{what} does not go with {against}")
+
+
 @dataclass(kw_only=True)
 class GenerationOptions:
     """Number of new tokens, sampling, and what ends a row. `runahead.decoding.sampling.Sampler` has the formulas.

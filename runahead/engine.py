@@ -12,7 +12,14 @@ import torch
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.attention.causal import nothing
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeName, DecodeOptions, GenerationOptions, Positions, PrefillOptions
+from runahead.config import (
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    Positions,
+    PrefillOptions,
+    check_prefix_reuse,
+)
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
@@ -27,7 +34,9 @@ from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptB
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
-from runahead.report import Generation, GenerationBatch
+from runahead.report import Generation, GenerationBatch, ReuseReport
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv
 from runahead.reuse.reuse import Reuse, check_reuse
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
@@ -46,6 +55,8 @@ class Engine:
         policies: cache policies; by default all keys and values are computed and kept.
         decode: where keys and values are while decoding.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
+        tree: earlier prompts and answers, of which later prompts reuse what they begin with; None reuses none. It is
+            used by one thread, and may be that of several engines.
 
     Raises:
         ValueError: the prefill strategy or a policy does not support this model on these ranks.
@@ -61,6 +72,7 @@ class Engine:
         policies: RankPolicies | None = None,
         decode: DecodeOptions | None = None,
         store: SegmentStore | None = None,
+        tree: PrefixTree | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.policies = policies or RankPolicies()
@@ -82,6 +94,15 @@ class Engine:
             model, ranks, self.decode, can_shard=self._strategy.can_shard, under_policies=bool(self.policies)
         )
         self.store = store
+        self.prefixes: Prefixes | None = None
+        if tree is not None:
+            check_prefix_reuse(
+                self.prefill,
+                self.decode if self.may_shard else DecodeOptions(name=DecodeName.last),
+                has_policies=bool(self.policies),
+                num_shares=ranks.num_shares,
+            )
+            self.prefixes = Prefixes(model, tree)
         self._num_calls = 0
         self._weights: str | None = None
 
@@ -114,17 +135,46 @@ class Engine:
                 fit; or the KV cache does not fit in memory.
             PeerFailure: another rank is gone or silent.
         """
-        mesh = self.ranks.mesh
-        assert mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
+        assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         num_new = max((each.max_new_tokens for each, _ in rows), default=1)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
-        limits = self.prompt_limits
-        check_prompts(prompts, limits, num_new=num_new)
+        check_prompts(prompts, self.prompt_limits, num_new=num_new)
         ids = [ids_of(prompt) for prompt in prompts]
         reuse = self._reuse(prompts)
+        prefixes = self._prefixes_of(ids) if reuse is None else []
+        try:
+            self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
+            return self._generate(
+                ids,
+                rows,
+                reuse,
+                prefixes,
+                on_tokens=on_tokens,
+                record_timeline=record_timeline,
+                cancellable=cancellable,
+            )
+        finally:
+            for prefix in prefixes:
+                prefix.release()
+
+    def _generate(
+        self,
+        ids: list[list[int]],
+        rows: list[tuple[GenerationOptions, int]],
+        reuse: Reuse | None,
+        prefixes: Sequence[RowPrefix],
+        *,
+        on_tokens: OnTokens | None,
+        record_timeline: bool,
+        cancellable: bool,
+    ) -> GenerationBatch:
+        """Generate from prompts that were checked, with what they reuse."""
+        mesh, limits = self.ranks.mesh, self.prompt_limits
+        num_new = max(each.max_new_tokens for each, _ in rows)
         new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
-        self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
+        if prefixes:
+            new_ids = [each[prefix.num_tokens :] for each, prefix in zip(ids, prefixes, strict=True)]
         partition = self._strategy.split(max(map(len, new_ids)), mesh.num_stages, self.partition)
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
@@ -153,23 +203,21 @@ class Engine:
             offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
             self.ranks.barrier("all ranks to hold the prompt")
             began_s = time.perf_counter()
-            job = self._job(
-                batch,
-                partition,
-                num_new,
-                shards=shards,
-                reused=reuse.fetch() if reuse is not None and partition.chunk(self.ranks.stage) else None,
-                record=record_timeline,
-            )
+            reused = reused_kv(ids, prefixes)
+            if reuse is not None and partition.chunk(self.ranks.stage):
+                reused = reuse.fetch()
+            job = self._job(batch, partition, num_new, shards=shards, reused=reused, record=record_timeline)
             prefilled, policies = self._strategy.run(job), job.own_policies
-            del job  # frees reused segments, of which decoding may have its own copies
+            del job, reused  # frees reused segments, of which decoding may have its own copies
             decoded = self._decode(ids, rows, prefilled, batch, stream, gather, policies)
             stream.relay()
+            if decoded is not None and prefixes:
+                self._store(prefixes, decoded, prefilled, batch)
             prefilled.cache = None
             chunk_tokens = prefilled.report.chunk_tokens
             prefilled.report.memory = self.model.memory_after(
                 kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
-                num_tokens=len(prompts) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
+                num_tokens=len(ids) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
             )
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
             result.decode = "last" if shards is None else "sharded"
@@ -207,6 +255,7 @@ class Engine:
         num_new: int,
         meanwhile: Meanwhile | None = None,
         record_timeline: bool = False,
+        reuses: bool = False,
     ) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
@@ -221,16 +270,25 @@ class Engine:
             num_new: most tokens that are generated after a prompt.
             meanwhile: what this rank does besides.
             record_timeline: fill the spans of the result.
+            reuses: reuse prefixes, if this engine does, where this rank's stage computes the prompts alone. The caller
+                stores and releases the prefixes of the result.
         """
         check_chunk_tokens(self.prefill, len(partition.chain))
         reuse = self._reuse(prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
         computed: Sequence[GivenPrompt] = prompts
         if reuse is not None:
             computed = [list(prompt.new_ids) for prompt in reuse.prompts]
+        prefixes, stage = list[RowPrefix](), self.ranks.stage
+        if reuses and reuse is None and self.prefixes is not None and stage == partition.chain[-1]:
+            prefixes = self.prefixes.of([ids_of(each) for each in prompts], reuse=partition.chain == [stage])
+        reused = reused_kv([ids_of(each) for each in prompts], prefixes)
+        if reused is not None:
+            computed = [ids_of(each)[prefix.num_tokens :] for each, prefix in zip(prompts, prefixes, strict=True)]
+            longest = max(map(len, computed))
+            partition = ContextPartition(boundaries=tuple(min(end, longest) for end in partition.boundaries))
         batch = PromptBatch.of([ids_of(each) for each in computed], self.ranks.device)
         with self.ranks.busy():
             self._strategy.connect(self.ranks, partition, self.prefill)
-        reused = None
         if reuse is not None and partition.chunk(self.ranks.stage):
             reuse.encode_missing(in_stage=True)
             reused = reuse.fetch()
@@ -239,6 +297,7 @@ class Engine:
         if reuse is not None:
             prefilled.encoded = reuse.encoded
             prefilled.report.prefill_s += reuse.report.encode_s
+        prefilled.prefixes = prefixes
         return prefilled
 
     def check_reuse(self) -> None:
@@ -322,6 +381,29 @@ class Engine:
         self.check_reuse()
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
+
+    def _prefixes_of(self, ids: list[list[int]]) -> list[RowPrefix]:
+        """What each prompt reuses of earlier texts; nothing for none if prefixes are not reused."""
+        if self.prefixes is None:
+            return []
+        if self.ranks.size > 1:
+            raise ValueError(
+                f"Engine.generate reuses prefixes on one rank only, and these are {self.ranks.size}; leave the tree out"
+            )
+        return self.prefixes.of(ids)
+
+    def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
+        """Store prompts and answers, but for the last token of each, which no forward has seen."""
+        assert prefilled.cache is not None and self.prefixes is not None
+        for row, (prefix, each, pad) in enumerate(zip(prefixes, decoded.rows, batch.pads, strict=True)):
+            text = each.prompt + each.new_ids[:-1]
+            prefix.store(text, prefilled.cache.row_kv(row, pad, len(text) - prefix.num_tokens))
+        report = prefilled.report
+        report.reuse = ReuseReport(
+            cached_tokens=sum(prefix.num_tokens for prefix in prefixes),
+            computed_tokens=report.chunk_tokens,
+            stored_bytes={self.ranks.device.type: self.prefixes.tree.num_bytes},
+        )
 
     def _decode(
         self,

@@ -346,6 +346,8 @@ class Answering:
                 task.cancel()
             if self._exchange.failure is not None or not self._exchange.is_over:
                 self._api.scheduler.cancel(self._queued)
+            cached = self._usage["prompt_tokens_details"]["cached_tokens"]
+            self._api.metrics.counters["prefix_cache_hits_total"] += cached
             self._api.metrics.ended(ended)
             self._log(ended)
 

@@ -40,6 +40,7 @@ class Metrics:
     COUNTERS: Mapping[str, str] = {
         "prompt_tokens_total": "Tokens of prompts whose prefill is done.",
         "generation_tokens_total": "New tokens.",
+        "prefix_cache_hits_total": "Tokens of prompts that were not computed.",
     }
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     RanksOptions,
+    check_prefix_reuse,
     require,
 )
 from runahead.serving.limits import QueueLimits
@@ -31,6 +32,8 @@ class ServeOptions(QueueLimits):
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
         model_name: the model's name in the API; None is the name under which it was loaded.
+        prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
+            later prompts; 0 keeps none.
         max_body_bytes, max_header_bytes: largest request.
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.
@@ -47,6 +50,7 @@ class ServeOptions(QueueLimits):
     port: int = 8000
     api_key_file: str | None = None
     model_name: str | None = None
+    prefix_cache_bytes: int = 0
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_connections: int = 512
@@ -64,6 +68,8 @@ class ServeOptions(QueueLimits):
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
         for name in ("max_body_bytes", "max_connections"):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
+        rule = "must be a number of bytes; 0 keeps no prefixes"
+        require(self.prefix_cache_bytes >= 0, "serve.prefix_cache_bytes", self.prefix_cache_bytes, rule)
         require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
         require(
             self.schema_tokens >= 0, "serve.schema_tokens", self.schema_tokens, "must not be negative; 0 takes none"
@@ -97,6 +103,14 @@ class ServeRun:
         if self.policy["name"] == "prompt_cache":
             self._check_prompt_cache(prompt_cache_options(self.policy))
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
+        if self.serve.prefix_cache_bytes:
+            check_prefix_reuse(
+                self.prefill,
+                self.decode,
+                has_policies=self.policy["name"] != "full",
+                num_shares=self.ranks.tensor,
+                what=f"serve.prefix_cache_bytes={self.serve.prefix_cache_bytes}",
+            )
         if self.serve.decode_ranks:
             name, decode = self.prefill.name, self.decode.name
             beside = "serve.decode_ranks=1, where one stage decodes and the others compute prompts"
@@ -104,6 +118,8 @@ class ServeRun:
                 raise ValueError(f"prefill={name.name} does not go with {beside}; use prefill=kv_runahead")
             if decode is not DecodeName.last:
                 raise ValueError(f"decode={decode.name} does not go with {beside}; use decode=last")
+            if self.serve.prefix_cache_bytes:
+                raise ValueError(f"serve.prefix_cache_bytes has no effect with {beside}; use serve.decode_ranks=0")
 
     def _check_prompt_cache(self, policy: PromptCacheOptions) -> None:
         """Check what does not go with prompts that reuse modules in a server. Raises: ValueError."""

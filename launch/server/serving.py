@@ -34,6 +34,7 @@ from runahead.model.shares import check_shares, load_model
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
 from runahead.report import package_version
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
@@ -78,8 +79,16 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = _store(run, model, ranks)
+    kept_bytes = run.serve.prefix_cache_bytes
     engine = Engine(
-        model, ranks, prefill=run.prefill, partition=partition, policies=policies, decode=run.decode, store=store
+        model,
+        ranks,
+        prefill=run.prefill,
+        partition=partition,
+        policies=policies,
+        decode=run.decode,
+        store=store,
+        tree=PrefixTree(kept_bytes) if kept_bytes else None,
     )
     if store is not None:
         engine.check_reuse()
@@ -89,7 +98,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
-    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store)
+    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes)
     if ranks.rank == 0:
         [(bound, keys, tokenizer, schemas)] = front
         _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas)
@@ -119,7 +128,7 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schem
 def _warm_up(engine: Engine) -> TimeEstimate:
     """Times of prompts without meaning, computed by one stage and by all. Every rank makes the same call."""
     estimate, ranks, reports = TimeEstimate(), engine.ranks, list[Report]()
-    executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e9))
+    executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e9), reuses=False)
     most = engine.model.max_positions or max(WARM_UP_TOKENS)
     options = [GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True)]
     for length in WARM_UP_TOKENS:
@@ -174,21 +183,28 @@ def _free_bytes(ranks: Ranks) -> float:
     return free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
 
 
-def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None) -> int:
+def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int) -> int:
     """Tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
+    Args:
+        kept_bytes: of the last stage, for prefixes.
+
     Raises:
-        ValueError: there is no room beside the store.
+        ValueError: there is no room beside the store or the prefixes.
     """
     free, kept = _free_bytes(ranks), 0
     if store is not None:
         kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
+    if ranks.stage == ranks.num_stages - 1:
+        kept += kept_bytes
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
     num_tokens = min(ranks.gather(int((MEMORY_SHARE * free - kept) / per_token), "the free memory"))
     if store is not None and num_tokens < 1:
         tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"
         raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")
+    if kept_bytes and num_tokens < 1:
+        raise ValueError(f"serve.prefix_cache_bytes={kept_bytes} leaves no memory for prompts; use less")
     return num_tokens
 
 

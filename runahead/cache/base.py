@@ -153,6 +153,15 @@ class KVStore:
         assert len(pads) == 1, f"{type(self).__name__} holds {len(pads)} rows, which stay together"
         return [self]
 
+    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
+        """Keys and values of a row's first tokens in each layer, (T, K, H + V), as views; None if not all are here.
+
+        Args:
+            pad: left padding of the row.
+            num_tokens: T. Later tokens of the row are stored behind them, so what is returned never changes.
+        """
+        return None
+
     def note_peak(self) -> None:
         """Update `peak_bytes` with the bytes that are allocated now."""
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)

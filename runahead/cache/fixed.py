@@ -116,6 +116,8 @@ class FixedCache(KVStore):
         ValueError: there is no memory in which to move padded rows.
     """
 
+    layers: list[FixedLayer]
+
     def __init__(self, cache: KVCache | ShardCache, *, pads: Sequence[int], num_tokens: int) -> None:
         slabs, shard = (cache.own, cache.shard) if isinstance(cache, ShardCache) else (cache, None)
         device, self._batch = slabs.device, len(pads)
@@ -143,12 +145,11 @@ class FixedCache(KVStore):
             may_be_empty=shard is not None,
         )
         self._position_S = (num_tokens - torch.tensor(pads if any(pads) else [0])).to(device)
-        layers: list[FixedLayer] = []
+        self.layers = []
         for layer in cache.take_layers():
             slab = layer.slab
             kv_TUX = slab.slab_TBKX.flatten(1, 2) if len(stored) == 1 else _by_row(slab, stored, chunk, room)
-            layers.append(FixedLayer(kv_TUX=kv_TUX, key_dim=slab.key_dim, lengths=self.lengths))
-        self.layers = layers
+            self.layers.append(FixedLayer(kv_TUX=kv_TUX, key_dim=slab.key_dim, lengths=self.lengths))
 
     @staticmethod
     def takes(cache: KVStore) -> bool:
@@ -170,6 +171,14 @@ class FixedCache(KVStore):
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
         return self._position_S.expand(self._batch)[:, None]
+
+    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
+        if self.lengths.may_be_empty:  # a shard
+            return None
+        if len(self.lengths.next_S) == 1:  # all rows side by side
+            return [layer.kv_TUX[:num_tokens].chunk(self._batch, dim=1)[row] for layer in self.layers]
+        first = row * self.lengths.room
+        return [layer.kv_TUX[first : first + num_tokens] for layer in self.layers]
 
     def describe_decoding(self, report: RankReport) -> None:
         super().describe_decoding(report)

@@ -157,6 +157,11 @@ class KVCache(KVStore):
         assert self.num_slabs == self.num_layers, "layers share slabs"
         return [SlabRow(self, row, pad) for row, pad in enumerate(pads)]
 
+    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
+        if self.rotates or self.num_slabs < self.num_layers:
+            return None
+        return SlabRow(self, row, pad).row_kv(0, 0, num_tokens)
+
     def take_layers(self) -> Iterator[SlabLayer]:
         """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
         assert self.num_slabs == self.num_layers, "layers share slabs"
@@ -177,3 +182,9 @@ class SlabRow(KVStore):
     def __init__(self, cache: KVCache, row: int, pad: int) -> None:
         self.device = cache.device
         self.layers = [SlabLayer(slab=layer.slab.row(row, pad)) for layer in cache.layers]
+
+    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
+        assert (row, pad) == (0, 0), (row, pad)
+        if any(layer.slab.first > 0 for layer in self.layers):  # earlier tokens are on other ranks
+            return None
+        return [layer.slab.tokens(0, num_tokens)[:, 0] for layer in self.layers]

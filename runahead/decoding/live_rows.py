@@ -4,22 +4,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from runahead.cache.base import KVStore
-from runahead.cache.rows import RowsCache
 from runahead.decoding.decode import Row
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.sampling import NOT_NUMBERS, next_tokens
 from runahead.model.model import Model
+from runahead.reuse.rows import rows_cache
 from runahead.thinning.rank_policies import RankPolicies
 
 RowId = tuple[int, int]
 """Number of a prompt batch, and of the row in it."""
+
+OnLeave = Callable[[RowId, Row, KVStore, int], object]
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,13 @@ class LiveRows:
     One forward decodes all of them, so the weights are read once. With cache policies, which look at one row's cache as
     a whole, every row has a forward of its own. Of a model that counts positions from the start of the batch, rows of
     the same length share one.
+
+    Args:
+        on_leave: called with every row that leaves, its cache and the number of tokens that this stores.
     """
 
-    def __init__(self, model: Model, policies: RankPolicies) -> None:
-        self._model, self._policies = model, policies
+    def __init__(self, model: Model, policies: RankPolicies, on_leave: OnLeave = lambda *_: None) -> None:
+        self._model, self._policies, self._on_leave = model, policies, on_leave
         self._live: dict[RowId, _Live] = {}
         self._groups: list[_Group] | None = None
 
@@ -114,10 +119,12 @@ class LiveRows:
 
     def drop(self, ids: Collection[RowId]) -> list[RowId]:
         """Let rows leave, those that are here. Returns their ids."""
-        found = [id for id in ids if self._live.pop(id, None) is not None]
+        found = [each for id in ids if (each := self._live.pop(id, None)) is not None]
         if found:
             self._groups = None
-        return found
+        for each in found:
+            self._on_leave(each.id, each.row, each.cache, each.num_tokens)
+        return [each.id for each in found]
 
     def _add(self, rows: Sequence[_Live], logits_BV: Tensor) -> list[NewToken]:
         samplers, found = [each.row.sampler for each in rows], list[NewToken]()
@@ -142,6 +149,6 @@ class LiveRows:
     def _forward(self, rows: Sequence[_Live]) -> Forward:
         longest = max(each.num_tokens for each in rows)  # all rows grow by a token per step, so pads stay as they are
         pads = [longest - each.num_tokens for each in rows]
-        cache = rows[0].cache if self._policies else RowsCache([each.cache for each in rows], pads)
+        cache = rows[0].cache if self._policies else rows_cache([each.cache for each in rows], pads)
         policies, prompt_tokens = self._policies.while_decoding, len(rows[0].row.prompt)
         return forward_over(self._model, cache, policies, pads=pads, prompt_tokens=prompt_tokens)

@@ -19,6 +19,7 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
+from runahead.reuse.prefixes import RowPrefix
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.trace import Span
@@ -141,6 +142,7 @@ class Prefilled:
         logits_BV: logits of the last token, on the ranks that decode.
         cache: KV cache of the prompt, on the ranks that decode.
         is_cancelled: it was not computed to its end; there are no logits and no cache.
+        prefixes: of each row, on a rank that decodes, if prefixes are reused.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
         encoded: content keys of the reused segments that this rank encoded for it, as they were not stored.
     """
@@ -149,6 +151,7 @@ class Prefilled:
     logits_BV: Tensor | None = None
     cache: KVStore | None = None
     is_cancelled: bool = False
+    prefixes: list[RowPrefix] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
 

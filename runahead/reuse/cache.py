@@ -59,6 +59,10 @@ class ReusedCache(KVStore):
         assert isinstance(self.own, KVCache), "a row of a batch"
         return [ReusedCache(SlabRow(self.own, row, pad), self.reused.row(row, pad)) for row, pad in enumerate(pads)]
 
+    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
+        """Keys and values of new tokens alone."""
+        return self.own.row_kv(row, pad, num_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedLayer(LayerStore):

@@ -150,7 +150,7 @@ class Reuse:
         ]
 
 
-def check_reuse(model: Model) -> None:
+def check_reuse(model: Model, remedy: str = "use policy=full") -> None:
     """Check that a model's keys and values depend only on the tokens and their positions. Raises: ValueError."""
     why = None
     if model.rotates_by_length:
@@ -160,7 +160,7 @@ def check_reuse(model: Model) -> None:
     if why is not None:
         raise ValueError(
             f"model {model.name} ({model.config.model_type}) {why}, so keys and values cannot be reused in other "
-            "prompts; use policy=full"
+            f"prompts; {remedy}"
         )
 
 

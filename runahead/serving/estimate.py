@@ -21,10 +21,14 @@ class PrefillTimes:
         self.longest = 0
         self._moments = [0.0] * 5  # weighted sums of xx, xy, yy, x and y, see `learn`
 
-    def learn(self, lengths: Sequence[int], seconds: float) -> None:
-        """Take in the prefill of prompts of these lengths in tokens, which were computed at once."""
+    def learn(self, lengths: Sequence[int], seconds: float, reused: Sequence[int] = ()) -> None:
+        """Take in the prefill of prompts of these lengths in tokens, which were computed at once.
+
+        Args:
+            reused: first tokens of each prompt that were not computed; by default none.
+        """
         self.longest = max(self.longest, *lengths)
-        num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
+        num_tokens, squares = _computed(lengths, reused)
         # t = a n + b q is divided by t: 1 = a x + b y.
         x, y = num_tokens / max(seconds, 1e-6), squares / max(seconds, 1e-6)
         self._moments = [
@@ -46,10 +50,17 @@ class PrefillTimes:
                 return 0.0, y / yy
         return x / xx, 0.0
 
-    def seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds until the first tokens of prompts that are computed at once."""
+    def seconds(self, lengths: Sequence[int], reused: Sequence[int] = ()) -> float:
+        """Seconds until the first tokens of prompts that are computed at once, without what they reuse."""
         per_token, per_square = self.constants
-        return per_token * sum(lengths) + per_square * sum(length**2 for length in lengths)
+        num_tokens, squares = _computed(lengths, reused)
+        return per_token * num_tokens + per_square * squares
+
+
+def _computed(lengths: Sequence[int], reused: Sequence[int]) -> tuple[int, int]:
+    """Tokens of prompts that are computed, and what they add to the squares of the prompts' lengths."""
+    num_reused = reused or [0] * len(lengths)
+    return sum(lengths) - sum(num_reused), sum(n * n - r * r for n, r in zip(lengths, num_reused, strict=True))
 
 
 class TimeEstimate:

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from policies.base import ReusingPrompt, ids_of
+from runahead.cache.base import KVStore
 from runahead.context import ContextPartition
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows, NewToken
 from runahead.engine import Engine
-from runahead.prefill.base import PrefillCancelled
+from runahead.prefill.base import PrefillCancelled, Prefilled
+from runahead.reuse.prefixes import RowPrefix
 from runahead.serving.items import (
     PROGRESS_S,
     Alive,
@@ -64,6 +66,7 @@ class Executor:
         limits: of the queue.
         asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
         clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
+        reuses: reuse prefixes, if the engine does.
     """
 
     def __init__(
@@ -74,12 +77,16 @@ class Executor:
         limits: QueueLimits,
         asked_to_end: Callable[[], bool] = lambda: False,
         clock_offset_s: float = 0.0,
+        reuses: bool = True,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
-        self.live = LiveRows(engine.model, engine.policies)
+        self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
+        self.live = LiveRows(engine.model, engine.policies, self._keep)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
+        if reuses and self._leads and engine.prefixes is not None:
+            engine.prefixes.tree.on_change = report
         # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
         narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
         self._interrupts = decodes and not narrows
@@ -152,6 +159,7 @@ class Executor:
             num_new=max(options.max_new_tokens for options in item.options),
             meanwhile=self,
             record_timeline=item.record_timeline,
+            reuses=self._reuses,
         )
         self._inbox.done(self._under_way.pop().number)
         aside_s, waited_s = self._aside_s - aside_s, self._waited_s - waited_s
@@ -164,6 +172,10 @@ class Executor:
             ]
             ids = [(item.number, row) for row in range(len(rows))]
             lengths = list(map(len, item.prompts))
+            for row, prefix in enumerate(prefilled.prefixes):
+                lengths[row] -= prefix.num_tokens
+                self._prefixes[ids[row]] = prefix
+            self._store_prompts(item, prefilled, lengths)
             if was_idle and not self.live:
                 self._stepped_s = time.monotonic()
             new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths)
@@ -171,8 +183,11 @@ class Executor:
                 id: sum(use.num_tokens for use in prompt.uses if use.segment.content_key not in prefilled.encoded)
                 for id, prompt in zip(ids, item.prompts, strict=True)
                 if isinstance(prompt, ReusingPrompt)
-            }
+            } | {id: prefix.num_tokens for id, prefix in zip(ids, prefilled.prefixes, strict=False)}
             self._tell(new, cached=cached)
+        else:
+            for prefix in prefilled.prefixes:
+                prefix.release()
         report = prefilled.report
         if self._leads and prefilled.is_cancelled:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
@@ -209,6 +224,24 @@ class Executor:
         if self._tells_progress and item.record_timeline and now - self._told_s >= PROGRESS_S:
             self._told_s = now
             self._report(Progress(number=item.number, rank=self._ranks.rank, layers=done, of=of))
+
+    def _store_prompts(self, item: Prefill, prefilled: Prefilled, lengths: Sequence[int]) -> None:
+        """Store the prompts of rows, but for those after which there are no numbers."""
+        if not prefilled.prefixes:
+            return
+        assert prefilled.cache is not None and prefilled.logits_BV is not None
+        is_wrong = prefilled.logits_BV.isnan().any(dim=-1).tolist()
+        for row, (prefix, prompt, length) in enumerate(zip(prefilled.prefixes, item.prompts, lengths, strict=True)):
+            if not is_wrong[row]:
+                prefix.store(ids_of(prompt), prefilled.cache.row_kv(row, max(lengths) - length, length))
+
+    def _keep(self, id: RowId, row: Row, cache: KVStore, num_tokens: int) -> None:
+        """Store the text of a row that leaves."""
+        if (prefix := self._prefixes.pop(id, None)) is not None:
+            text, num_stored = row.prompt + row.new_ids, prefix.num_tokens + num_tokens
+            if num_stored < len(text):  # else the last forward gave no token, as its logits are no numbers
+                prefix.store(text[:num_stored], cache.row_kv(0, 0, num_tokens))
+            prefix.release()
 
     def _generate(self, item: Generate) -> None:
         def on_tokens(tokens: list[int | None]) -> list[int]:

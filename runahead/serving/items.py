@@ -11,6 +11,7 @@ from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
 from runahead.decoding.live_rows import RowId
 from runahead.report import RankReport
+from runahead.reuse.prefix_tree import Change
 from runahead.timeline.trace import Span
 
 PROGRESS_S = 0.5
@@ -84,7 +85,7 @@ class Tokens:
 
     Attributes:
         step_s: seconds of a decoding step; None for first tokens, and where several ranks decode.
-        cached: with first tokens, tokens of prompts whose keys and values were in the store of segments.
+        cached: with first tokens, tokens of prompts that were not computed for them.
     """
 
     tokens: dict[RowId, int]
@@ -144,7 +145,7 @@ class Alive:
     asked_to_end: bool
 
 
-Report = Tokens | Part | Progress | Alive
+Report = Tokens | Part | Progress | Change | Alive
 
 
 class Inbox:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from policies.base import GivenPrompt, ReusingPrompt
+from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.items import Generate, Part, Prefill, Progress
 from runahead.serving.limits import QueueLimits
@@ -52,6 +54,7 @@ class Batch:
         parts: of the prefill, by rank, as far as they were reported.
         progress: last report of each rank from inside the prefill.
         new_tokens: number of new tokens of each row.
+        cached: tokens of each prompt that were not computed.
     """
 
     item: Prefill | Generate
@@ -66,6 +69,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
+        self.cached = [0] * len(self.owners)
 
     @property
     def lengths(self) -> list[int]:
@@ -88,6 +92,7 @@ class RequestQueue:
     Attributes:
         waiting, running: requests.
         batches: rows that are computed or decoded, by number of their item.
+        stored: the texts that the last stage has reported to store.
     """
 
     def __init__(self, engine: Engine, limits: QueueLimits, estimate: TimeEstimate) -> None:
@@ -97,6 +102,7 @@ class RequestQueue:
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
         self._encoded: OrderedDict[str, None] = OrderedDict()
+        self.stored = PrefixTree(math.inf)
 
     @property
     def num_rows(self) -> int:
@@ -168,7 +174,9 @@ class RequestQueue:
 
     def prefill_s(self, requests: Sequence[Request]) -> float:
         """Predicted seconds of a prefill."""
-        return self.times(is_short=self.is_short(requests)).seconds(self._lengths(requests))
+        is_short = self.is_short(requests)
+        reused = self._reusable(requests) if is_short or not self._has_chain else []
+        return self.times(is_short=is_short).seconds(self._lengths(requests), reused)
 
     def is_short(self, requests: Sequence[Request]) -> bool:
         """Whether the last stage computes these prompts alone: soon enough for the rows that it decodes, or sooner than
@@ -179,9 +187,52 @@ class RequestQueue:
         """
         if self._limits.decode_ranks or not self._engine.takes_stage_alone or self._engine.may_shard:
             return False
-        lengths, chain = self._lengths(requests), self._estimate.chain
-        in_chain_s = chain.seconds(lengths) if self._has_chain and max(lengths) <= chain.longest else 0.0
-        return self._estimate.alone.seconds(lengths) <= max(self._limits.itl_s, in_chain_s)
+        return self._is_short(self._lengths(requests), self._reusable(requests))
+
+    def _is_short(self, lengths: Sequence[int], reused: Sequence[int]) -> bool:
+        chain = self._estimate.chain
+        knows_chain = self._has_chain and (max(lengths) <= chain.longest or any(reused))
+        in_chain_s = chain.seconds(lengths) if knows_chain else 0.0
+        return self._estimate.alone.seconds(lengths, reused) <= max(self._limits.itl_s, in_chain_s)
+
+    def _reusable(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens of each prompt that the last stage need not compute; none for all if prefixes are not reused."""
+        if self._engine.prefixes is None:
+            return []
+        key = self._engine.prefixes.key
+        prompts = (ids_of(prompt) for request in requests for prompt in request.prompts)
+        return [min(self.stored.num_stored(ids, key), len(ids) - 1) for ids in prompts]
+
+    def _reusable_after(self, request: Request, begun: Iterable[GivenPrompt]) -> list[int]:
+        """As `_reusable`, once these prompts are computed, too."""
+        texts = PrefixTree(math.inf)
+        for prompt in begun:
+            texts.insert(ids_of(prompt), [], "").release()
+        now = self._reusable([request])
+        return [
+            max(num, min(texts.num_stored(ids_of(prompt), ""), len(prompt) - 1))
+            for prompt, num in zip(request.prompts, now, strict=True)
+        ]
+
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Whether a long prompt begins like one that is being computed, after which its rest is short."""
+        if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
+            return False
+        begun = [ids for batch in self.batches.values() if not batch.is_decoded for ids in batch.item.prompts]
+        return self._is_short(self._lengths([request]), self._reusable_after(request, begun))
+
+    def _gains_by_waiting(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
+        if self._engine.prefixes is None:
+            return False
+        begun = [ids for other in others for ids in other.prompts]
+        now, later = sum(self._reusable([request])), sum(self._reusable_after(request, begun))
+        return 2 * (later - now) > sum(self._lengths([request])) - now
+
+    def _most_new(self, request: Request) -> int:
+        """Most tokens of a row of a request that the last stage would compute."""
+        reusable = self._reusable([request]) or [0] * len(request.prompts)
+        return max(len(ids) - num for ids, num in zip(request.prompts, reusable, strict=True))
 
     @property
     def _has_chain(self) -> bool:
@@ -209,7 +260,7 @@ class RequestQueue:
         """The requests whose prefill begins now; none if there is no room, or enough is being computed."""
         waiting = self.by_deadline()
         for request in waiting:
-            if not self._is_blocked(is_short=self.is_short([request])):
+            if not (self._is_blocked(is_short=self.is_short([request])) or self._waits_for_prefix(request)):
                 chosen = self._with_similar(request, waiting)
                 return chosen if self._has_room(chosen) else []  # no other one may take the room for which it waits
         return []
@@ -231,13 +282,15 @@ class RequestQueue:
         chosen = [first]
         for other in waiting if not self._engine.policies else []:
             together = [*chosen, other]
-            rows, lengths = sum(len(each.prompts) for each in together), [each.longest for each in together]
+            rows, lengths = sum(len(each.prompts) for each in together), [self._most_new(each) for each in together]
             if (
                 other is first
                 or self.is_short(together) != self.is_short(chosen)
                 or min(lengths) < SIMILAR * max(lengths)
                 or rows * max(lengths) > self._limits.batch_tokens
                 or not self._has_room(together)
+                or self._waits_for_prefix(other)
+                or self._gains_by_waiting(other, chosen)
             ):
                 continue
             try:

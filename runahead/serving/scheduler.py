@@ -22,6 +22,7 @@ from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.failures import first_line
 from runahead.ranks.mail import Mail
+from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Executor
@@ -307,6 +308,8 @@ class Scheduler:
             self._hear_part(self._unread[report.number], report)
         elif isinstance(report, Progress):
             self._unread[report.number].progress[report.rank] = report
+        elif isinstance(report, Stored | Dropped):
+            self._queue.stored.apply(report)
         elif isinstance(report, Alive):
             self._unchecked.discard(report.rank)
             if report.asked_to_end:
@@ -316,7 +319,7 @@ class Scheduler:
         number, told = batch.item.number, dict[Request, list[int | None]]()
         for row, (request, index) in enumerate(batch.owners):
             if (cached := report.cached.get((number, row))) is not None:
-                request.cached_tokens[index] = cached
+                batch.cached[row] = request.cached_tokens[index] = cached
             if (token := report.tokens.get((number, row))) is not None:
                 told.setdefault(request, [None] * len(request.prompts))[index] = token
                 batch.new_tokens[row] += 1
@@ -368,8 +371,13 @@ class Scheduler:
         # The rank with the first token ends last, but what it decoded in its waits does not count.
         longest_s = max(each.prefill_s for each in batch.parts.values())
         if not batch.reuses:
-            self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s)
-        is_alone = batch.is_alone and not batch.reuses and all(each.is_alone for each in batch.parts.values())
+            self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s, batch.cached)
+        is_alone = (
+            batch.is_alone
+            and not batch.reuses
+            and not any(batch.cached)
+            and all(each.is_alone for each in batch.parts.values())
+        )
         if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
             parts, num_rows = batch.parts, len(batch.owners)
             seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}

@@ -106,7 +106,7 @@ class FakeEngine:
         error: raised by the next prefill or step.
     """
 
-    may_shard, takes_stage_alone = False, True
+    may_shard, takes_stage_alone, prefixes = False, True, None
 
     def __init__(self) -> None:
         self.tokenizer = byte_level()

@@ -17,6 +17,7 @@ from runahead import Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
@@ -128,6 +129,7 @@ class Load:
         cancel: by request, the number of tokens after which it is cancelled; 0 is when its prefill begins.
         short: prompts up to this length are computed by one stage.
         store_bytes: size of the store of reused segments; None is the default.
+        tree_bytes: of prefixes that are reused.
     """
 
     prompts: Sequence[GivenPrompt]
@@ -142,6 +144,7 @@ class Load:
     num_shares: int = 1
     short: int = 0
     store_bytes: int | None = None
+    tree_bytes: int = 0
 
 
 @dataclass(kw_only=True)
@@ -178,6 +181,7 @@ def serve(ranks: Ranks, load: Load) -> Served:
             prefill=load.prefill,
             decode=DecodeOptions(name=load.decode),
             store=store,
+            tree=PrefixTree(load.tree_bytes) if load.tree_bytes else None,
         )
         with throughout(model.dtype):
             if ranks.rank == 0:

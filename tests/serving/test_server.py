@@ -134,6 +134,11 @@ def test_help_and_page_name_every_option():
         (["policy=prompt_cache", "policy.store=x"], "a server keeps modules in memory"),
         (["policy=prompt_cache", "prefill.chunk_tokens=64"], "prefill.chunk_tokens=64 does not go with policy=prompt_"),
         (["policy=prompt_cache", "prefill=tsp"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
+        ("serve.prefix_cache_bytes=-1", "serve.prefix_cache_bytes=-1 must be a number of bytes"),
+        (["serve.prefix_cache_bytes=9", "decode=sharded"], "prefix_cache_bytes=9 does not go with decode=sharded; use"),
+        (["serve.prefix_cache_bytes=9", "ranks.tensor=2"], "does not go with ranks.tensor=2"),
+        (["serve.prefix_cache_bytes=9", "policy=streaming_llm", "policy.budget=64"], "does not go with cache policies"),
+        (["serve.prefix_cache_bytes=9", "serve.decode_ranks=1"], "has no effect with serve.decode_ranks=1"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(argument, message):
@@ -248,7 +253,7 @@ def test_a_drain_that_another_rank_begins_ends_in_time(model):
 
 
 def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
-    with job(*options(model, "serve.itl_s=0.05")) as server:
+    with job(*options(model, "serve.itl_s=0.05", "serve.prefix_cache_bytes=100000000")) as server:
         endless = {"prompt": TEXT * 5, "max_tokens": 700, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
@@ -256,6 +261,10 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
                 pass
             short = server.post({"prompt": "the ice", "max_tokens": 3})
             assert short.json()["usage"]["completion_tokens"] == 3
+            # The rest of a long one is short, too.
+            usage = server.post({"prompt": TEXT * 5 + "the ship", "max_tokens": 3}).json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
             assert "data: [DONE]" in list(lines)
 
