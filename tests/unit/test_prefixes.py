@@ -131,6 +131,18 @@ def test_answers_are_stored_but_for_their_last_token() -> None:
     assert computed_and_cached(following) == (5, 23)
 
 
+def test_rows_of_a_padded_batch_are_stored_each() -> None:
+    model, tree = tiny_model("llama"), PrefixTree(ROOMY)
+    engine, plain = engine_of(model, tree), engine_of(model)
+    prompts = [prompt(length, seed=length) for length in (20, 33, 27)]
+    following = [[*ids, 3 + row] for row, ids in enumerate(prompts)]
+    with throughout(model.dtype):
+        engine.generate(prompts, OPTIONS)
+        ours, theirs = engine.generate(following, OPTIONS), plain.generate(following, OPTIONS)
+    require_same(ours, theirs)
+    assert computed_and_cached(ours)[1] >= 80
+
+
 def test_texts_of_another_model_or_dtype_are_not_found() -> None:
     tree, ids = PrefixTree(ROOMY), prompt(30)
     slower, changed = build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e4}), build("llama")
