@@ -90,8 +90,9 @@ class Executor:
         # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
         narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
         self._interrupts = decodes and not narrows
-        # A layer's collectives need all ranks of a stage.
-        self._stops = engine.model.shares is None
+        # A layer's collectives need all ranks of a stage. And what a stage computes from the zeros of one that stopped
+        # before it knows of that, must not be found as a prefix.
+        self._stops = engine.model.shares is None and engine.prefixes is None
         self._under_way: list[Prefill] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment
         # A GPU is behind the calls that queue its work, so there the host knows of no layer that it is computed.
