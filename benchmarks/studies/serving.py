@@ -332,7 +332,7 @@ STUDY = Study(
         "ttft": option(1.0, "most seconds to the first token of a good request"),
         "ttft_per_token": option(0.01, "and per token of its prompt"),
         "ttft_per_square": option(0.0, "and per squared token of its prompt"),
-        "itl": option(1.0, "in seconds; 99% of the gaps between events of a good request are at most this long"),
+        "itl": option(1.0, "in seconds; 99%% of the gaps between events of a good request are at most this long"),
         "seed": option(0, "of arrivals and prompts"),
     },
 )

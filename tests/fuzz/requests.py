@@ -14,6 +14,7 @@ from launch.server.errors import APIError
 from launch.server.fields import ChatRequest, CompletionRequest
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
+from policies.base import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
@@ -78,18 +79,18 @@ def api() -> API:
 
 
 def check_body(content: bytes, *, is_chat: bool) -> Outcome:
-    def read() -> tuple[ChatRequest | CompletionRequest, list[list[int]]]:
+    def read() -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]:
         try:
-            return api()._read(content, is_chat)
+            return api()._read(content, is_chat, "a client")
         except APIError as error:
             assert 400 <= error.status < 500 and "\n" not in str(error), error.body
             json.dumps(error.body).encode()
             raise ValueError(str(error)) from error
 
-    def use(found: tuple[ChatRequest | CompletionRequest, list[list[int]]]) -> None:
+    def use(found: tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]) -> None:
         request, prompts = found
         assert prompts and all(prompts) and request.options
-        assert all(type(token) is int and 0 <= token < 2**31 for ids in prompts for token in ids)
+        assert all(type(token) is int and 0 <= token < 2**31 for ids in map(ids_of, prompts) for token in ids)
         assert all(token < api()._vocab_size for options in request.options for token in options.logit_bias)
 
     return judged(read, use)

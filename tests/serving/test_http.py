@@ -106,5 +106,5 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "API", Mock())
     engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
     bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None)
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None)
     assert events == ["run", "busy", "stop", "not busy"]
