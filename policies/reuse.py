@@ -130,7 +130,7 @@ class ReusingPrompt:
 
 
 GivenPrompt = list[int] | ReusingPrompt
-"""What tokens are generated from: token ids, or a prompt that reuses segments."""
+"""A prompt: token ids, or a prompt that reuses segments."""
 
 
 def ids_of(prompt: GivenPrompt) -> list[int]:

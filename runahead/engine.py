@@ -383,7 +383,7 @@ class Engine:
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
 
     def _prefixes_of(self, ids: list[list[int]]) -> list[RowPrefix]:
-        """What each prompt reuses of earlier texts; nothing for none if prefixes are not reused."""
+        """Prefixes of the prompts in the tree; an empty list if prefixes are not reused."""
         if self.prefixes is None:
             return []
         if self.ranks.size > 1:

@@ -65,7 +65,7 @@ POLL_S = 0.02
 STATES = ("sent", "waiting", "prefill", "decoding")
 """States of a request, in the order in which it goes through them."""
 QUANTITIES = {"rss_mib": "RSS in MiB", "pss_mib": "PSS in MiB", "threads": "threads", "files": "open files"}
-"""What is sampled of each rank."""
+"""Quantities that are sampled of each rank."""
 WHOLE = ("answered", "closed", "refused", "failed")
 """Ends of requests that are as they should be: answered, closed by the client, or told why not (429, or a failure)."""
 
@@ -147,7 +147,7 @@ class Server:
 
     @property
     def said(self) -> str:
-        """What the ranks have printed."""
+        """Text that the ranks have printed."""
         descriptor = self._log.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
@@ -204,7 +204,7 @@ def sample(process: int) -> Sample:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a run saw.
+    """Observations of a run.
 
     Attributes:
         sent: number of requests that were sent.

@@ -56,7 +56,7 @@ def read_schemas(policy: PromptCacheOptions, tokenizer: Any | None, config: Any,
 def _maker(
     policy: PromptCacheOptions, tokenizer: Any | None, config: Any, max_tokens: int | None = None
 ) -> Callable[[Schema], PromptCache]:
-    """What makes the Prompt Cache of a schema. Raises: ValueError: the model has no tokenizer."""
+    """Return the function that makes the Prompt Cache of a schema. Raises: ValueError: the model has no tokenizer."""
     if tokenizer is None:
         raise ValueError("policy=prompt_cache needs a tokenizer, and this model has none")
 

@@ -158,7 +158,7 @@ class KVStore:
 
         Args:
             pad: left padding of the row.
-            num_tokens: T. Later tokens of the row are stored behind them, so what is returned never changes.
+            num_tokens: T. Later tokens of the row are stored after them, so what is returned never changes.
         """
         return None
 

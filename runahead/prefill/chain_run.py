@@ -26,7 +26,7 @@ from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import Span
 
 LEAST_ASIDE_S = 1e-3
-"""What takes less is not drawn: a rank only looked whether there is something else to do."""
+"""Shorter spans are not drawn: the rank only looked whether there is something else to do."""
 
 
 class ChainRun:

@@ -31,7 +31,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Of a text of this key only the first `num_left` tokens are left in the tree."""
+    """Only the first `num_left` tokens of a text of this key are left in the tree."""
 
     key: str
     ids: tuple[int, ...]
@@ -244,7 +244,7 @@ class PrefixTree:
             layers_TKX=[layer[:num_tokens] for layer in node.layers_TKX],
             parent=node.parent,
             children={node.ids[num_tokens]: node},
-            num_hits=node.num_hits,  # all of them end behind it
+            num_hits=node.num_hits,  # all of them end after it
             used=node.used,
         )
         if node.layers_TKX:
@@ -295,7 +295,7 @@ class PrefixTree:
 
 
 def _allocations(node: PrefixNode) -> tuple[int, ...]:
-    """What tells the allocations of a node's layers from others, as long as one of its tensors lives."""
+    """Identify the allocations of a node's layers, as long as one of its tensors lives."""
     return tuple(layer.untyped_storage().data_ptr() for layer in node.layers_TKX)
 
 

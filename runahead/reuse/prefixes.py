@@ -72,7 +72,7 @@ class Prefixes:
         self.key = f"{model_key(model)} at original positions"
 
     def of(self, prompts: Sequence[Sequence[int]], *, reuse: bool = True) -> list[RowPrefix]:
-        """What each prompt reuses, held for its row.
+        """Find the prefix of each prompt, held for its row.
 
         Args:
             reuse: False lets no prompt reuse anything, but be stored.

@@ -60,7 +60,7 @@ class ReusedKV:
         return replace(self, parts=joined + [part for part in self.parts if part.is_mapped])
 
     def row(self, row: int, pad: int) -> ReusedKV:
-        """What one row reuses, without its padding."""
+        """Reused keys and values of one row, without its padding."""
         parts = [replace(part, rows=(0,)) for part in self.parts if row in part.rows]
         return ReusedKV(parts=parts, positions_BS=self.positions_BS[row : row + 1, pad:], ends=[self.ends[row]])
 

@@ -95,7 +95,7 @@ class Executor:
         self._stops = engine.model.shares is None and engine.prefixes is None
         self._under_way: list[Prefill] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment
-        # A GPU is behind the calls that queue its work, so there the host knows of no layer that it is computed.
+        # A GPU computes later than its work is queued, so there the host knows of no layer that it is computed.
         self._tells_progress = self._ranks.share == 0 and self._ranks.accelerator is None
         self._told_s = 0.0
         self._stepped_s = time.monotonic()

@@ -165,7 +165,7 @@ class Scheduler:
             return share_computed(self._queue, request, self._leader)
 
     def state(self) -> ServerState:
-        """What the server does now."""
+        """Return the server's present state."""
         with self._lock:
             return ServerState.of(self._engine, self._queue, self._last_recorded, self._parts)
 

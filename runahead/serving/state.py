@@ -1,4 +1,4 @@
-"""What a server does now, for whoever watches it: its queue, its rows, prefills that run, and the last one."""
+"""Present state of a server: its queue, its rows, prefills that run, and the last one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from runahead.serving.state import PrefillState
 
 
 def state_json(scheduler: Scheduler, *, model: str, chats: bool) -> dict[str, Any]:
-    """What the server does now, as values that JSON supports.
+    """Return the server's present state as values that JSON supports.
 
     Args:
         model: the model's name in the API.
