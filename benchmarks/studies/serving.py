@@ -31,6 +31,7 @@ import numpy as np
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import legend
 from benchmarks.harness.study import Run, Study, newest, option
+from launch.program.text_table import text_table
 from runahead.picture_style import dress, new_figure, png
 
 
@@ -268,18 +269,30 @@ def table(found: list[Line]) -> str:
 
     "predicted" is the median of TTFT over the server's prediction, "beside" ITL p99 beside a long prefill.
     """
-    columns = "server workload rate sent answered refused goodput TTFT,p50 TTFT,p99 predicted ITL,p99 beside"
-    rows = ["".join(f"{name.replace(',', ' '):>10}" for name in columns.split())]
-    for line in _newest(found):
-        ttft, ratio = line["ttft_s"], line.get("ttft_over_predicted", {}).get("p50")
-        beside = line.get("itl_beside_s", {}).get("p99")
-        seconds = ("-" if x is None else f"{x:.2f} s" for x in (ttft["p50"], ttft["p99"], line["itl_s"]["p99"], beside))
-        times = list(seconds)
-        times.insert(2, "-" if ratio is None else f"{ratio:.2f}")
-        counts = (line["requests"], line["answered"], line["refused"], f"{line['goodput']:.3f}")
-        names = (line["server"], line["workload"], f"{line['rate']:g}")
-        rows.append("".join(f"{cell:>10}" for cell in (*names, *counts, *times)))
-    return "\n".join(rows)
+    rows = [_cells(line) for line in _newest(found)]
+    return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1)) if rows else ""
+
+
+def _cells(line: Line) -> dict[str, str]:
+    def seconds(name: str, percentile: str) -> str:
+        value = line.get(name, {}).get(percentile)
+        return "-" if value is None else f"{value:.2f} s"
+
+    ratio = line.get("ttft_over_predicted", {}).get("p50")
+    return {
+        "server": line["server"],
+        "workload": line["workload"],
+        "rate": f"{line['rate']:g}",
+        "sent": str(line["requests"]),
+        "answered": str(line["answered"]),
+        "refused": str(line["refused"]),
+        "goodput": f"{line['goodput']:.3f}",
+        "TTFT p50": seconds("ttft_s", "p50"),
+        "TTFT p99": seconds("ttft_s", "p99"),
+        "predicted": "-" if ratio is None else f"{ratio:.2f}",
+        "ITL p99": seconds("itl_s", "p99"),
+        "beside": seconds("itl_beside_s", "p99"),
+    }
 
 
 def picture(found: list[Line]) -> bytes:
