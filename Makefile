@@ -1,6 +1,6 @@
 # make demo       a long text through two ranks, on the real model
 # make test       make check, then the tests
-# make test-slow  more of some tests: repetitions, larger sizes and longer lists, which make test leaves out
+# make test-slow  more of some tests: repetitions, larger sizes, longer lists and more examples, which make test leaves out
 # make check      lint, format and types
 # make setup      only what the others need first: an environment in .venv with the pinned dependencies
 # make clean      remove caches; the environment and the downloaded model stay
@@ -56,6 +56,7 @@ test: check
 
 test-slow: $(STAMP)
 	$(IN_VENV) -m pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(IN_VENV) -m pytest -m 'hypothesis and not slow' --hypothesis-profile=many $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .

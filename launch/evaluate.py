@@ -22,14 +22,15 @@ HELP = f"""\
 usage: python launch/evaluate.py [name=value ...]     (one rank)
 
 Measures cache policies under budgets in several tasks, each against the full cache: quality, bytes of the KV cache,
-time to first token and time per token. Prints a table per task, writes a JSON report, and draws quality over the share
-that is kept, retrieval by depth, and what each layer keeps.
+the share of the context that attention saw, time to first token and time per token. Prints a table per task, writes a
+JSON report, and draws quality over the share that is kept, retrieval by depth, and what each layer keeps.
 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; one with a budget among its options, as
-                                        {{name:window,budget:256}}, runs under that one
+                                        {{name:window,budget:256}}, runs under that one; {{name:full,bits:4}} stores
+                                        keys and values in 4 (or 2) bits, under any policy that does not retrieve
   budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers
   tasks=[perplexity,copy,passkey]       of {", ".join(TASK_NAMES)}
-  text.file=<text in UTF-8>             for perplexity, copy and needle; by default {EXAMPLE_TEXT}
+  text.file=<text in UTF-8>             for perplexity, copy, needle and ruler; by default {EXAMPLE_TEXT}
 
   perplexity   perplexity.tokens=2048   perplexity.samples=1   perplexity.chunk=256
                of text that is read in chunks, each with what was kept of those before it
@@ -39,9 +40,17 @@ that is kept, retrieval by depth, and what each layer keeps.
                passkey.question=separate|with_context   passkey.new_tokens=8
                a number in text that repeats itself; the question is a turn of its own after the thinned context
   needle       needle....: as passkey, in the text of text.file
+  ruler        ruler.tasks=[niah_single_1,...,vt,cwe,fwe]   ruler.lengths=[4096]   ruler.samples=10   ruler.question=...
+               ruler.new_tokens=<n>   ruler.squad=<dev-v2.0.json>   ruler.hotpotqa=<hotpot_dev_distractor_v1.json>
+               the thirteen tasks of RULER; qa_1 and qa_2 need these files
+  key_value    key_value.pairs=[<n>,...]   key_value.samples=20   key_value.question=...
+               key_value.search_samples=8   key_value.most_tokens=8192
+               one value among random keys and values; without pairs as many as make the full cache answer half
   throughput   throughput.prompt_tokens=512   throughput.new_tokens=256   throughput.kv_tokens=6144 (or .kv_bytes)
                throughput.max_batch=64   throughput.rounds=3
                tokens/s with the largest batch whose KV cache fits
+
+Policies that retrieve do so from texts of any length (policy.min_tokens=0), unless their options say otherwise.
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
   ranks.device=auto|cuda|cpu   ranks.threads=<n>

@@ -16,7 +16,7 @@ from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.run import run_program
-from runahead.config import PrefillName
+from runahead.config import ModelName, ModelOptions, PrefillName, Speculate
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
@@ -53,6 +53,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
 {choices("policy", NAMES)}
                                policy.positions=original|reencoded, and options of its own, which
                                policy=<name> --help lists: policy=snapkv policy.budget=0.2
+  cache.bits=4|2               of stored keys and values, but for the last tokens:
+                               cache.residual=128   cache.residual_bits=16, or null for the model's dtype
   decode=auto|last|sharded     while decoding: the KV cache on the last rank, on each rank that of its chunk, or
                                whichever is faster
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
@@ -62,6 +64,9 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.seed=0   generation.logprobs=<n, into the report>
                                generation.stop=<text or JSON list>   generation.ignore_eos=false
                                generation.json_schema=<JSON that answers follow; needs the extra guided>
+                               generation.speculate=none|lookup|policy|model   generation.speculate_tokens=8
+                               generation.speculate_match=2   generation.speculate_always=false
+  draft.model=<folder, hub id or .gguf>   draft.policy={{name:snapkv,budget:0.1}}, of generation.speculate
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
@@ -102,7 +107,7 @@ def _answer(run: RunOptions, ranks: Ranks) -> None:
     from launch.inputs.policy_file import load_files
 
     load_files(run.policy, ranks)
-    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
+    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy, run.cache))
     infer(run, ranks, partitioner(run.partition, ranks), policies)
 
 
@@ -128,6 +133,7 @@ def infer(
     if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
         ranks.arrange(ranks.size)
     prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
+    draft = _draft(run, ranks)
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
@@ -144,6 +150,7 @@ def infer(
         policies=policies,
         decode=run.decode,
         store=store,
+        draft=draft,
     )
 
     answers, places = Answers(skipped=prompts.skipped), prompts.places
@@ -178,6 +185,19 @@ def infer(
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
         sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint))
     return batches
+
+
+def _draft(run: RunOptions, ranks: Ranks) -> Model | RankPolicies | None:
+    """The drafting model or policies, if the generation options ask for any. Every rank calls this."""
+    from launch.inputs.policies import rank_policies
+    from runahead.model.shares import load_model
+
+    kind, draft = run.generation.speculate, run.draft
+    if kind is Speculate.model:
+        return load_model(ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks)
+    if kind is Speculate.policy:
+        return ranks.on_rank_0("the drafting policy", lambda: rank_policies(draft.policy))
+    return None
 
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:
@@ -252,6 +272,7 @@ def _write_files(
             prefill=run.prefill,
             partition=run.partition.name.name,
             policy=reported(run.policy),
+            cache=run.cache,
             warmup=run.warmup,
             model=model.name,
             dtype=dtype,

@@ -33,14 +33,16 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.itl_s=0.5              seconds after which a prefill is interrupted for a decoding step
   serve.decode_ranks=0|1       1: the last stage only decodes, and the others compute prompts
   serve.prefix_cache_bytes=0   most bytes of keys and values that later prompts reuse; 0 reuses none
+  serve.prefix_host_bytes=0    of those in host memory that have no room there
+  serve.prefix_folder=<folder> serve.prefix_disk_bytes=68719476736   of those on disk, which later servers find
   serve.max_waiting=64         serve.max_per_client=32     serve.max_ttft_s=<predicted seconds>
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512
   serve.read_timeout_s=30      serve.write_timeout_s=60    serve.ping_s=10
   serve.schema_tokens=262144   with policy=prompt_cache, of all schemas that requests bring; 0 takes none
   serve.drain_s=25             after SIGTERM, for the requests that were taken
   serve.log=true               serve.log_prompts=false
-  model=..., prefill=..., partition=..., ranks=..., decode=last|sharded|auto   as launch/infer.py has them (its --help
-                               lists them)
+  model=..., prefill=..., partition=..., ranks=..., cache.bits=..., decode=last|sharded|auto   as launch/infer.py has
+                               them (its --help lists them)
 {choices("policy", NAMES)}
   generation=greedy|sample     and generation.<option>: for requests that do not say otherwise
                                generation.max_new_tokens=512

@@ -38,18 +38,39 @@ POLICIES = PolicyTable(
         "keydiff": "policies.keydiff:KeyDiff",
         "tova": "policies.tova:TOVA",
         "expected_attention": "policies.expected_attention:ExpectedAttention",
+        "lagkv": "policies.lagkv:LagKV",
+        "chunkkv": "policies.chunkkv:ChunkKV",
+        "r_kv": "policies.r_kv:RKV",
+        "kvzip": "policies.kvzip:KVzip",
+        "zigzagkv": "policies.zigzagkv:ZigZagKV",
+        "kvzap": "policies.kvzap:KVzap",
+        "dms": "policies.dms:DMS",
+        "scissorhands": "policies.scissorhands:Scissorhands",
+        "keyformer": "policies.keyformer:Keyformer",
+        "k_centers": "policies.k_centers:KCenters",
+        "fastgen": "policies.fastgen:FastGen",
+        "razor_attention": "policies.razor_attention:RazorAttention",
+        "duo_attention": "policies.duo_attention:DuoAttention",
         "pyramidinfer": "policies.pyramidinfer:PyramidInfer",
         "infinigen": "policies.infinigen:InfiniGen",
         "quest": "policies.quest:Quest",
+        "sparq": "policies.sparq:SparQ",
+        "clusterkv": "policies.clusterkv:ClusterKV",
+        "squeezed_attention": "policies.squeezed_attention:SqueezedAttention",
+        "retroinfer": "policies.retroinfer:RetroInfer",
         "exact_topk": "policies.exact_topk:ExactTopK",
         "offload": "policies.offload:Offload",
     }
 )
 
+WRAPPERS = PolicyTable({"adakv": "policies.adakv:AdaKV", "criticalkv": "policies.criticalkv:CriticalKV"})
+"""Policies that choose by the scores of another one, their `scorer`."""
+
 
 def __getattr__(name: str) -> Any:
     """A policy by its class, as in `from policies import SnapKV`; imported when it is asked for."""
-    for policy, place in POLICIES.data.items():
-        if place.endswith(f":{name}"):
-            return POLICIES[policy]
+    for table in (POLICIES, WRAPPERS):
+        for policy, place in table.data.items():
+            if place.endswith(f":{name}"):
+                return table[policy]
     raise AttributeError(f"module 'policies' has no attribute '{name}'")

@@ -2,7 +2,8 @@
 
 The runtime does the rest: storage, positions, padding, attention probabilities, copies and accounting. Slots hold
 tokens in the order of their positions; padding is on the left of each row. A policy keeps the same number of slots in
-every row and KV head, so that they form one dense tensor; a row with fewer tokens keeps some of its padding.
+every row and KV head, so that they form one dense tensor; a row with fewer tokens keeps some of its padding. Only a
+policy that declares it (`keeps_ragged`) may keep different numbers of tokens in different heads.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, m kept slots, H key dim, V value dim.
@@ -13,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol, Self, TypeVar
 
@@ -33,6 +34,14 @@ class Phase(Enum):
     decode = "decode"
 
 
+class TokenKind(Enum):
+    """Kind of a token: one that a tokenizer adds, punctuation marks alone, or any other."""
+
+    other = 0
+    punctuation = 1
+    special = 2
+
+
 class Signals(Protocol):
     """What the newest queries tell of the stored tokens, computed on demand in O(block) memory."""
 
@@ -43,8 +52,42 @@ class Signals(Protocol):
         """
         ...
 
-    def received(self) -> Tensor:
-        """Attention probabilities (B, N, n), float32, summed over the queries of all new tokens."""
+    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
+        """Attention probabilities (B, N, n), float32, summed over the queries of all new tokens.
+
+        Args:
+            temperature: what logits are divided by.
+            seed: of standard Gumbel noise that is added to logits before, by layer, query head, and positions of query
+                and key. None: no noise.
+
+        With either, a query still gives the stored tokens together what it gives them without.
+        """
+        ...
+
+    def neglects(self, num_queries: int) -> Tensor:
+        """Number (B, N, n), float32, of the newest `num_queries` queries that give a token less than their mean.
+
+        The mean is of a query's probabilities of the stored tokens that it sees: 1/t for t tokens, if these are all
+        that it attends to. Queries that do not see the token, or are padding, do not count.
+        """
+        ...
+
+    def projected_lengths(self, order: int = 1) -> Tensor:
+        """Norm (B, N, n), at least float32, of the stored values after each query head's output projection.
+
+        Only for a policy with `needs_output_projection`.
+
+        Args:
+            order: 1 or 2, of the norm.
+        """
+        ...
+
+    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
+        """Largest attention probability (B, N, n), float32, over the queries of all new tokens.
+
+        Args:
+            weights_BC: of each query, by which its probabilities are multiplied before.
+        """
         ...
 
     def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -55,6 +98,26 @@ class Signals(Protocol):
         policy with `queries_from`.
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts about a model that a policy may check before it is used.
+
+    Attributes:
+        name: name of the model.
+        fingerprint: fingerprint of its weights.
+        heads: number of KV heads and key dim (K, H) of every layer, on this rank.
+        input_dims: width of the attention input of every layer, for a policy with `needs_attention_input`.
+        share, num_shares: this rank's share of the model's heads, and number of shares.
+    """
+
+    name: str
+    fingerprint: str
+    heads: list[tuple[int, int]]
+    input_dims: list[int] = field(default_factory=list)
+    share: int = 0
+    num_shares: int = 1
 
 
 def alone(x: Tensor) -> Tensor:
@@ -106,10 +169,18 @@ class LayerView:
         chunk_tokens: number of new tokens before any layer narrowed them.
         new_positions_BC: positions of the new tokens in their rows, below 0 on padding.
         prompt_tokens: length of the padded prompt so far, which a budget that is a share refers to.
+        num_generated: number of tokens generated since the prompt, this one included; 0 in a prompt.
         pads: number of padding slots on the left of each row.
+        positions_BKn: positions of all slots in their rows, below 0 on padding; (B, 1, n) if the same in all heads.
+            On a rank that does not know which of earlier ranks' tokens are left, any positions before its own.
         k_BKnH, v_BKnV: stored keys, rotated as the new queries see them, and values.
+        new_kinds_BC: kinds of the new tokens, as values of `TokenKind`, for a policy with `needs_token_kinds`.
         carried_BKn: for a policy that accumulates, what its `carry` returned for these slots; 0 for new ones.
+        input_BCD: hidden states of the new tokens that this layer's attention was given, after any norm before it, for
+            a policy with `needs_attention_input`.
         signals: attention probabilities of the new tokens' queries.
+        unseen_BKn: whether each slot holds a token that no later query sees, since the model has marked it; None for a
+            model that marks none.
         mean_over_shares: mean of a tensor over the ranks that share the model; all of them call it alike.
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own. `prompt_tokens` and all slots
             then are of this part, and probabilities still are shares of the attention to all tokens. A generated token
@@ -127,12 +198,17 @@ class LayerView:
     new_positions_BC: Tensor
     prompt_tokens: int
     pads: list[int]
+    positions_BKn: Tensor
     k_BKnH: Tensor
     v_BKnV: Tensor
     carried_BKn: Tensor | None
     signals: Signals
     mean_over_shares: Callable[[Tensor], Tensor] = alone
     part: PromptPart | None = None
+    num_generated: int = 0
+    new_kinds_BC: Tensor | None = None
+    input_BCD: Tensor | None = None
+    unseen_BKn: Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -146,12 +222,18 @@ class LayerView:
         """Number of the first `num_sinks` tokens of each row that are stored here, in the first slots after padding."""
         return [num_sinks] * len(self.pads) if self.part is None else self.part.sinks(num_sinks)
 
-    def is_token_Bn(self, after: Sequence[int] | None = None) -> Tensor:  # noqa: N802
-        """Whether each slot (B, n) has a token, not padding; with `after` without so many first tokens of each row."""
-        found_Bn = torch.ones(len(self.pads), self.num_slots, dtype=torch.bool, device=self.k_BKnH.device)
-        for row, (pad, num_first) in enumerate(zip(self.pads, after or [0] * len(self.pads), strict=True)):
-            found_Bn[row, : pad + num_first] = False
-        return found_Bn
+    def is_token_BKn(self, after: Sequence[int] | None = None) -> Tensor:  # noqa: N802
+        """Whether each slot (B, K, n), or (B, 1, n) for all heads alike, has a token rather than padding.
+
+        Args:
+            after: number of first tokens of each row that are left out.
+        """
+        found_BKn = self.positions_BKn >= 0
+        if after is not None:
+            numbers_BKn = found_BKn.cumsum(dim=-1)
+            for row, num_first in enumerate(after):
+                found_BKn[row] &= numbers_BKn[row] > num_first
+        return found_BKn
 
     def mean_over_heads(self, x_BNn: Tensor) -> Tensor:
         """Mean (B, n) over all query heads of the model, those of other ranks that share it included."""
@@ -162,19 +244,87 @@ class LayerView:
         return x_BNn.unflatten(1, (self.num_kv_heads, -1)).mean(dim=2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Temporary tokens that go through the model after a prompt: each chunk of the prompt after a request.
+
+    Attributes:
+        request: text before each chunk; none for a model without a tokenizer.
+        chunk_tokens: most tokens of a chunk. It is shorter where the model's positions end.
+        sinks: first tokens of the prompt that are among the keys by which a chunk is scored.
+    """
+
+    request: str
+    chunk_tokens: int
+    sinks: int
+
+
 class Policy:
     """Base of all policies. A policy holds its options only; the state of a sequence is in the `LayerView`."""
 
     narrows: ClassVar[bool] = False
     """Whether `narrow` may drop tokens."""
 
+    keeps_ragged: ClassVar[bool] = False
+    """Whether `keep` may keep other numbers of tokens in different KV heads."""
+
+    while_decoding: ClassVar[bool] = True
+    """Whether it decides on generated tokens, too."""
+
+    follows_marks: ClassVar[bool] = False
+    """Whether it evicts what the model has marked, and needs a model that marks tokens."""
+
+    decides_on_all: ClassVar[bool] = False
+    """Whether `keep_in_all` decides on all layers after a prompt, by what `carry` returned for each."""
+
     compares_by_kv_head: ClassVar[bool] = False
     """Whether what is kept or fetched for a KV head depends on all query heads that share it."""
+
+    needs_output_projection: ClassVar[bool] = False
+    """Whether the policy asks for `Signals.projected_lengths`."""
+
+    needs_keys: ClassVar[bool] = True
+    """Whether the policy looks at keys, values or signals; without, the view has their shapes alone."""
+
+    needs_attention_input: ClassVar[bool] = False
+    """Whether the policy asks for `LayerView.input_BCD`."""
+
+    needs_token_kinds: ClassVar[bool] = False
+    """Whether the policy asks for `LayerView.new_kinds_BC`."""
 
     @property
     def queries_from(self) -> int | None:
         """First position in a row whose query counts in `Signals.next_queries`; None: the policy does not ask."""
         return None
+
+    @property
+    def replay(self) -> Replay | None:
+        """The tokens that repeat a prompt, for a policy that then decides on all layers; None: it does not.
+
+        Such a policy has `replay_score` and `keep_in_all`, and nothing is dropped before.
+        """
+        return None
+
+    def require(self, model: ModelFacts) -> None:
+        """Check that the policy works with a model, and read the file that it has for it. Raises: ValueError."""
+
+    @property
+    def compensates(self) -> bool:
+        """Whether the mean of what a KV head dropped stands for each dropped token; only with `keeps_ragged`."""
+        return False
+
+    def rests(self, layer: int, tokens_BK: Sequence[Sequence[int]], prompt_tokens: int) -> bool:
+        """Whether there is nothing to do in a layer after a generated token; its keys then are not read.
+
+        Args:
+            tokens_BK: number of tokens that each row and KV head stores, the generated one among them.
+            prompt_tokens: as in `LayerView`.
+        """
+        return False
+
+    def drops_of(self, prompt_tokens: int) -> bool:
+        """Whether `keep_in_all` may drop tokens of a padded prompt of this length; if not, it is not called."""
+        return True
 
     def of_part(self, part: PromptPart) -> Self:
         """The policy for a rank that keeps a part of a prompt alone: every number of tokens is its share of it."""
@@ -202,8 +352,30 @@ class Policy:
         return None
 
     def keep(self, view: LayerView) -> Tensor | None:
-        """Slots to keep (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all slots."""
+        """Slots to keep (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all slots.
+
+        Where heads keep different numbers (`keeps_ragged`), m is the largest, and others have -1 in their first places.
+        """
         return None
+
+    def replay_score(self, view: LayerView) -> Tensor:
+        """Score (B, K, n) of each token of a chunk of the prompt in one layer, by how its repetition attends to it.
+
+        Args:
+            view: the chunk's tokens. New tokens are those that repeat it, and probabilities are shares of their
+                attention to the sinks, the chunk and each other. Rows come one by one, without padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} asks for no replay")
+
+    def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
+        """Slots to keep in all layers, each as `keep` returns them.
+
+        Args:
+            scores: of all tokens (B, K, n) by layer, minus infinity on padding: `replay_score`, or what `carry`
+                returned. Layers with windows are left out.
+            prompt_tokens: length of the padded prompt.
+        """
+        raise NotImplementedError(f"{type(self).__name__} decides layer by layer")
 
     def narrow(self, view: LayerView) -> Tensor | None:
         """New tokens that deeper layers compute: indices (B, c), ascending, including the last token. None: all.
@@ -269,6 +441,28 @@ def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: Sequence[int], recent
     return best_first[..., :num_kept].sort(dim=-1).values
 
 
+def first_slots(best_first_BKn: Tensor, kept_BK: Sequence[Sequence[int]], tokens_BK: Sequence[Sequence[int]]) -> Tensor:
+    """The first slots of each head, ascending, as `Policy.keep` returns them.
+
+    Where heads keep equally many, but for rows that have no more tokens, these rows keep padding and none has -1.
+
+    Args:
+        best_first_BKn: slots in the order in which they are kept, those of padding last.
+        kept_BK: number of tokens that each head keeps.
+        tokens_BK: number of tokens of each head.
+    """
+    most = max(map(max, kept_BK))
+    slots_BKm = best_first_BKn[..., :most]
+    if any(
+        len(set(kept_K)) > 1 or (kept_K[0] < most and list(kept_K) != list(tokens_K))
+        for kept_K, tokens_K in zip(kept_BK, tokens_BK, strict=True)
+    ):
+        places_m = torch.arange(most, device=slots_BKm.device)
+        kept_BK1 = torch.tensor(kept_BK, device=slots_BKm.device)[..., None]
+        slots_BKm = slots_BKm.masked_fill(places_m >= kept_BK1, -1)
+    return slots_BKm.sort(dim=-1).values
+
+
 @dataclass(kw_only=True)
 class Scorer(Policy, ABC):
     """Base of policies that keep sink tokens, recent tokens, and of the others those with the highest scores.
@@ -283,6 +477,9 @@ class Scorer(Policy, ABC):
     Raises:
         ValueError: an invalid budget, a negative number, or a budget without room for sinks and recent tokens.
     """
+
+    scores_attention: ClassVar[bool] = False
+    """Whether scores are shares of attention, summed or averaged: at least 0, and comparable within a KV head."""
 
     budget: Budget = 1024
     sinks: int = 0
@@ -321,6 +518,33 @@ class Scorer(Policy, ABC):
         """Number of slots to keep in a layer, for a budget in tokens."""
         return budget
 
+    def limit(self, view: LayerView) -> int:
+        """Number of slots beyond which this layer is cut back."""
+        return self.slots(view) + (self.evict_every - 1 if view.phase is Phase.decode else 0)
+
+    def over_last(self, num_queries: int, view: LayerView, values: Callable[[int], Tensor]) -> Tensor | None:
+        """Sum of what the last `num_queries` queries before a layer is cut back say of each slot, for `carry`.
+
+        A layer is cut back after a prompt, or while decoding once it exceeds its limit. While decoding, queries before
+        the layer was cut back last do not count. If the last chunk of a prompt has fewer queries, they are added to
+        those before.
+
+        Args:
+            values: what the newest queries say (B, K, n), by their number.
+
+        Returns:
+            None while the queries of these tokens do not count.
+        """
+        if view.phase is Phase.prefill:
+            values_BKn, is_first = values(num_queries), view.num_new >= num_queries
+        else:
+            num_queries = min(num_queries, self.limit(view) + 1 - self.slots(view))
+            left = self.limit(view) + 1 - view.num_slots  # tokens until the layer is cut back
+            if left >= num_queries:
+                return None
+            values_BKn, is_first = values(1), left == num_queries - 1
+        return values_BKn if is_first or view.carried_BKn is None else view.carried_BKn + values_BKn
+
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         if not isinstance(self.budget, int):
             return None
@@ -328,10 +552,13 @@ class Scorer(Policy, ABC):
         return most + (self.evict_every - 1 if phase is Phase.decode else 0)
 
     def keep(self, view: LayerView) -> Tensor | None:
-        n, m = view.num_slots, self.slots(view)
-        patience = self.evict_every - 1 if view.phase is Phase.decode else 0
-        if n <= m + patience:
+        return self.keep_by(self.score, view)
+
+    def keep_by(self, score: Callable[[LayerView], Tensor], view: LayerView) -> Tensor | None:
+        """Do what `keep` does, by other scores."""
+        if view.num_slots <= self.limit(view):
             return None
+        m = self.slots(view)
         sinks = [min(num, m) for num in view.sinks(self.sinks)]
         recent = min(self.recent_of(m), m - max(sinks))
-        return best_slots(self.score(view).float(), m, sinks=sinks, recent=recent, pads=view.pads)
+        return best_slots(score(view).float(), m, sinks=sinks, recent=recent, pads=view.pads)

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget
-from policies.retriever import Index, PromptView, Retriever, Slots, most_needed, relative_need
+from policies.retriever import (
+    Choice,
+    Index,
+    PromptView,
+    Retriever,
+    Slots,
+    most_needed,
+    need_of_group,
+    without_padding,
+)
 
 
 class StoredKeys(Index):
@@ -43,8 +52,8 @@ class ExactTopK(Retriever):
     def index(self, view: PromptView) -> StoredKeys:
         return StoredKeys(view.stored, view.k_BKnH.shape[2], view.scaling)
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, StoredKeys)
-        need_BKn = relative_need(index.scores(q_BNH), slots)
+        need_BKn = need_of_group(without_padding(index.scores(q_BNH), slots), self.group)
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         return most_needed(need_BKn, self.num_chosen(slots), slots)

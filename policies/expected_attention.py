@@ -60,7 +60,7 @@ class ExpectedAttention(Scorer):
             for g in range(mean_BKGH.shape[2])
         ]
         exponents_BKGn = torch.stack(exponents, dim=2)
-        compared_Bn = view.is_token_Bn(after=view.sinks(self.sinks))
-        exponents_BKGn.masked_fill_(~compared_Bn[:, None, None], torch.finfo(exponents_BKGn.dtype).min)
+        compared_BKn = view.is_token_BKn(after=view.sinks(self.sinks))
+        exponents_BKGn.masked_fill_(~compared_BKn[:, :, None], torch.finfo(exponents_BKGn.dtype).min)
         expected_BKn = exponents_BKGn.softmax(dim=-1).mean(dim=2)
         return (expected_BKn + self.epsilon) * view.v_BKnV.to(expected_BKn.dtype).norm(dim=-1)

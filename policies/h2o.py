@@ -23,6 +23,7 @@ class H2O(Scorer):
     """
 
     compares_by_kv_head: ClassVar[bool] = True
+    scores_attention: ClassVar[bool] = True
 
     recent_share: float = 0.5
 
@@ -32,8 +33,12 @@ class H2O(Scorer):
         require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
 
     def carry(self, view: LayerView) -> Tensor:
-        received_BKn = view.by_kv_head(view.signals.received())
+        received_BKn = view.by_kv_head(self.received(view))
         return received_BKn if view.carried_BKn is None else view.carried_BKn + received_BKn
+
+    def received(self, view: LayerView) -> Tensor:
+        """What the new tokens' queries add to the score of each slot (B, N, n)."""
+        return view.signals.received()
 
     def score(self, view: LayerView) -> Tensor:
         assert view.carried_BKn is not None

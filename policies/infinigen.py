@@ -5,29 +5,30 @@ A few columns of every key stay on the device, in a basis in which queries have 
 whose score is within alpha of the largest one are fetched; any other token has less than exp(-alpha) of its weight.
 """
 
-# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, w observed tokens, C new tokens,
-# H key dim, r partial columns, T slots with room.
+# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, w observed tokens, C new tokens, H key dim,
+# r partial columns, X queries of one KV head.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from policies.base import require, require_least
+from policies.base import ModelFacts, require, require_least
+from policies.columns import Columns
 from policies.retriever import (
+    Choice,
+    Group,
     Index,
-    ModelFacts,
     PromptView,
     Retriever,
     Slots,
     most_needed,
+    need_of_group,
     num_needed,
     positions_ahead,
-    relative_need,
+    without_padding,
 )
 from policies.skewing import Skew, column_weights, skewing_basis
 
@@ -35,7 +36,7 @@ TURNS = 16
 """Number of positions to which the typical queries of a file are rotated."""
 
 
-class PartialKeys(Index):
+class PartialKeys(Columns):
     """Index of some columns of every key in the skewed basis.
 
     Args:
@@ -47,39 +48,18 @@ class PartialKeys(Index):
 
     def __init__(self, basis_BKHr: Tensor, k_BKnH: Tensor, *, scaling: float, room: int) -> None:
         self._to_keys_BKHr, self._to_queries_BKHr = basis_BKHr, basis_BKHr * scaling
-        super().__init__(k_BKnH.shape[2])
-        # Columns before tokens: one query's scores are sums of whole columns (1.6 times faster on a CPU).
-        self._keys_BKrT = self._empty(self.num_slots + room)
-        self._keys_BKrT[..., : self.num_slots] = (k_BKnH @ basis_BKHr).transpose(-1, -2)
+        super().__init__(k_BKnH, num_columns=basis_BKHr.shape[3], room=room)
+
+    def columns(self, k_BKCH: Tensor) -> Tensor:
+        return (k_BKCH @ self._to_keys_BKHr).transpose(-1, -2)
 
     @property
     def num_bytes(self) -> int:
-        return self._keys_BKrT.nbytes + self._to_keys_BKHr.nbytes + self._to_queries_BKHr.nbytes
+        return super().num_bytes + self._to_keys_BKHr.nbytes + self._to_queries_BKHr.nbytes
 
     @property
     def query_basis_BKHr(self) -> Tensor:  # noqa: N802
         return self._to_queries_BKHr
-
-    def append(self, k_BKCH: Tensor) -> None:
-        end = self.num_slots + k_BKCH.shape[2]
-        if end > self._keys_BKrT.shape[3]:
-            old, self._keys_BKrT = self._keys_BKrT, self._empty(end + end // 8)
-            self._keys_BKrT[..., : self.num_slots] = old[..., : self.num_slots]
-        self._keys_BKrT[..., self.num_slots : end] = (k_BKCH @ self._to_keys_BKHr).transpose(-1, -2)
-        self.num_slots = end
-
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        self._keys_BKrT = self._keys_BKrT.take_along_dim(slots_BKm[:, :, None], dim=3)
-        self.num_slots = slots_BKm.shape[2]
-
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
-        columns_BKr1 = (k_BKH.unsqueeze(2) @ self._to_keys_BKHr).transpose(-1, -2)
-        self._keys_BKrT.scatter_(3, slots_BK[:, :, None, None].expand_as(columns_BKr1), columns_BKr1)
-
-    def fork(self, stored: Callable[[], Tensor]) -> PartialKeys:
-        other = copy.copy(self)
-        other._keys_BKrT = self._keys_BKrT[..., : self.num_slots].clone()
-        return other
 
     def scores(self, q_BNH: Tensor) -> Tensor:
         """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32.
@@ -91,14 +71,7 @@ class PartialKeys(Index):
         q_XGr = q_BNH.reshape(batch * heads, -1, q_BNH.shape[-1])
         if q_BNH.shape[-1] == dim:
             q_XGr = q_XGr.bmm(self._to_queries_BKHr.view(-1, dim, columns))
-        room = self._keys_BKrT.shape[3]
-        scores_XGn = q_XGr.bmm(self._keys_BKrT.view(-1, columns, room)[..., : self.num_slots])
-        scores_BKGn = scores_XGn.view(batch, heads, -1, self.num_slots)
-        return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
-
-    def _empty(self, num_slots: int) -> Tensor:
-        batch, heads, _, columns = self._to_keys_BKHr.shape
-        return self._to_keys_BKHr.new_empty(batch, heads, columns, num_slots)
+        return self.products(q_XGr.unflatten(0, (batch, heads)))
 
 
 @dataclass(kw_only=True)
@@ -137,11 +110,25 @@ class InfiniGen(Retriever):
             require(0 < getattr(self, name) <= 1, name, getattr(self, name), "must be above 0 and at most 1")
         require(self.alpha >= 0, "alpha", self.alpha, "must not be negative; .inf fetches as much as max_fetch allows")
         require_least(self, observed=1)
+        if self.late is not None and self.ahead:
+            raise ValueError(
+                f"policy.late={self.late} chooses by an earlier query, and policy.ahead=true by a predicted one; leave "
+                "one of them out"
+            )
+        if self.fetch is None and self.group is not Group.union:
+            raise ValueError(
+                f"policy.group={self.group.name} has no scores within policy.alpha of each head's best; give "
+                "policy.fetch, or use policy.group=union"
+            )
         require(
             self.first_ahead >= 1, "first_ahead", self.first_ahead, "must be at least 1: no layer is before layer 0"
         )
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
+
+    @property
+    def needs_queries(self) -> bool:
+        return self.skew in ("auto", "none")  # a file has typical queries of its own
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         return device.type != "cpu" if self.ahead is None else self.ahead
@@ -173,9 +160,9 @@ class InfiniGen(Retriever):
         basis_BKHr = basis_BKHH.take_along_dim(chosen_BKr[:, :, None], dim=3).to(k_BKnH.dtype)
         return PartialKeys(basis_BKHr, k_BKnH, scaling=view.scaling, room=view.room)
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, PartialKeys)
-        need_BKn = relative_need(index.scores(q_BNH), slots)
+        need_BKn = need_of_group(without_padding(index.scores(q_BNH), slots), self.group)
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         if self.fetch is not None:
             return most_needed(need_BKn, self.num_chosen(slots), slots)

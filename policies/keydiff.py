@@ -20,7 +20,7 @@ class KeyDiff(Scorer):
 
     def score(self, view: LayerView) -> Tensor:
         k_BKnH = view.k_BKnH.float()
-        unit_BKnH = normalize(k_BKnH, dim=-1) * view.is_token_Bn()[:, None, :, None]
+        unit_BKnH = normalize(k_BKnH, dim=-1) * view.is_token_BKn()[..., None]
         # The sum has the mean's direction, whatever the number of tokens in a row.
         anchor_BK1H = normalize(unit_BKnH.sum(dim=2, keepdim=True), dim=-1)
         return -(unit_BKnH * anchor_BK1H).sum(dim=-1)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.retriever import Index, PromptView, Retriever, Slots
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots
 
 
 @dataclass(kw_only=True)
@@ -32,5 +32,5 @@ class Offload(Retriever):
     def index(self, view: PromptView) -> Index:
         return Index(view.k_BKnH.shape[2])
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         return None

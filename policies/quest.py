@@ -2,6 +2,10 @@
 
 For every page of consecutive tokens the device keeps the minimum and maximum of the keys in each dim. The sum over dims
 of max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 1). The layer's own query chooses.
+
+Other keys may stand for a page. ArkVale (Chen et al., NeurIPS 2024) shrinks the box between minimum and maximum to the
+keys' mean distance from its centre: closer to the scores inside, and no bound any more. ShadowKV (Sun et al., ICML
+2025) takes the mean.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, P pages, p chosen ones, S slots of a
@@ -9,76 +13,94 @@ of max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from policies.base import Budget, require_least
-from policies.retriever import Index, PromptView, Retriever, Slots
+from policies.base import Budget, choice, require_least
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
+
+
+class Digest(Enum):
+    """Digest that stands for the keys of a page; see `Quest`."""
+
+    bounds = "bounds"
+    shrunk = "shrunk"
+    mean = "mean"
+
+
+def _digest(kind: Digest, k_BKPSH: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper end (B, K, P, H) of what stands for the keys of each page, in every dim."""
+    if kind is Digest.mean:
+        mean_BKPH = k_BKPSH.mean(dim=3)
+        return mean_BKPH, mean_BKPH
+    least_BKPH, most_BKPH = k_BKPSH.amin(dim=3), k_BKPSH.amax(dim=3)
+    if kind is Digest.bounds:
+        return least_BKPH, most_BKPH
+    centre_BKPH = (least_BKPH + most_BKPH) / 2
+    distance_BKPH = (k_BKPSH - centre_BKPH.unsqueeze(3)).abs().mean(dim=3)
+    return centre_BKPH - distance_BKPH, centre_BKPH + distance_BKPH
 
 
 class Pages(Index):
-    """Index of the minimum and maximum keys (B, K, P, H) of every page of slots.
+    """Index of what stands for the keys of every page of slots, two keys (B, K, P, H).
 
     Args:
         k_BKnH: keys of the slots so far.
         page: slots per page.
         pads: number of padding slots on the left of each row, whose keys are left out.
         scaling: factor of the scores of this layer.
+        digest: what stands for a page.
     """
 
-    def __init__(self, k_BKnH: Tensor, *, page: int, pads: list[int], scaling: float) -> None:
+    def __init__(
+        self, k_BKnH: Tensor, *, page: int, pads: list[int], scaling: float, digest: Digest = Digest.bounds
+    ) -> None:
         super().__init__(0)
-        self.page, self._scaling = page, scaling
-        self._least_BKPH = k_BKnH.new_empty(*k_BKnH.shape[:2], 0, k_BKnH.shape[3])
-        self._most_BKPH = self._least_BKPH
+        self.page, self._scaling, self._digest = page, scaling, digest
+        self._open_BKSH = k_BKnH[:, :, :0]  # keys of a page that is not full yet
+        self._least_BKPH = self._most_BKPH = self._open_BKSH
         if any(pads):
             k_BKnH = k_BKnH.clone()
             for row, pad in enumerate(pads):
                 first = min(pad, k_BKnH.shape[2] - 1)  # a rank may have no token of a row
                 k_BKnH[row, :, :pad] = k_BKnH[row, :, first : first + 1]
-        self.append(k_BKnH)
+        self._add(k_BKnH)
 
     @property
     def num_bytes(self) -> int:
-        return self._least_BKPH.nbytes + self._most_BKPH.nbytes
+        ends = [self._least_BKPH] if self._digest is Digest.mean else [self._least_BKPH, self._most_BKPH]
+        return sum(each.nbytes for each in (*ends, self._open_BKSH))
 
-    def append(self, k_BKCH: Tensor) -> None:
-        into_last = min(-self.num_slots % self.page, k_BKCH.shape[2])
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        self._add(k_BKCH)
+
+    def _add(self, k_BKCH: Tensor) -> None:
         self.num_slots += k_BKCH.shape[2]
-        first_BKCH, k_BKCH = k_BKCH[:, :, :into_last], k_BKCH[:, :, into_last:]
-        if into_last:
-            least_BKH, most_BKH = self._least_BKPH[:, :, -1], self._most_BKPH[:, :, -1]
-            torch.minimum(least_BKH, first_BKCH.amin(dim=2), out=least_BKH)
-            torch.maximum(most_BKH, first_BKCH.amax(dim=2), out=most_BKH)
+        k_BKCH = torch.cat([self._open_BKSH, k_BKCH], dim=2)
         num_full = k_BKCH.shape[2] // self.page
-        full_BKCH, rest_BKCH = k_BKCH[:, :, : num_full * self.page], k_BKCH[:, :, num_full * self.page :]
-        for pages_BKPSH in (full_BKCH.unflatten(2, (num_full, self.page)), rest_BKCH.unsqueeze(2)):
-            if pages_BKPSH.numel():
-                self._least_BKPH = torch.cat([self._least_BKPH, pages_BKPSH.amin(dim=3)], dim=2)
-                self._most_BKPH = torch.cat([self._most_BKPH, pages_BKPSH.amax(dim=3)], dim=2)
+        self._open_BKSH = k_BKCH[:, :, num_full * self.page :].clone()
+        if num_full:
+            pages_BKPSH = k_BKCH[:, :, : num_full * self.page].unflatten(2, (num_full, self.page))
+            least_BKPH, most_BKPH = _digest(self._digest, pages_BKPSH)
+            self._least_BKPH = torch.cat([self._least_BKPH, least_BKPH], dim=2)
+            self._most_BKPH = torch.cat([self._most_BKPH, most_BKPH], dim=2)
 
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        kept = Pages(k_BKmH, page=self.page, pads=[], scaling=self._scaling)
-        self.__dict__.update(kept.__dict__)
+    def scores(self, q_BNH: Tensor) -> Tensor:
+        """Scores (B, K, G, P) of all pages, that which is not full yet last; scaled, in at least float32.
 
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
-        pages_BK1H = (slots_BK // self.page)[:, :, None, None].expand(*k_BKH.shape[:2], 1, k_BKH.shape[2])
-        self._least_BKPH.scatter_reduce_(2, pages_BK1H, k_BKH.unsqueeze(2), "amin")
-        self._most_BKPH.scatter_reduce_(2, pages_BK1H, k_BKH.unsqueeze(2), "amax")
-
-    def fork(self, stored: Callable[[], Tensor]) -> Pages:
-        other = copy.copy(self)
-        other._least_BKPH, other._most_BKPH = self._least_BKPH.clone(), self._most_BKPH.clone()
-        return other
-
-    def bounds(self, q_BNH: Tensor) -> Tensor:
-        """Upper bounds (B, K, G, P) of the scores in each page, scaled, in at least float32."""
-        q_BKGH = q_BNH.unflatten(1, (self._most_BKPH.shape[1], -1)) * self._scaling
-        most = q_BKGH.clamp_min(0) @ self._most_BKPH.mT + q_BKGH.clamp_max(0) @ self._least_BKPH.mT
+        With `Digest.bounds` no key of a page has a higher one.
+        """
+        least_BKPH, most_BKPH = self._least_BKPH, self._most_BKPH
+        if self._open_BKSH.shape[2]:
+            open_least, open_most = _digest(self._digest, self._open_BKSH.unsqueeze(2))
+            least_BKPH = torch.cat([least_BKPH, open_least], dim=2)
+            most_BKPH = torch.cat([most_BKPH, open_most], dim=2)
+        q_BKGH = q_BNH.unflatten(1, (most_BKPH.shape[1], -1)) * self._scaling
+        most = q_BKGH.clamp_min(0) @ most_BKPH.mT + q_BKGH.clamp_max(0) @ least_BKPH.mT
         return most.to(torch.promote_types(most.dtype, torch.float32))
 
 
@@ -88,34 +110,38 @@ class Quest(Retriever):
 
     Attributes:
         page: slots per page.
+        digest: what stands for the keys of a page: bounds (their minimum and maximum in each dim), shrunk (the centre
+            of these, plus and minus the keys' mean distance from it: ArkVale) or mean (their mean: ShadowKV).
 
     Raises:
         ValueError: an option is out of range.
     """
 
+    takes_full_pool: ClassVar[bool] = False  # pages are of consecutive tokens
+
     fetch: Budget | None = 0.1
     first_layer: int = 2
     page: int = 16
+    digest: Digest = Digest.bounds
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, page=1)
-        if self.pool.bytes is not None:
-            raise ValueError(
-                "quest's pages are of consecutive tokens, and a full pool mixes them; leave policy.pool.bytes out"
-            )
+        self.digest = choice("digest", Digest, self.digest)
 
     def index(self, view: PromptView) -> Pages:
-        return Pages(view.k_BKnH, page=self.page, pads=view.pads, scaling=view.scaling)
+        return Pages(view.k_BKnH, page=self.page, pads=view.pads, scaling=view.scaling, digest=self.digest)
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, Pages)
         whole, rest = divmod(slots.num_slots, self.page)
         chosen = self._num_pages(slots)
         if chosen >= whole:
             return None
-        bounds_BKGP = index.bounds(q_BNH)[..., :whole]
-        need_BKP = (bounds_BKGP - bounds_BKGP.amax(dim=-1, keepdim=True)).amax(dim=2)
+        scores_BKGP = index.scores(q_BNH)[..., :whole]
+        for row, pad in enumerate(slots.pads):
+            scores_BKGP[row, ..., : pad // self.page] = -torch.inf
+        need_BKP = need_of_group(scores_BKGP, self.group)
         if slots.positions_BKn is None:
             num_sinks = max(self.sinks, 1)
             need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
@@ -133,7 +159,7 @@ class Quest(Retriever):
         within_S = torch.arange(self.page, device=pages_BKp.device)
         slots_BKm = (pages_BKp[..., None] * self.page + within_S).flatten(2)
         last = torch.arange(whole * self.page, slots.num_slots, device=pages_BKp.device)
-        return torch.cat([slots_BKm, last.expand(*slots_BKm.shape[:2], rest)], dim=-1)
+        return Choice(slots_BKm=torch.cat([slots_BKm, last.expand(*slots_BKm.shape[:2], rest)], dim=-1))
 
     def _always_BKP(self, slots: Slots, whole: int) -> Tensor:  # noqa: N802
         """Which whole pages, (B, K, P) or (B, 1, P), have one of the first or last tokens of the text."""

@@ -6,7 +6,7 @@ does the rest: storage, prediction, copies and statistics.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, m chosen ones, w observed tokens, C new tokens,
-# H key dim.
+# X what is scored (slots, pages, clusters), H key dim, V value dim.
 
 from __future__ import annotations
 
@@ -15,32 +15,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, require
+from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, choice, require
+from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """Facts about a model that a policy may check before it is used.
-
-    Attributes:
-        name: name of the model.
-        fingerprint: fingerprint of its weights.
-        heads: number of KV heads and key dim (K, H) of every layer, on this rank.
-        share, num_shares: this rank's share of the model's heads, and number of shares.
-    """
-
-    name: str
-    fingerprint: str
-    heads: list[tuple[int, int]]
-    share: int = 0
-    num_shares: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +35,9 @@ class PromptView:
         layer, num_layers: index of this layer, and number of layers.
         q_BNwH: queries of the prompt's last tokens, rotated to the positions of the next tokens if rotations are known;
             0 on padding.
-        k_BKnH: keys of all slots, rotated.
+        k_BKnH, v_BKnV: keys of all slots, rotated, and values.
         scaling: factor of the scores of this layer.
+        softcap: this layer's scores s become softcap * tanh(s / softcap); None: they stay as they are.
         pads: number of padding slots on the left of each row.
         next_B: position of the first token after the prompt, in each row.
         turn: (queries (B, X, C, H), positions (B, C)) -> the queries rotated by that many positions; None if rotations
@@ -65,7 +50,9 @@ class PromptView:
     num_layers: int
     q_BNwH: Tensor
     k_BKnH: Tensor
+    v_BKnV: Tensor
     scaling: float
+    softcap: float | None
     pads: list[int]
     next_B: Tensor
     turn: Callable[[Tensor, Tensor], Tensor] | None
@@ -107,15 +94,15 @@ class Index:
         """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
         return None
 
-    def append(self, k_BKCH: Tensor) -> None:
-        """Add new slots after the others."""
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        """Add new slots, one or many, after the others."""
         self.num_slots += k_BKCH.shape[2]
 
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor) -> None:
-        """Keep only these slots, ascending, which have these keys."""
+    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor, v_BKmV: Tensor) -> None:
+        """Keep only these slots, ascending, which have these keys and values."""
         self.num_slots = slots_BKm.shape[2]
 
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor) -> None:
+    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
         """Replace one slot of every row and KV head by a new token."""
 
     def fork(self, stored: Callable[[], Tensor]) -> Index:
@@ -160,6 +147,49 @@ class Slots:
             need_BKn[row, :, :pad] = -math.inf
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Estimate of the attention to the slots that are not fetched, merged with that to the fetched ones.
+
+    Attributes:
+        out_BNV: their mean value by attention.
+        lse_BN: log-sum-exp of their scores, at least float32; -inf where nothing is estimated.
+        is_relative: `lse_BN` is the log of their share of attention over that of the chosen slots.
+    """
+
+    out_BNV: Tensor
+    lse_BN: Tensor
+    is_relative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The choice of a policy for a query.
+
+    Attributes:
+        slots_BKm: slots to fetch, in any order, each at most once. Where a row has fewer than m tokens, the other
+            slots are the last ones of its padding.
+        rest: estimate of the attention to the others; None leaves them out.
+    """
+
+    slots_BKm: Tensor
+    rest: Rest | None = None
+
+
+class Group(Enum):
+    """How the query heads that share a KV head choose together.
+
+    union: by scores relative to the best one of each head; the maximum over heads, so that a slot is needed if any
+        head needs it. mean, max: by attention probabilities, their mean or maximum over heads. sum: by the sum of the
+        heads' scores. The tokens of a turn that retrieves count as further heads.
+    """
+
+    union = "union"
+    mean = "mean"
+    max = "max"
+    sum = "sum"
+
+
 @dataclass(kw_only=True)
 class Retriever(Policy, ABC):
     """Base of all policies that retrieve.
@@ -172,6 +202,13 @@ class Retriever(Policy, ABC):
         recent: last tokens that are always chosen, in addition to the one that is computed.
         fetch: slots to choose for every KV head, including sinks and recent tokens: a number, or a share of the stored
             slots. With None the policy decides by the scores, which the host has to read.
+        group: how query heads that share a KV head choose together: union (what any of them needs), mean or max (of
+            their attention probabilities), or sum (of their scores).
+        turn_tokens: most tokens of a later turn that retrieve, all of them together; a longer turn attends to all
+            tokens, and so does every turn with 0.
+        late: choose for a generated token by the query of the one before, so that fetching overlaps with a whole step
+            (FreeKV). KV heads whose mean cosine between the two queries is below this choose again by their own: -1 for
+            none, 1 for all. None: no head is late.
         pool: host memory for keys and values.
         sample_every: number of steps after which the report's hit mass is measured, which needs all keys; 0 is never.
 
@@ -186,21 +223,58 @@ class Retriever(Policy, ABC):
     """Whether the choice depends on the query."""
     observed: ClassVar[int] = 0
     """Number of last tokens of the prompt whose queries are given to `index`."""
+    takes_full_pool: ClassVar[bool] = True
+    """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
 
     first_layer: int = 0
     min_tokens: int | None = None
     sinks: int = 4
     recent: int = 16
     fetch: Budget | None = None
+    group: Group = Group.union
+    turn_tokens: int = 0
+    late: float | None = None
     pool: Pool = field(default_factory=Pool)
     sample_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("first_layer", "min_tokens", "sinks", "recent", "sample_every"):
+        for name in ("first_layer", "min_tokens", "sinks", "recent", "turn_tokens", "sample_every"):
             require((getattr(self, name) or 0) >= 0, name, getattr(self, name), "must not be negative")
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
+        self.group = choice("group", Group, self.group)
         self.pool = Pool.of(self.pool)
+        if self.late is not None:
+            require(-1 <= self.late <= 1, "late", self.late, "must be from -1 to 1")
+            self._check_late(self.late)
+        if self.pool.bytes is not None:
+            name = type(self).__name__
+            if not self.takes_full_pool:
+                raise ValueError(
+                    f"{name} looks for tokens in the order of the text, and a full pool mixes them; leave "
+                    "policy.pool.bytes out"
+                )
+            if self.turn_tokens:
+                raise ValueError(
+                    f"policy.turn_tokens={self.turn_tokens}: after a turn a pool with a limit is cut back by all of "
+                    "its tokens; leave policy.pool.bytes or policy.turn_tokens out"
+                )
+
+    def _check_late(self, late: float) -> None:
+        """Check that the policy may choose by an earlier query. Raises: ValueError."""
+        if self.fetch is None or not self.asks or self.estimates_rest:
+            reason = "attention of its own query is estimated" if self.estimates_rest else "policy.fetch is not given"
+            raise ValueError(
+                f"policy.late={late} is for a fixed number of slots that a query chooses, but {reason}; leave "
+                "policy.late out, or change that"
+            )
+        if self.pool.bytes is not None:
+            raise ValueError(f"policy.late={late} does not go with policy.pool.bytes; leave one of them out")
+
+    @property
+    def estimates_rest(self) -> bool:
+        """Whether choices have an estimate of the attention to other slots."""
+        return False
 
     def of_part(self, part: PromptPart) -> Self:
         if not isinstance(self.fetch, int):
@@ -209,8 +283,10 @@ class Retriever(Policy, ABC):
         other.fetch = part.share_of(self.fetch)
         return other
 
-    def require(self, model: ModelFacts) -> None:
-        """Check that the policy works with a model. Raises: ValueError."""
+    @property
+    def needs_queries(self) -> bool:
+        """Whether `index` depends on the queries of the prompt's last `observed` tokens."""
+        return self.observed > 0
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         """Whether queries are predicted from the layer before on this device."""
@@ -221,14 +297,13 @@ class Retriever(Policy, ABC):
         """Index of a layer from `first_layer` on."""
 
     @abstractmethod
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Tensor | None:
-        """Slots (B, K, m) to fetch for this query, in any order, each at most once. None: all slots.
-
-        Where a row has fewer than m tokens, the other slots are the last ones of its padding.
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        """Slots to fetch for this query. None: all slots.
 
         Args:
             index: index of the layer.
-            q_BNH: the query, or (B, N, r) in the index's own basis. Meaningless if `asks` is False.
+            q_BNH: the query, or (B, N, r) in the index's own basis. Meaningless if `asks` is False. For C tokens of a
+                turn (B, N x C, H), those of a KV head side by side.
             slots: stored slots of the layer.
         """
 
@@ -244,8 +319,8 @@ class Retriever(Policy, ABC):
         return min(slots.num_slots, max(wanted, self.sinks + self.recent, 1))
 
 
-def most_needed(need_BKn: Tensor, num_chosen: int, slots: Slots) -> Tensor | None:
-    """Slots (B, K, m) with the highest needs, then the padding closest to the tokens. None: all slots."""
+def most_needed(need_BKn: Tensor, num_chosen: int, slots: Slots) -> Choice | None:
+    """The slots with the highest needs, then the padding closest to the tokens. None: all slots."""
     if num_chosen == slots.num_slots:
         return None
     for row, pad in enumerate(slots.pads):
@@ -254,21 +329,34 @@ def most_needed(need_BKn: Tensor, num_chosen: int, slots: Slots) -> Tensor | Non
     if need_BKn.device.type == "cpu":
         # On a CPU numpy selects five times as fast as torch, and sorted rows are gathered faster.
         first = slots.num_slots - num_chosen
-        return torch.from_numpy(np.sort(np.argpartition(need_BKn.numpy(), first, axis=-1)[..., first:], axis=-1))
-    return need_BKn.topk(num_chosen, dim=-1, sorted=False).indices
+        best = np.sort(np.argpartition(need_BKn.numpy(), first, axis=-1)[..., first:], axis=-1)
+        return Choice(slots_BKm=torch.from_numpy(best))
+    return Choice(slots_BKm=need_BKn.topk(num_chosen, dim=-1, sorted=False).indices)
 
 
-def relative_need(scores_BKGn: Tensor, slots: Slots) -> Tensor:
-    """Score of each slot minus the largest score of the same query, (B, K, n): the maximum over the group's heads.
-
-    The scores are overwritten.
-    """
+def without_padding(scores_BKGn: Tensor, slots: Slots) -> Tensor:
+    """The scores of all slots with those of padding set to minus infinity, in place."""
     if slots.positions_BKn is not None:
         scores_BKGn.masked_fill_(slots.positions_BKn.lt(0).unsqueeze(2), -torch.inf)
     elif any(slots.pads):
         for row, pad in enumerate(slots.pads):
             scores_BKGn[row, :, :, :pad] = -torch.inf
-    return scores_BKGn.sub_(scores_BKGn.amax(dim=-1, keepdim=True)).amax(dim=2)
+    return scores_BKGn
+
+
+def need_of_group(scores_BKGX: Tensor, group: Group, sizes_BKX: Tensor | None = None) -> Tensor:
+    """Need (B, K, X) of what a group's heads score, by the rule of the group. The scores may be overwritten.
+
+    Args:
+        sizes_BKX: number of slots that share a score; None is one. A probability is that of one of them.
+    """
+    if group is Group.union:
+        return scores_BKGX.sub_(scores_BKGX.amax(dim=-1, keepdim=True)).amax(dim=2)
+    if group is Group.sum:
+        return scores_BKGX.sum(dim=2)
+    counted = scores_BKGX if sizes_BKX is None else scores_BKGX + sizes_BKX.log().unsqueeze(2)
+    probabilities_BKGX = scores_BKGX.sub(counted.logsumexp(dim=-1, keepdim=True)).exp_()
+    return probabilities_BKGX.mean(dim=2) if group is Group.mean else probabilities_BKGX.amax(dim=2)
 
 
 def num_needed(need_BKn: Tensor, least: float, slots: Slots) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from launch.inputs.text_files import EXAMPLE_TEXT, text_or_example
+from launch.inputs.sample_text import sample_ids
+from launch.inputs.text_files import EXAMPLE_TEXT
 from launch.program.compose import Program
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
@@ -97,8 +98,6 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample, after all checks that do not need the model's weights."""
     from runahead.files import ensure_writable
-    from runahead.model import loading
-    from runahead.model.model import max_positions
 
     if ranks.size > 1:
         raise ValueError(
@@ -106,22 +105,7 @@ def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
         )
     assert run.out is not None
     ensure_writable(run.out, option="out")
-    name, text = text_or_example(run.sample, "sample")
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    limit = max_positions(config)
-    if limit is not None and run.tokens > limit:
-        raise ValueError(f"tokens={run.tokens} is more than the model's {limit} positions; lower it")
-    tokenizer = loading.load_tokenizer(run.model)
-    if tokenizer is None:
-        raise ValueError("a sample text needs a tokenizer, and this model has none; give a model that has one")
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) < run.tokens:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens but tokens={run.tokens}; give a longer sample, or use tokens={len(ids)}"
-            if ids
-            else f"{name} has no tokens; give a text"
-        )
-    return ids[: run.tokens]
+    return sample_ids(run.model, run.sample, run.tokens)[: run.tokens]
 
 
 def skew_of(

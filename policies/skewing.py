@@ -11,17 +11,14 @@ positions of the queries to come.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-KIND = "runahead skewing 1"
-REMEDY = "python -m policies.skew model=... out="
+from policies.model_file import ModelFiles, PathLike
+
+FILES = ModelFiles(kind="runahead skewing 1", option="policy.skew", program="policies.skew")
 
 
 def query_products(q_BNTH: Tensor, num_kv_heads: int) -> Tensor:
@@ -85,38 +82,22 @@ class Skew:
 
     def packed(self, fingerprint: str) -> bytes:
         """Content of a file for the model with this fingerprint."""
-        tensors = {f"layer.{layer}": queries.contiguous() for layer, queries in enumerate(self.queries)}
-        about = {"kind": KIND, "fingerprint": fingerprint, "at_position_0": str(self.at_position_0).lower()}
-        return safetensors.torch.save(tensors, metadata=about)
+        tensors = {f"layer.{layer}": queries for layer, queries in enumerate(self.queries)}
+        return FILES.packed(tensors, fingerprint, at_position_0=str(self.at_position_0).lower())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], fingerprint: str | None = None) -> Skew:
-        """Read a file that `packed` made.
-
-        Args:
-            path: the file.
-            fingerprint: fingerprint of the model; None accepts any, for a check before the model is loaded.
+    def load(cls, path: PathLike, fingerprint: str | None = None) -> Skew:
+        """Read a file that `packed` made, for any model or for the one with this fingerprint.
 
         Raises:
-            ValueError: the file does not exist, is damaged or of another kind, or belongs to another model.
+            ValueError: as `ModelFiles.read`.
         """
-        name, remedy = f"policy.skew={os.fspath(path)}", f"{REMEDY}{os.fspath(path)}"
-        if not Path(path).is_file():
-            raise ValueError(f"{name}: there is no such file; make it with {remedy}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{name} cannot be read ({reason}); make it again with {remedy}") from error
-        if about.get("kind") != KIND or about.get("at_position_0") not in ("true", "false"):
-            raise ValueError(f"{name} is not a file of python -m policies.skew; make one with {remedy}")
-        if fingerprint is not None and about.get("fingerprint") != fingerprint:
-            raise ValueError(f"{name} was made for another model; make one for this model with {remedy}")
+        found, about = FILES.read(path, fingerprint)
+        if about.get("at_position_0") not in ("true", "false"):
+            raise FILES.of_another_kind(path)
         layers = [f"layer.{layer}" for layer in range(len(found))]
         if not found or set(layers) != found.keys() or not all(_is_sound(tensor) for tensor in found.values()):
-            raise ValueError(f"{name} has tensors of wrong names, shapes or values; make it again with {remedy}")
+            raise FILES.damaged(path)
         return cls(queries=[found[layer] for layer in layers], at_position_0=about["at_position_0"] == "true")
 
 

@@ -32,6 +32,8 @@ class SnapKV(Scorer):
     """
 
     compares_by_kv_head: ClassVar[bool] = True
+    while_decoding: ClassVar[bool] = False
+    scores_attention: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 7
@@ -52,16 +54,18 @@ class SnapKV(Scorer):
         return other
 
     def score(self, view: LayerView) -> Tensor:
-        before = max(0, view.num_slots - self.window)
-        votes_BKn = view.by_kv_head(view.signals.votes(self.window))
+        return self.pooled(view.by_kv_head(view.signals.votes(self.window)))
+
+    def pooled(self, votes_BKn: Tensor) -> Tensor:
+        """Votes pooled over neighbours, in place.
+
+        Only tokens before the window are pooled: within it, later tokens had fewer voters.
+        """
+        before = max(0, votes_BKn.shape[-1] - self.window)
         pooled = max_pool1d if self.pooling is Pooling.max else avg_pool1d
-        # Only tokens before the window are pooled: within it, later tokens had fewer voters.
         if before:
             votes_BKn[..., :before] = pooled(votes_BKn[..., :before], self.kernel, stride=1, padding=self.kernel // 2)
         return votes_BKn
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         return None if phase is Phase.decode else super().most_slots(num_layers, phase)
-
-    def keep(self, view: LayerView) -> Tensor | None:
-        return None if view.phase is Phase.decode else super().keep(view)

@@ -7,6 +7,7 @@ old or new. All heads of a layer keep the same tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class TOVA(Scorer):
     Nothing but the budget protects a token: there are no sinks and no recent window unless they are asked for. One
     token is dropped for every new one, as published; a larger `evict_every` copies less.
     """
+
+    scores_attention: ClassVar[bool] = True
 
     evict_every: int = 1
 

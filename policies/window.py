@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from policies.base import LayerView, Scorer
@@ -14,4 +15,5 @@ class Window(Scorer):
     """Score: the position of the token."""
 
     def score(self, view: LayerView) -> Tensor:
-        return view.k_BKnH.new_ones(len(view.pads), 1, view.num_slots).cumsum(dim=-1)
+        slots_n = torch.arange(view.num_slots, device=view.k_BKnH.device)
+        return slots_n.float().expand(len(view.pads), 1, -1)  # exact, which half precision is not

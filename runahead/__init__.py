@@ -8,7 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillOptions, RanksOptions
+    from runahead.config import (
+        CacheOptions,
+        DecodeOptions,
+        GenerationOptions,
+        ModelOptions,
+        PrefillOptions,
+        RanksOptions,
+    )
     from runahead.context import ContextPartition, even, from_ratios
     from runahead.conversation import Conversation, ShardedConversation
     from runahead.engine import Engine
@@ -16,6 +23,7 @@ if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
 
 _HOMES = {
+    "CacheOptions": "config",
     "ContextPartition": "context",
     "Conversation": "conversation",
     "DecodeOptions": "config",

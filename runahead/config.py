@@ -82,6 +82,19 @@ class DecodeName(Enum):
     sharded = "sharded"
 
 
+class Speculate(Enum):
+    """The kind of draft, several tokens of which one forward verifies.
+
+    Nothing; look-up of what followed earlier in the text; the model itself over what a cache policy keeps of the
+    prompt; or a smaller model.
+    """
+
+    none = "none"
+    lookup = "lookup"
+    policy = "policy"
+    model = "model"
+
+
 class Positions(Enum):
     """Position of a kept token: its position in the text, or its slot in the cache, which are numbered without gaps."""
 
@@ -102,6 +115,8 @@ MAX_TIMEOUT_S = 1_000_000
 MAX_PENALTY = 2
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
+
+MAX_DRAFT_TOKENS = 64
 
 
 def choice(option: str, kind: type[E], value: object) -> E:
@@ -230,6 +245,39 @@ class PrefillOptions:
 
 
 @dataclass(kw_only=True)
+class CacheOptions:
+    """Precision of stored keys and values. Those that ranks send each other are in the model's dtype.
+
+    Attributes:
+        bits: of each number but the newest tokens': 4 or 2; None is the model's dtype.
+        residual: number of last tokens in `residual_bits`; up to 31 more are, as whole groups of 32 leave.
+        residual_bits: of each of their numbers: 16, or None for the model's dtype.
+    """
+
+    bits: int | None = None
+    residual: int = 128
+    residual_bits: int | None = 16
+
+    def __post_init__(self) -> None:
+        require(self.bits in (None, 4, 2), "cache.bits", self.bits, "must be 4 or 2, or null for the model's dtype")
+        require(self.residual >= 1, "cache.residual", self.residual, "must be at least 1 token")
+        valid = self.residual_bits in (None, 16)
+        require(valid, "cache.residual_bits", self.residual_bits, "must be 16, or null for the model's dtype")
+
+    def check(self, prefill: PrefillOptions, decode: DecodeOptions) -> None:
+        """Check that keys and values can be quantised where they are stored. Raises: ValueError."""
+        if self.bits is None:
+            return
+        if prefill.name in (PrefillName.tsp, PrefillName.zigzag):
+            raise ValueError(
+                f"cache.bits={self.bits} needs prefill=kv_runahead or prefill=single; prefill={prefill.name.name} "
+                "stores keys and values as they are"
+            )
+        if decode.name is DecodeName.sharded:
+            raise ValueError(f"cache.bits={self.bits} does not go with decode=sharded; use decode=last")
+
+
+@dataclass(kw_only=True)
 class DecodeOptions:
     """Where keys and values are while decoding, and so which ranks decode."""
 
@@ -239,13 +287,19 @@ class DecodeOptions:
         self.name = choice("decode", DecodeName, self.name)
 
     def check(
-        self, prefill: PrefillOptions, *, positions: Positions = Positions.original, reuses: bool = False
+        self,
+        prefill: PrefillOptions,
+        *,
+        positions: Positions = Positions.original,
+        reuses: bool = False,
+        ragged: bool = False,
     ) -> None:
         """Check that a prefill leaves keys and values where this option wants them.
 
         Args:
             positions: positions of kept tokens under a cache policy.
             reuses: whether prompts reuse segments.
+            ragged: whether KV heads keep different numbers of tokens under a cache policy.
 
         Raises:
             ValueError: it does not.
@@ -262,6 +316,11 @@ class DecodeOptions:
                 "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all "
                 "that are kept; use policy.positions=original or decode=last"
             )
+        if ragged:
+            raise ValueError(
+                "decode=sharded needs KV heads that keep equally many tokens, and with this policy they do not; use "
+                "decode=last"
+            )
         if reuses:
             raise ValueError(
                 "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
@@ -273,21 +332,22 @@ def check_prefix_reuse(
     prefill: PrefillOptions,
     decode: DecodeOptions,
     *,
-    has_policies: bool = False,
+    drops_tokens: bool = False,
     num_shares: int = 1,
     what: str = "reuse of prefixes",
 ) -> None:
     """Check that a run can reuse prefixes of earlier prompts: what is computed of a prompt lies whole on one rank.
 
     Args:
+        drops_tokens: cache policies may drop tokens of a prompt.
         what: asks for it, in the message.
 
     Raises:
         ValueError: it cannot.
     """
     against = None
-    if has_policies:
-        against = "cache policies, which drop or choose tokens; use policy=full"
+    if drops_tokens:
+        against = "cache policies that drop tokens; use policy=full or one that retrieves alone, such as infinigen"
     elif prefill.name not in (PrefillName.kv_runahead, PrefillName.single):
         against = f"prefill={prefill.name.name}; use prefill=kv_runahead or prefill=single"
     elif prefill.chunk_tokens is not None:
@@ -298,6 +358,40 @@ def check_prefix_reuse(
         against = f"decode={decode.name.name}; use decode=last"
     if against is not None:
         raise ValueError(f"{what} does not go with {against}")
+
+
+def check_speculation(
+    generation: GenerationOptions,
+    prefill: PrefillOptions,
+    decode: DecodeOptions,
+    *,
+    has_policies: bool = False,
+    bits: int | None = None,
+    num_shares: int = 1,
+) -> None:
+    """Check that drafts can be verified: one rank decodes, and its KV cache takes back what is rejected.
+
+    Args:
+        bits: of `CacheOptions`.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    against = None
+    if generation.speculate is Speculate.none:
+        return
+    if has_policies:
+        against = "cache policies, from whose cache no token can be taken back; use policy=full"
+    elif bits is not None:
+        against = f"cache.bits={bits}, from whose codes no token can be taken back; use cache.bits=null"
+    elif num_shares > 1:
+        against = f"ranks.tensor={num_shares}, since each rank would decide by its own clock; use ranks.tensor=1"
+    elif prefill.name is PrefillName.tensor:
+        against = "prefill=tensor, since each rank would decide by its own clock; use prefill=single"
+    elif decode.name is DecodeName.sharded:
+        against = "decode=sharded, where a rank stores a part of each draft; use decode=last"
+    if against is not None:
+        raise ValueError(f"generation.speculate={generation.speculate.name} does not go with {against}")
 
 
 @dataclass(kw_only=True)
@@ -312,6 +406,11 @@ class GenerationOptions:
         json_schema: JSON schema, as JSON text, that the text of a row follows.
         logprobs: number of most likely tokens that are given at each place with their log-probabilities, beside that of
             the new token; None gives none.
+        speculate: what drafts tokens that are verified several at a time. The tokens are those that are generated
+            without it.
+        speculate_tokens: most tokens of a draft.
+        speculate_match: tokens at the end of the text that look-up has to find earlier in it.
+        speculate_always: verify every draft, also where that takes longer than decoding without it.
     """
 
     max_new_tokens: int = 64
@@ -329,8 +428,16 @@ class GenerationOptions:
     ignore_eos: bool = False
     json_schema: str | None = None
     logprobs: int | None = None
+    speculate: Speculate = Speculate.none
+    speculate_tokens: int = 8
+    speculate_match: int = 2
+    speculate_always: bool = False
 
     def __post_init__(self) -> None:
+        self.speculate = choice("generation.speculate", Speculate, self.speculate)
+        most, name = MAX_DRAFT_TOKENS, "generation.speculate_tokens"
+        require(1 <= self.speculate_tokens <= most, name, self.speculate_tokens, f"must be from 1 to {most}")
+        require(self.speculate_match >= 1, "generation.speculate_match", self.speculate_match, "must be at least 1")
         require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1")
         hint = "must be above 0; generation.do_sample=false is greedy"
         require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)

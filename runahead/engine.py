@@ -17,28 +17,36 @@ from runahead.config import (
     DecodeOptions,
     GenerationOptions,
     Positions,
+    PrefillName,
     PrefillOptions,
+    Speculate,
     check_prefix_reuse,
+    check_speculation,
 )
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.placement import Placement
 from runahead.decoding.sampling import check_options
+from runahead.decoding.speculative.speculator import Speculator
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model, model_fingerprint
 from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptBatch
+from runahead.prefill.base import ToItsEnd
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch, ReuseReport
+from runahead.reuse.forks import attends_together
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv
-from runahead.reuse.reuse import Reuse, check_reuse
+from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
+from runahead.reuse.reuse import Reuse, check_gaps, check_reuse
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.store import SegmentStore
+from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -52,11 +60,14 @@ class Engine:
         partition: function (number of tokens, number of stages) -> chunks: `even`, `from_ratios([...])`, a lookup
             table. Strategies with a split of their own ignore it. A `LearningPartitioner` is told the times of every
             prompt.
-        policies: cache policies; by default all keys and values are computed and kept.
+        policies: cache policies, and how what they keep is stored; by default all keys and values, as they are.
         decode: where keys and values are while decoding.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
+        draft: for speculation by a smaller model, this rank's copy of it; for that by a policy, the policies that
+            choose what the model drafts from.
         tree: earlier prompts and answers, of which later prompts reuse what they begin with; None reuses none. It is
-            used by one thread, and may be that of several engines.
+            used by one thread, and may be that of several engines. All ranks have one, and that of the last stage is
+            used; what it has not stored, since another stage decoded, is computed.
 
     Raises:
         ValueError: the prefill strategy or a policy does not support this model on these ranks.
@@ -73,6 +84,7 @@ class Engine:
         decode: DecodeOptions | None = None,
         store: SegmentStore | None = None,
         tree: PrefixTree | None = None,
+        draft: Model | RankPolicies | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.policies = policies or RankPolicies()
@@ -81,6 +93,8 @@ class Engine:
         self._strategy = PREFILLS[self.prefill.name]
         check_arrangement(model, ranks)
         self._strategy.check(model, ranks.num_stages)
+        self.decode = decode or DecodeOptions()
+        self.policies.storage.check(self.prefill, self.decode)
         if self.policies:
             if not self._strategy.takes_policies:
                 raise ValueError(
@@ -88,21 +102,30 @@ class Engine:
                     "prefill=kv_runahead or prefill=single"
                 )
             self.policies.check(model)
-        self.decode = decode or DecodeOptions()
-        self.decode.check(self.prefill, positions=self.policies.positions if self.policies else Positions.original)
-        self._placement = Placement(
-            model, ranks, self.decode, can_shard=self._strategy.can_shard, under_policies=bool(self.policies)
+            if self.prefill.name is PrefillName.kv_runahead and self.decode.name is not DecodeName.sharded:
+                self.policies.check_stages(ranks.num_stages)
+        self.decode.check(
+            self.prefill,
+            positions=self.policies.positions if self.policies else Positions.original,
+            ragged=self.policies.ragged,
         )
+        if self.decode.name is DecodeName.sharded:
+            model.require_own_kv("decode=sharded", "use decode=last")
+            model.require_unmarked("decode=sharded", "use decode=last")
+        can_shard = self._strategy.can_shard and not model.kv_sources and model.marks is None
+        self._placement = Placement(model, ranks, self.decode, can_shard=can_shard, under_policies=bool(self.policies))
         self.store = store
+        self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
+            model.require_unmarked("reuse of prefixes", "use no prefix tree")
             check_prefix_reuse(
                 self.prefill,
                 self.decode if self.may_shard else DecodeOptions(name=DecodeName.last),
-                has_policies=bool(self.policies),
+                drops_tokens=not self.policies.keeps_all,
                 num_shares=ranks.num_shares,
             )
-            self.prefixes = Prefixes(model, tree)
+            self.prefixes = Prefixes(model, tree, least_new=max(1, self.policies.num_observed))
         self._num_calls = 0
         self._weights: str | None = None
 
@@ -122,7 +145,8 @@ class Engine:
             prompts: token ids, or prompts that reuse segments; the same on every rank.
             options: generation options; greedy by default. One for all prompts, whose seeds count up from its seed, or
                 one per prompt, with the prompt's seed.
-            on_tokens: called on rank 0 with every step's new ids, None for rows that have ended.
+            on_tokens: called on rank 0 with every step's new ids, None for rows that have ended. With speculation the
+                tokens of a verified draft come one by one, and None is also for rows that have none at that place.
             record_timeline: fill the result's spans.
             first_index: index of the first prompt among all of a run, which seeds its sampling.
             cancellable: `on_tokens` may return rows to cancel, which end after the next step.
@@ -132,7 +156,7 @@ class Engine:
 
         Raises:
             ValueError: a prompt is empty, holds an unknown id, or is too long for the model; the partition does not
-                fit; or the KV cache does not fit in memory.
+                fit; the KV cache does not fit in memory; or drafts cannot be verified.
             PeerFailure: another rank is gone or silent.
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
@@ -140,11 +164,13 @@ class Engine:
         num_new = max((each.max_new_tokens for each, _ in rows), default=1)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         check_prompts(prompts, self.prompt_limits, num_new=num_new)
+        self._check_speculation([each for each, _ in rows], prompts)
         ids = [ids_of(prompt) for prompt in prompts]
-        reuse = self._reuse(prompts)
-        prefixes = self._prefixes_of(ids) if reuse is None else []
+        reuse, prefixes = self._reuse(prompts), list[RowPrefix]()
         try:
             self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
+            if self.prefixes is not None and reuse is None and self.ranks.stage == self.ranks.num_stages - 1:
+                prefixes += self.prefixes.of(ids)
             return self._generate(
                 ids,
                 rows,
@@ -169,21 +195,29 @@ class Engine:
         record_timeline: bool,
         cancellable: bool,
     ) -> GenerationBatch:
-        """Generate from prompts that were checked, with what they reuse."""
+        """Generate from prompts that were checked, with what they reuse.
+
+        Args:
+            prefixes: of each row on the last stage, if this engine reuses any.
+        """
         mesh, limits = self.ranks.mesh, self.prompt_limits
         num_new = max(each.max_new_tokens for each, _ in rows)
-        new_ids = ids if reuse is None else [list(prompt.new_ids) for prompt in reuse.prompts]
-        if prefixes:
-            new_ids = [each[prefix.num_tokens :] for each, prefix in zip(ids, prefixes, strict=True)]
-        partition = self._strategy.split(max(map(len, new_ids)), mesh.num_stages, self.partition)
+        new_ids, num_reused = ids, [0] * len(ids)
+        if reuse is not None:
+            new_ids = [list(prompt.new_ids) for prompt in reuse.prompts]
+            partition = self._split(new_ids)
+        else:
+            partition, num_reused = self._split_after_prefixes(ids, prefixes)
+            new_ids = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
+        stored = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
         gather = None
         with self.ranks.announcing_failure():
             batch = PromptBatch.of(new_ids, self.ranks.device)
             stage = self._strategy.first_token_stage(partition, mesh.num_stages)
             source, shards = mesh.rank(stage, 0), None
-            if reuse is None:
+            if reuse is None and not _speculates(rows):
                 shards = self._placement.shards(partition, batch=len(ids), num_new=num_new - 1)
             if shards is not None:
                 gather = self._placement.gathering(list(shards), len(ids))
@@ -197,19 +231,34 @@ class Engine:
                 cancellable=cancellable,
             )
             with self.ranks.busy():
-                self._strategy.connect(self.ranks, partition, self.prefill)
+                self._strategy.connect(self.ranks, partition, self.prefill, has_stored=stored is not None)
                 if reuse is not None:
                     reuse.encode_missing()
             offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
             self.ranks.barrier("all ranks to hold the prompt")
             began_s = time.perf_counter()
-            reused = reused_kv(ids, prefixes)
+            reused = reused_kv(ids, prefixes, self._computed_anew)
             if reuse is not None and partition.chunk(self.ranks.stage):
                 reused = reuse.fetch()
-            job = self._job(batch, partition, num_new, shards=shards, reused=reused, record=record_timeline)
+            job = self._job(
+                batch,
+                partition,
+                num_new,
+                shards=shards,
+                reused=reused,
+                stored=stored,
+                gives_new=bool(prefixes),
+                record=record_timeline,
+            )
             prefilled, policies = self._strategy.run(job), job.own_policies
             del job, reused  # frees reused segments, of which decoding may have its own copies
-            decoded = self._decode(ids, rows, prefilled, batch, stream, gather, policies)
+            if prefilled.given is not None:
+                assert prefilled.logits_BV is not None
+                store_prompts(prefixes, ids, prefilled.given, prefilled.logits_BV)
+                prefilled.given = None
+            # Under policies the cache has what is reused, too, as one text with what was computed.
+            whole = PromptBatch.of(ids, self.ranks.device) if self.policies else batch
+            decoded = self._decode(ids, rows, prefilled, whole, stream, gather, policies)
             stream.relay()
             if decoded is not None and prefixes:
                 self._store(prefixes, decoded, prefilled, batch)
@@ -224,14 +273,49 @@ class Engine:
             if reuse is not None:
                 reuse.add_to(result)
             num = len(result.generations)
-            self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
+            if not any(num_reused):  # the times of a rest say nothing of whole prompts
+                self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
         self._num_calls += 1
         return result
+
+    def _split(self, new_ids: Sequence[Sequence[int]]) -> ContextPartition:
+        return self._strategy.split(max(map(len, new_ids)), self.ranks.num_stages, self.partition)
+
+    def _split_after_prefixes(
+        self, ids: list[list[int]], prefixes: Sequence[RowPrefix]
+    ) -> tuple[ContextPartition, list[int]]:
+        """The chunks of what prompts do not reuse, and how many tokens each reuses. All ranks call it.
+
+        Args:
+            prefixes: of each row on the last stage, if this engine reuses any.
+        """
+        num_reused, last = [0] * len(ids), self.ranks.num_stages - 1
+        if self.prefixes is not None:
+            found = [prefix.num_tokens for prefix in prefixes]
+            num_reused = self.ranks.broadcast(found, self.ranks.mesh.rank(last, 0), "the stored prefixes")
+        partition = self._split([each[num:] for each, num in zip(ids, num_reused, strict=True)])
+        if any(num_reused) and partition.chain[-1] != last:  # it has no new token, so another stage decodes
+            for prefix in prefixes:
+                prefix.reuse_nothing()
+            num_reused = [0] * len(ids)
+            partition = self._split(ids)
+        return partition, num_reused
 
     @property
     def may_shard(self) -> bool:
         """Whether stages may decode together."""
         return self.ranks.num_stages > 1 and self.decode.name is not DecodeName.last
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows of one prompt that a server decodes share its keys and values.
+
+        Under policies each has its own. The last of several stages does not receive what lies before a window.
+        """
+        has_windows = any(rule is not None and not rule.sees_everything for rule in self.model.rules)
+        lies_whole = self.ranks.num_stages == 1 or not has_windows
+        is_plain = not self.policies and self.model.marks is None
+        return lies_whole and is_plain and not self.may_shard and attends_together(self.model)
 
     @property
     def takes_stage_alone(self) -> bool:
@@ -256,6 +340,7 @@ class Engine:
         meanwhile: Meanwhile | None = None,
         record_timeline: bool = False,
         reuses: bool = False,
+        stored: Sequence[int] = (),
     ) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
@@ -270,58 +355,122 @@ class Engine:
             num_new: most tokens that are generated after a prompt.
             meanwhile: what this rank does besides.
             record_timeline: fill the spans of the result.
-            reuses: reuse prefixes, if this engine does, where this rank's stage computes the prompts alone. The caller
-                stores and releases the prefixes of the result.
+            reuses: reuse prefixes, if this engine does. The caller stores and releases the prefixes of the result.
+            stored: first tokens of each prompt that all stages of a chain reuse. The last one computes what it lacks of
+                them. One stage that computes the prompts alone reuses all that it has, whatever this says.
         """
         check_chunk_tokens(self.prefill, len(partition.chain))
         reuse = self._reuse(prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
-        computed: Sequence[GivenPrompt] = prompts
+        ids, num_reused = [ids_of(each) for each in prompts], list(stored) or [0] * len(prompts)
+        prefixes, computed_anew_s, is_alone = list[RowPrefix](), 0.0, partition.chain == [self.ranks.stage]
+        if reuses and reuse is None and self.prefixes is not None and self.ranks.stage == partition.chain[-1]:
+            prefixes = self.prefixes.of(ids, None if is_alone else num_reused)
+            if is_alone:
+                num_reused = [prefix.num_tokens for prefix in prefixes]
+            else:
+                computed_anew_s = self._complete(ids, prefixes, num_reused, meanwhile)
+        reused = reused_kv(ids, prefixes, partial(self._computed_anew, meanwhile=meanwhile))
+        computed = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
         if reuse is not None:
             computed = [list(prompt.new_ids) for prompt in reuse.prompts]
-        prefixes, stage = list[RowPrefix](), self.ranks.stage
-        if reuses and reuse is None and self.prefixes is not None and stage == partition.chain[-1]:
-            prefixes = self.prefixes.of([ids_of(each) for each in prompts], reuse=partition.chain == [stage])
-        reused = reused_kv([ids_of(each) for each in prompts], prefixes)
-        if reused is not None:
-            computed = [ids_of(each)[prefix.num_tokens :] for each, prefix in zip(prompts, prefixes, strict=True)]
+        if is_alone:
             longest = max(map(len, computed))
-            partition = ContextPartition(boundaries=tuple(min(end, longest) for end in partition.boundaries))
-        batch = PromptBatch.of([ids_of(each) for each in computed], self.ranks.device)
+            partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
+        batch = PromptBatch.of(computed, self.ranks.device)
+        prefix = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
         with self.ranks.busy():
-            self._strategy.connect(self.ranks, partition, self.prefill)
+            self._strategy.connect(self.ranks, partition, self.prefill, has_stored=prefix is not None)
         if reuse is not None and partition.chunk(self.ranks.stage):
             reuse.encode_missing(in_stage=True)
             reused = reuse.fetch()
-        job = self._job(batch, partition, num_new, meanwhile=meanwhile, reused=reused, record=record_timeline)
+        job = self._job(
+            batch,
+            partition,
+            num_new,
+            meanwhile=meanwhile,
+            reused=reused,
+            stored=prefix,
+            gives_new=bool(prefixes),
+            record=record_timeline,
+        )
         prefilled = self._strategy.run(job)
+        prefilled.report.prefill_s += computed_anew_s
         if reuse is not None:
             prefilled.encoded = reuse.encoded
             prefilled.report.prefill_s += reuse.report.encode_s
         prefilled.prefixes = prefixes
         return prefilled
 
+    def _complete(
+        self,
+        ids: Sequence[Sequence[int]],
+        prefixes: Sequence[RowPrefix],
+        num_reused: Sequence[int],
+        meanwhile: Meanwhile | None,
+    ) -> float:
+        """Let each prefix have so many tokens: compute on this stage what was dropped. Returns the seconds of it."""
+        began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
+        for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
+            if prefix.num_tokens < num:
+                reused = reused_kv([text[:num]], [prefix], compute)
+                prefix.extend(text[:num], compute(text[prefix.num_tokens : num], reused))
+        return time.perf_counter() - began_s
+
+    def _computed_anew(
+        self, ids: Sequence[int], reused: ReusedKV | None, *, meanwhile: Meanwhile | None = None
+    ) -> list[torch.Tensor]:
+        """Keys and values of tokens that a stage with a tree computes alone, to the end, after what they reuse.
+
+        It may be called inside a layer of a prefill: other stages then wait.
+        """
+        batch = PromptBatch.of([list(ids)], self.ranks.device)
+        alone = ContextPartition(boundaries=(0,) * self.ranks.num_stages + (len(ids),))
+        others = None if meanwhile is None else ToItsEnd(meanwhile)
+        job = self._job(batch, alone, num_new=1, meanwhile=others, reused=reused, policies=RankPolicies())
+        done = self._strategy.run(job)
+        layers = None if done.cache is None else done.cache.row_kv(0, 0, len(ids))
+        assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
+        return layers
+
+    def _check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
+        """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""
+        for each in options:
+            check_speculation(
+                each,
+                self.prefill,
+                self.decode,
+                has_policies=self.policies.chooses,
+                bits=self.policies.storage.bits,
+                num_shares=self.ranks.num_shares,
+            )
+        reuses = self.prefixes is not None or any(isinstance(each, ReusingPrompt) for each in prompts)
+        self._speculator.check(options, [len(ids_of(each)) for each in prompts], reuses=reuses)
+
     def check_reuse(self) -> None:
         """Check that prompts may reuse segments. Raises: ValueError: prefill, policies or model refuse it."""
-        if not self._strategy.takes_policies or self.policies or self.prefill.chunk_tokens is not None:
+        if not self._strategy.takes_policies or self.policies.chooses or self.prefill.chunk_tokens is not None:
             raise ValueError(
                 "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
                 "and no cache policy that drops tokens"
             )
         self.decode.check(self.prefill, reuses=True)
+        self.model.require_unmarked("reuse of segments", "give prompts without schemas")
         check_reuse(self.model)
+        if self.policies.storage.bits is not None:
+            check_gaps(self.model, f"cache.bits={self.policies.storage.bits}")
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
-        return PrefillJob(
-            model=self.model,
-            ranks=self.ranks,
-            batch=batch,
-            partition=partition,
-            capacity=batch.num_tokens + num_new - 1,
-            options=self.prefill,
-            policies=self.policies,
-            chunk_tokens=self.prompt_limits.chunk_tokens(batch.num_tokens),
-            **more,
-        )
+        given: dict[str, Any] = {
+            "model": self.model,
+            "ranks": self.ranks,
+            "batch": batch,
+            "partition": partition,
+            "capacity": batch.num_tokens + num_new - 1,
+            "options": self.prefill,
+            "policies": self.policies,
+            "chunk_tokens": self.prompt_limits.chunk_tokens(batch.num_tokens),
+        }
+        return PrefillJob(**(given | more))
 
     def learn(self, partition: ContextPartition, seconds: Mapping[int, tuple[float, float]]) -> None:
         """Tell a partitioner that learns how long each stage computed and waited.
@@ -355,6 +504,7 @@ class Engine:
             "the model": fact(self.model.name),
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
+            "whether there is a prefix tree": "no" if self.prefixes is None else "yes",
         }
         if isinstance(options, GenerationOptions):
             facts |= option_facts({"generation": options})
@@ -382,27 +532,20 @@ class Engine:
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
 
-    def _prefixes_of(self, ids: list[list[int]]) -> list[RowPrefix]:
-        """Prefixes of the prompts in the tree; an empty list if prefixes are not reused."""
-        if self.prefixes is None:
-            return []
-        if self.ranks.size > 1:
-            raise ValueError(
-                f"Engine.generate reuses prefixes on one rank only, and these are {self.ranks.size}; leave the tree out"
-            )
-        return self.prefixes.of(ids)
-
     def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
-        """Store prompts and answers, but for the last token of each, which no forward has seen."""
+        """Store prompts and answers, but for the last token of each, which no forward has seen.
+
+        Under policies nothing more is stored: what an answer's tokens attended to depends on what was retrieved.
+        """
         assert prefilled.cache is not None and self.prefixes is not None
         for row, (prefix, each, pad) in enumerate(zip(prefixes, decoded.rows, batch.pads, strict=True)):
             text = each.prompt + each.new_ids[:-1]
             prefix.store(text, prefilled.cache.row_kv(row, pad, len(text) - prefix.num_tokens))
         report = prefilled.report
         report.reuse = ReuseReport(
-            cached_tokens=sum(prefix.num_tokens for prefix in prefixes),
-            computed_tokens=report.chunk_tokens,
-            stored_bytes={self.ranks.device.type: self.prefixes.tree.num_bytes},
+            cached_tokens=sum(prefix.num_cached for prefix in prefixes),
+            computed_tokens=batch.num_tokens,
+            stored_bytes=self.prefixes.tree.bytes_by_tier,
         )
 
     def _decode(
@@ -423,6 +566,9 @@ class Engine:
         """
         if prefilled.cache is None:
             return None
+        rows = [Row(self.model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
+        if _speculates(options):
+            return self._speculator.decode(rows, prefilled, batch, stream.send)
         if policies.while_decoding:
             cache = prefilled.cache.for_decoding()
         else:
@@ -430,7 +576,6 @@ class Engine:
         if gather is not None:
             cache = ShardedCache(cache, gather)
         prefilled.cache = cache
-        rows = [Row(self.model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
         forward = forward_over(
             self.model,
             cache,
@@ -495,6 +640,11 @@ class Engine:
             ranks=reports,
             spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],
         )
+
+
+def _speculates(rows: Sequence[tuple[GenerationOptions, int]]) -> bool:
+    """Whether tokens of any row are drafted."""
+    return any(options.speculate is not Speculate.none for options, _ in rows)
 
 
 def _row_options(

@@ -7,9 +7,11 @@ where the file system supports that (O_TMPFILE on Linux), and then renamed.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,10 @@ MOST_BYTES = 2**30
 """Size of the largest file that is read."""
 PART_BYTES = 2**20
 """Bytes that are read at a time."""
+PART = ".part"
+"""End of the names of files that are not finished."""
+EMPTY_S = 60.0
+"""Age in seconds from which an unfinished file that is empty belongs to no process."""
 
 
 def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
@@ -100,7 +106,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         elif not _write_unnamed(target, part, data):
             with os.fdopen(_create(part), "wb") as file:
                 _fill(file, data, target)
-            os.replace(part, target)
+                os.replace(part, target)  # while the file is locked
     except BaseException as error:
         with suppress(OSError):
             part.unlink()
@@ -138,7 +144,22 @@ def _write_unnamed(target: Path, part: Path, data: bytes) -> bool:
     return False
 
 
+def remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes have left of files that `write_whole` did not finish in a folder.
+
+    Files that a process still writes are locked, or empty for the moment before they are.
+    """
+    for part in folder.glob(f".*{PART}"):
+        with suppress(OSError), open(part, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            about = os.fstat(file.fileno())
+            if about.st_size or about.st_mtime < time.time() - EMPTY_S:
+                part.unlink()
+
+
 def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
@@ -147,7 +168,7 @@ def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
 
 
 def _beside(target: Path) -> Path:
-    return target.parent / f".{secrets.token_hex(6)}.part"
+    return target.parent / f".{secrets.token_hex(6)}{PART}"
 
 
 def _create(path: Path) -> int:

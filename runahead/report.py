@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from runahead.config import PrefillOptions
+from runahead.config import CacheOptions, PrefillOptions
 from runahead.timeline.trace import Span
 
 
@@ -65,6 +65,40 @@ class ReuseReport:
 
 
 @dataclass(kw_only=True)
+class SpeculationReport:
+    """Statistics of speculative decoding.
+
+    Attributes:
+        drafts: what drafted.
+        plain_steps, plain_s: decoding steps of one token per row, and their time.
+        verifications, verify_s: forwards over drafts, and their time with the choice of tokens.
+        draft_s: time of drafting.
+        drafted, accepted: tokens of all drafts that were verified, and those of them that are new tokens.
+        accepted_lengths: how many verified drafts had 0, 1, 2 ... accepted tokens.
+        declined: steps in which a draft was not verified, as that was not expected to save time.
+        off_after: new tokens of the longest row before the first of these; None if there was none.
+    """
+
+    drafts: str
+    plain_steps: int = 0
+    plain_s: float = 0.0
+    verifications: int = 0
+    verify_s: float = 0.0
+    draft_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_lengths: list[int] = field(default_factory=list)
+    declined: int = 0
+    off_after: int | None = None
+
+    @property
+    def mean_accepted(self) -> float | None:
+        """Mean number of accepted tokens of a draft; None if none was verified."""
+        drafts = sum(self.accepted_lengths)
+        return self.accepted / drafts if drafts else None
+
+
+@dataclass(kw_only=True)
 class MemoryReport:
     """Memory of a rank's process: resident, or on a GPU what PyTorch allocates there.
 
@@ -98,10 +132,11 @@ class RankReport:
         kv_peak_bytes: most bytes of KV cache allocated at a time.
         kv_kept_bytes: bytes of KV cache after the prompt, on a rank that decodes; without the pool in host memory of a
             retrieving policy, but with its indices.
-        kept_tokens: number of kept tokens by layer, under a cache policy.
+        kept_tokens: number of kept tokens by layer, under a cache policy or in fewer bits.
         kv_host_bytes: bytes of a retrieving policy's pool.
         retrieval: statistics of a retrieving policy.
         reuse: statistics of segment reuse.
+        speculation: statistics of speculative decoding, on the rank that decodes.
         memory: of this rank's process, if it loaded the model itself.
     """
 
@@ -119,6 +154,7 @@ class RankReport:
     kv_host_bytes: int = 0
     retrieval: RetrievalReport | None = None
     reuse: ReuseReport | None = None
+    speculation: SpeculationReport | None = None
     memory: MemoryReport | None = None
 
 
@@ -191,6 +227,7 @@ def report_json(
     prefill: PrefillOptions,
     partition: str,
     policy: Mapping[str, Any],
+    cache: CacheOptions,
     warmup: int,
     model: str,
     dtype: str,
@@ -207,6 +244,7 @@ def report_json(
     Args:
         partition: name of the context partition.
         policy: name and given options of the cache policy, as values that JSON supports.
+        cache: precision of stored keys and values, reported if it is not the model's dtype.
         warmup: number of runs before the measured ones.
         kvr_names: the paper's name of each batch's partition (KVR-E, KVR-S, KVR-P), or None.
         skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
@@ -219,6 +257,7 @@ def report_json(
         "dtype": dtype,
         "device": device,
         "policy": dict(policy),
+        **({} if cache.bits is None else {"cache": asdict(cache)}),
         "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
         | ({} if prefill.chunk_tokens is None else {"chunk_tokens": prefill.chunk_tokens}),
         "warmup": warmup,
@@ -272,6 +311,8 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
         del rank_fields["stage"], rank_fields["share"]
     if rank.reuse is None:
         del rank_fields["reuse"]
+    if rank.speculation is None:
+        del rank_fields["speculation"]
     if rank.memory is None:
         del rank_fields["memory"]
     if rank.retrieval is None:

@@ -18,8 +18,9 @@ from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
-settings.register_profile("runahead", derandomize=True, deadline=None, database=None)
-settings.load_profile("runahead")
+settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=30)
+settings.register_profile("many", settings.get_profile("few"), max_examples=150)  # make test-slow
+settings.load_profile("few")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs that tests interrupt inherit it
 

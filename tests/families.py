@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -224,6 +225,48 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+PATTERN = ["sliding_attention", "full_attention"] * 3
+SHARING: dict[str, Family] = {  # of six layers the last three read layers 1 and 2
+    "gemma3n_text": Family(
+        model_type="gemma3n_text",
+        config={
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "layer_types": PATTERN,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 4,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4_text": Family(
+        model_type="gemma4_text",
+        config={
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 3,
+            "layer_types": PATTERN,
+            "head_dim": 8,
+            "global_head_dim": 16,  # of the layers without windows
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 4,
+            "use_double_wide_mlp": True,
+        },
+    ),
+}
+"""Families in which layers read the keys and values of others, as far as the installed transformers has them."""
+SHARING = {name: family for name, family in SHARING.items() if family.model_type in CONFIG_MAPPING}
+
+MARKS: dict[str, Any] = {"dms_window_size": 8, "dms_alpha_scale": 1.0, "dms_initial_alpha_offset": 0.0}
+MARKING: dict[str, Family] = {
+    "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, **MARKS}),
+    "llama_dms": Family(model_type="llama", config=MARKS),
+}
+"""Families whose tokens mark others, about half of them, as in DMS checkpoints."""
+
 REFUSED: dict[str, Family] = {
     "mamba": Family(model_type="mamba"),  # no attention
     "jamba": Family(model_type="jamba"),  # some layers without attention
@@ -266,7 +309,7 @@ def build(
 
     float64 makes transformers run its experts one by one, since its grouped kernels know no float64.
     """
-    family = name if isinstance(name, Family) else {**FAMILIES, **REFUSED}[name]
+    family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **MARKING, **REFUSED}[name]
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]):

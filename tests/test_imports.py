@@ -25,7 +25,10 @@ EDGE_MODULES = (
     "partitioner.plan",
     "partitioner.search",
     "partitioner.show",
+    "policies.duo_gates",
+    "policies.fit_kvzap",
     "policies.prompt_cache.encode",
+    "policies.retrieval_heads",
     "policies.skew",
 )
 DOORS = ("launch.bench", "launch.doctor", "launch.evaluate")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from launch.inputs.policies import policies_of
-from policies import POLICIES
+from launch.inputs.policies import options_of, policies_of
+from policies import POLICIES, WRAPPERS
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
-from runahead.config import Positions, choice
+from policies.retriever import Retriever
+from runahead.config import CacheOptions, Positions, choice
 from runahead.thinning.rank_policies import RankPolicies
 
 RECENT_RATIO = 0.2
@@ -20,6 +21,8 @@ RECENT_RATIO = 0.2
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """A policy under a budget.
+
+    A policy that retrieves does so from texts of any length, unless its settings say otherwise.
 
     Attributes:
         label: the policy for readers, without the budget.
@@ -80,13 +83,32 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> C
 
 def _policies(settings: dict[str, Any]) -> RankPolicies:
     """Build the policies of these settings. Raises: ValueError."""
-    own = {name: value for name, value in settings.items() if name != "positions"}
+    own = {name: value for name, value in settings.items() if name not in ("positions", "bits")}
     positions = choice("positions", Positions, settings.get("positions", Positions.original))
-    return RankPolicies.everywhere(policies_of(own, "policies"), positions)
+    storage = CacheOptions(bits=settings.get("bits"))
+    return RankPolicies.everywhere(policies_of(_at_every_length(own), "policies"), positions, storage)
+
+
+def _at_every_length(settings: Any) -> Any:
+    """The settings of a policy, or of steps in a sequence, by which it retrieves from texts of any length.
+
+    By default policies do not retrieve where that saves no time; what they lose would not be measured.
+    """
+    if isinstance(settings, str):
+        settings = {"name": settings}
+    if not isinstance(settings, dict):
+        return settings
+    name = str(settings.get("name"))
+    if name == "sequence" and isinstance(settings.get("steps"), list):
+        return settings | {"steps": [_at_every_length(step) for step in settings["steps"]]}
+    retrieves = name in POLICIES and issubclass(POLICIES[name], Retriever)
+    return {"min_tokens": 0} | settings if retrieves else settings
 
 
 def _has_own_budget(settings: dict[str, Any]) -> bool:
     """Whether the settings already say how much to keep. True of a name that is not in the table of policies."""
+    if settings.get("name") in WRAPPERS:
+        return _has_own_budget(_scorer(settings))
     if settings.get("name") not in POLICIES:
         return True
     options = _options(settings["name"])
@@ -99,11 +121,20 @@ def _has_own_budget(settings: dict[str, Any]) -> bool:
 
 def _with_budget(settings: dict[str, Any], budget: Budget) -> dict[str, Any]:
     """A policy's settings with a budget in them; for PyramidInfer a share is the mean over layers."""
+    if settings["name"] in WRAPPERS:
+        return settings | {"scorer": _with_budget(_scorer(settings), budget)}
     if "mean_keep" not in _options(settings["name"]) or isinstance(budget, int):
         return settings | {"budget": budget}
     # A layer must keep room for tokens that are not recent, and no minimum may raise the mean, above all in short
     # chunks.
     return {"recent_ratio": min(RECENT_RATIO, budget / 2), "min_tokens": 1} | settings | {"mean_keep": budget}
+
+
+def _scorer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the policy that another one wraps."""
+    [default] = [field.default for field in fields(options_of(settings["name"])) if field.name == "scorer"]
+    scorer = settings.get("scorer", default)
+    return scorer if isinstance(scorer, dict) else {"name": scorer}
 
 
 def _options(name: str) -> set[str]:
@@ -117,5 +148,5 @@ def _label(settings: dict[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ",".join(_label(each) if isinstance(each, dict) else str(each) for each in value) + "]"
-    return str(value)
+        return "[" + ",".join(map(_short, value)) + "]"
+    return _label(value) if isinstance(value, dict) and "name" in value else str(value)

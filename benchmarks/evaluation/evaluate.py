@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -36,35 +36,42 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> None:
     missing = plan.missing()
     if not missing:
         say(f"nothing to do: {run.lines} has all of it; remove it to measure again")
-    found = plan.select([*plan.done, *_measure(run, ranks, plan, missing)])
+    found = []
+    for line in measured(run, ranks, plan, missing):
+        if run.lines is not None:
+            lines.append(run.lines, [line])
+        found.append(line)
+    found = plan.select([*plan.done, *found])
     for name, of_task in groupby(summary.rows(found), key=lambda row: row.task):
         print(f"{name}\n{text_table(summary.table(list(of_task)))}", flush=True)
     if run.report is not None:
         _write(run, run.report, plan, found)
 
 
-def _measure(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]) -> list[Line]:
-    """Make the missing measurements and write the line of each at once."""
+def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]) -> Iterator[Line]:
+    """Make the missing measurements: the line of each."""
     if not missing:
-        return []
+        return
     model = Model.load(run.model, ranks.device, progress=True)
     for contender in plan.contenders:
         contender.policies.check(model)
     runtime = Runtime(model=model, ranks=ranks)
     _warm_up(model, plan)
-    found: list[Line] = []
+    for name in dict.fromkeys(name for name, _, _ in missing):
+        plan.tasks[name].prepare(runtime, [line for line in plan.select(plan.done) if line["task"] == name])
+    num_done = 0
     with Bar("evaluating", shown=ranks.rank == 0) as bar:
         bar.total = sum(plan.tasks[name].cost(case) for name, case, _ in missing)
-        for number, (name, case, contender) in enumerate(missing, start=1):
-            task = plan.tasks[name]
+        for (name, case), steps in groupby(missing, key=lambda step: step[:2]):
+            task, together = plan.tasks[name], [contender for _, _, contender in steps]
             case_text = ", ".join(f"{field} {value}" for field, value in case.items())
-            bar.say(f"{number} of {len(missing)}: {name} {case_text}, {contender.name}")
-            line = plan.line(name, case, contender, task.run(runtime, contender, case), model)
-            if run.lines is not None:
-                lines.append(run.lines, [line])
-            found.append(line)
-            bar.advance(task.cost(case))
-    return found
+            told = f"{name} {case_text}, {len(together)} policies"
+            bar.say(f"{num_done + 1} of {len(missing)}: {told}")
+            for contender, outcome in task.run_all(runtime, together, case):
+                yield plan.line(name, case, contender, outcome, model)
+                num_done += 1
+                bar.advance(task.cost(case))
+                bar.say(f"{min(num_done + 1, len(missing))} of {len(missing)}: {told}")
 
 
 def _warm_up(model: Model, plan: Plan) -> None:

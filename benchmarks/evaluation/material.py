@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Material:
         """Token ids of the whole text."""
         assert self.text is not None
         return self.ids(self.text.content)
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """The sentences of the text, each in one line."""
+        assert self.text is not None
+        return [" ".join(sentence.split()) for sentence in SENTENCE_ENDS.split(self.text.content.strip())]
 
     @cached_property
     def prefix(self) -> list[int]:

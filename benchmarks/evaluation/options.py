@@ -8,7 +8,27 @@ from typing import Any
 
 from runahead.config import ModelOptions, RanksOptions, choice, require
 
-TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "throughput")
+TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "ruler", "key_value", "throughput")
+RULER_TASKS = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
+)
+"""Tasks of RULER, as published."""
+RULER_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}
+"""Option that names the file of a task's questions."""
+TEXT_TASKS = ("perplexity", "copy", "needle", "ruler")
+"""Tasks that read the text of text.file."""
 
 
 class Question(Enum):
@@ -20,7 +40,7 @@ class Question(Enum):
 
 @dataclass(kw_only=True)
 class TextOptions:
-    """Text for perplexity, copy and needle: a file in UTF-8; by default the one in examples/."""
+    """Text for perplexity, copy, needle and ruler: a file in UTF-8; by default the one in examples/."""
 
     file: str | None = None
 
@@ -75,13 +95,70 @@ class RetrievalOptions:
         """Raise a ValueError for a wrong value; `name` is the task's name in the message."""
         self.question = choice(f"{name}.question", Question, self.question)
         _require_least(name, self, samples=1, new_tokens=2)
-        lengths, depths = self.lengths, self.depths
-        require(
-            min(lengths, default=0) >= 1, f"{name}.lengths", lengths, "must be a list of whole numbers of at least 1"
-        )
-        in_range = bool(depths) and all(0 <= depth <= 1 for depth in depths)
-        require(in_range, f"{name}.depths", depths, "must be a list of shares from 0 to 1")
-        self.lengths, self.depths = sorted(set(lengths)), sorted(set(depths))
+        self.lengths = _whole_numbers(f"{name}.lengths", self.lengths)
+        in_range = bool(self.depths) and all(0 <= depth <= 1 for depth in self.depths)
+        require(in_range, f"{name}.depths", self.depths, "must be a list of shares from 0 to 1")
+        self.depths = sorted(set(self.depths))
+
+
+@dataclass(kw_only=True)
+class RulerOptions:
+    """Options of ruler: the tasks of RULER (Hsieh et al., 2024, arXiv 2404.06654).
+
+    Attributes:
+        tasks: names of `RULER_TASKS`; by default those that need no file of questions.
+        lengths: maximum numbers of tokens of context and question together.
+        samples: questions per task and length.
+        new_tokens: maximum number of tokens of an answer; None: the published one of each task. With 0 none is
+            generated: an answer is what the model says up to its first difference from a right answer, which takes
+            little time and finds no more than generating does.
+        squad: SQuAD 2.0's dev-v2.0.json, whose questions are qa_1.
+        hotpotqa: HotpotQA's hotpot_dev_distractor_v1.json, whose questions are qa_2.
+    """
+
+    tasks: list[str] = field(default_factory=lambda: [name for name in RULER_TASKS if name not in RULER_FILES])
+    lengths: list[int] = field(default_factory=lambda: [4096])
+    samples: int = 10
+    question: Question = Question.separate
+    new_tokens: int | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
+
+    def __post_init__(self) -> None:
+        self.question = choice("ruler.question", Question, self.question)
+        _require_least("ruler", self, samples=1)
+        if self.new_tokens is not None:
+            _require_least("ruler", self, new_tokens=0)
+        self.lengths = _whole_numbers("ruler.lengths", self.lengths)
+        unknown = [name for name in self.tasks if name not in RULER_TASKS]
+        if unknown:
+            raise ValueError(f"ruler.tasks has {', '.join(unknown)}, which is not one of {', '.join(RULER_TASKS)}")
+        require(bool(self.tasks), "ruler.tasks", self.tasks, "must name at least one task")
+        self.tasks = [name for name in RULER_TASKS if name in self.tasks]
+
+
+@dataclass(kw_only=True)
+class KeyValueOptions:
+    """Options of key_value: the value of one key of a JSON object of random keys and values.
+
+    Attributes:
+        pairs: numbers of keys; None: the number at which the full cache answers about half of the questions.
+        samples: questions per number of keys.
+        search_samples: questions by which a number of keys is judged while it is searched.
+        most_tokens: largest number of tokens of context and question while it is searched.
+    """
+
+    pairs: list[int] | None = None
+    samples: int = 20
+    question: Question = Question.separate
+    search_samples: int = 8
+    most_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.question = choice("key_value.question", Question, self.question)
+        _require_least("key_value", self, samples=1, search_samples=1, most_tokens=1)
+        if self.pairs is not None:
+            self.pairs = _whole_numbers("key_value.pairs", self.pairs)
 
 
 @dataclass(kw_only=True)
@@ -136,6 +213,8 @@ class EvaluateRun:
     copy: CopyOptions = field(default_factory=CopyOptions)
     passkey: RetrievalOptions = field(default_factory=RetrievalOptions)
     needle: RetrievalOptions = field(default_factory=RetrievalOptions)
+    ruler: RulerOptions = field(default_factory=RulerOptions)
+    key_value: KeyValueOptions = field(default_factory=KeyValueOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     report: str | None = None
     lines: str | None = None
@@ -169,6 +248,12 @@ def _require_least(section: str, options: object, **least: int) -> None:
         require(value >= bound, f"{section}.{name}", value, f"must be at least {bound}")
 
 
+def _whole_numbers(option: str, values: list[int]) -> list[int]:
+    """The values in order, each once. Raises: ValueError."""
+    require(min(values, default=0) >= 1, option, values, "must be a list of whole numbers of at least 1")
+    return sorted(set(values))
+
+
 def _check_budget(budget: Any) -> None:
     is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if not is_number or not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
@@ -185,6 +270,12 @@ def ineffective_settings(run: EvaluateRun) -> list[str]:
         for name in TASK_NAMES
         if name not in run.tasks and getattr(run, name) != getattr(defaults, name)
     ]
-    if run.text.file is not None and not {"perplexity", "copy", "needle"} & set(run.tasks):
-        sentences.append("text.file has no effect without perplexity, copy or needle among tasks")
+    if run.text.file is not None and not set(TEXT_TASKS) & set(run.tasks):
+        names = f"{', '.join(TEXT_TASKS[:-1])} or {TEXT_TASKS[-1]}"
+        sentences.append(f"text.file has no effect without {names} among tasks")
+    sentences += [
+        f"ruler.{option} has no effect without {task} among ruler.tasks"
+        for task, option in RULER_FILES.items()
+        if getattr(run.ruler, option) is not None and "ruler" in run.tasks and task not in run.ruler.tasks
+    ]
     return sentences

@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.lines import Line2D
 
 from benchmarks.evaluation.contenders import budget_text
-from benchmarks.evaluation.summary import FULL, Row
+from benchmarks.evaluation.summary import FULL, SHARES, Row
 from benchmarks.evaluation.tasks import TASKS
 from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from policies.base import Budget
@@ -53,9 +53,11 @@ TITLES = {
     "copy": "Copy-NLL: the same passage again",
     "passkey": "Passkey found",
     "needle": "Needle found",
+    "ruler": "RULER",
+    "key_value": "Values found by their keys",
     "throughput": "Throughput at a fixed budget of K,V",
 }
-PYRAMID_FROM = ("copy", "needle", "passkey", "throughput", "perplexity")
+PYRAMID_FROM = ("copy", "needle", "passkey", "ruler", "key_value", "throughput", "perplexity")
 """Tasks in order of precedence for the picture of kept tokens per layer: the first one that was run is drawn."""
 MOST_LEGEND_COLUMNS = 4
 
@@ -160,7 +162,7 @@ PICTURES: dict[str, Callable[[Sequence[Row], str], bytes | None]] = {
 
 
 def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
-    if TASKS[task].metric == "found":
+    if TASKS[task].metric in SHARES:
         axes.set_ylim(-0.05, 1.05)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     elif task == "perplexity" and max(scores) > 4 * min(scores):

@@ -137,6 +137,7 @@ class Plan:
             "budget": contender.budget,
             "case": case,
             "score": outcome.score,
+            "seen_share": outcome.seen_share,
             "metric": task.metric,
             "weight": outcome.weight,
             **asdict(outcome.kv),

@@ -16,6 +16,8 @@ from benchmarks.harness.text_table import Rows, mebibytes
 from policies.base import Budget
 from runahead.picture_style import seconds
 
+SHARES = ("found", "recall")
+"""Metrics that are shares."""
 FULL = "full"
 """Name of the reference policy, which keeps the full cache."""
 CELL = ("length", "depth")
@@ -39,6 +41,9 @@ FIELDS: dict[str, Any] = {
 }
 """Fields that the report and the pictures need in a line, in the form of `benchmarks.harness.lines.fits`."""
 
+ADDED: dict[str, float | None] = {"seen_share": None, "host_bytes": 0}
+"""Fields that lines of earlier versions lack, and their values there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -48,9 +53,12 @@ class Row:
         metric: the task's score, with its unit.
         measurements: number of lines.
         kv_share: KV cache bytes over those of the full cache.
+        host_share: bytes of the pool from which a policy retrieves, over those of the full cache.
+        seen_share: share of the context that attention of generated tokens saw; None if a line does not have it.
         kept_shares: per layer, kept tokens over tokens of the context.
         batch: number of rows that fit into the budget of throughput; None in other tasks.
         cells: scores by length and depth, means over samples; empty in tasks without them.
+        kinds: scores by kind of question; empty in tasks without them.
     """
 
     task: str
@@ -62,22 +70,30 @@ class Row:
     kv_share: float
     kv_bytes: float
     full_kv_bytes: float
+    host_share: float
+    seen_share: float | None
     kept_shares: list[float]
     ttft_s: float
     tpot_s: float | None
     batch: int | None
     cells: dict[tuple[int, float], float]
+    kinds: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
         """The row as a mapping for the JSON report, without the fields that its task does not have."""
         cells = [dict(zip((*CELL, "score"), (*cell, score), strict=True)) for cell, score in sorted(self.cells.items())]
         fields = asdict(self) | {"cells": cells}
-        return {name: value for name, value in fields.items() if name not in ("batch", "cells") or value}
+        return {name: value for name, value in fields.items() if name not in ("batch", "cells", "kinds") or value}
 
 
 def read(path: Path) -> list[Line]:
     """Read all lines of a file. Raises: ValueError: a line is not a measurement of an evaluation."""
-    return lines.read(path, option="lines", kind="task", fields=FIELDS)
+    found = lines.read(path, option="lines", kind="task", fields=FIELDS)
+    for number, line in enumerate(found, start=1):
+        for name, default in ADDED.items():
+            if not or_none(is_number)(line.setdefault(name, default)):
+                raise ValueError(f"lines={path}: line {number} is a damaged measurement, see its {name}; remove it")
+    return found
 
 
 def latest(found: Sequence[Line]) -> list[Line]:
@@ -99,11 +115,17 @@ def rows(found: Sequence[Line]) -> list[Row]:
 def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Row:
     tpots = [line["tpot_s"] for line in group if line["tpot_s"] is not None]
     shares = [[kept / line["num_tokens"] for kept in line["kept_tokens"]] for line in group]
+    seen = [line["seen_share"] for line in group if line["seen_share"] is not None]
     by_cell: dict[tuple[int, float], list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for line in group:
         if all(name in line["case"] for name in CELL):
             by_cell.setdefault((line["case"]["length"], line["case"]["depth"]), []).append(line["score"])
-    kv_bytes, full_kv_bytes = (_mean([line[name] for line in group]) for name in ("kv_bytes", "full_kv_bytes"))
+        if "kind" in line["case"]:
+            by_kind.setdefault(line["case"]["kind"], []).append(line["score"])
+    kv_bytes, full_kv_bytes, host_bytes = (
+        _mean([line[name] for line in group]) for name in ("kv_bytes", "full_kv_bytes", "host_bytes")
+    )
     return Row(
         task=task,
         metric=TASKS[task].metric,
@@ -114,18 +136,33 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
         kv_share=kv_bytes / full_kv_bytes,
         kv_bytes=kv_bytes,
         full_kv_bytes=full_kv_bytes,
+        host_share=host_bytes / full_kv_bytes,
+        seen_share=_mean(seen) if len(seen) == len(group) else None,
         kept_shares=[_mean(layer) for layer in zip(*shares, strict=True)],
         ttft_s=median(line["ttft_s"] for line in group),
         tpot_s=median(tpots) if tpots else None,
         batch=group[-1]["details"].get("rows"),
         cells={cell: _mean(scores) for cell, scores in by_cell.items()},
+        kinds={kind: _mean(scores) for kind, scores in by_kind.items()},
     )
 
 
 def table(of_task: Sequence[Row]) -> Rows:
     """Make the table of one task's rows, for a terminal or Markdown."""
     made: Rows = [
-        ("policy", "budget", of_task[0].metric, "K,V kept", "K,V", "median TTFT", "median TPOT", "n", "batch"),
+        (
+            "policy",
+            "budget",
+            of_task[0].metric,
+            "K,V kept",
+            "K,V",
+            "in host memory",
+            "saw",
+            "median TTFT",
+            "median TPOT",
+            "n",
+            "batch",
+        ),
         *(
             (
                 row.policy,
@@ -133,6 +170,8 @@ def table(of_task: Sequence[Row]) -> Rows:
                 score_text(row),
                 f"{row.kv_share:.1%}",
                 mebibytes(row.kv_bytes),
+                f"{row.host_share:.1%}" if row.host_share else "-",
+                "-" if row.seen_share is None else f"{row.seen_share:.1%}",
                 seconds(row.ttft_s),
                 "-" if row.tpot_s is None else seconds(row.tpot_s),
                 str(row.measurements),
@@ -147,7 +186,7 @@ def table(of_task: Sequence[Row]) -> Rows:
 
 def score_text(row: Row) -> str:
     """Format a score in the task's unit."""
-    if row.metric == "found":
+    if row.metric in SHARES:
         return f"{row.score:.0%}"
     return f"{row.score:.3f}" if row.score < 10 else f"{row.score:.1f}"
 

@@ -53,6 +53,7 @@ from policies.offload import Offload
 from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
@@ -156,9 +157,9 @@ class Retrieved(Decoding):
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
         self.cache.layers[layer] = replace(base)
         last = torch.arange(self.num_tokens - q_BNwH.shape[2], self.num_tokens, device=self.model.device)
-        positions_Bw, scaling = last.expand(len(self.pads), -1), base.shape.key_dim**-0.5
+        positions_Bw, terms = last.expand(len(self.pads), -1), AttentionTerms(scaling=base.shape.key_dim**-0.5)
         retrieval = self.cache.retrieval
-        retrieval.store_prompt(layer, q_BNwH, positions_Bw, scaling, room=self._room, was_cut=False)
+        retrieval.store_prompt(layer, q_BNwH, positions_Bw, terms, room=self._room, was_cut=False)
         if host is not None and retrieval.in_pool[layer]:
             self.cache.layers[layer] = replace(host, positions_TBK=base.positions_TBK.clone())
 

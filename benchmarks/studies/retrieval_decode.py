@@ -13,20 +13,25 @@ benchmarks/results/retrieval_decode.jsonl and draws docs/retrieval_decode.png fr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, legend
 from benchmarks.harness.study import Run, Study, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.harness.text_table import Rows
-from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt, fetched_share, full_bytes, retrieved_bytes
+from benchmarks.studies.retrieved_prompt import (
+    FullCache,
+    RetrievedPrompt,
+    fetched_share,
+    full_bytes,
+    retrieved_bytes,
+    turn_of,
+)
 from launch.program.text_table import text_table
 from policies.base import Policy
 from policies.exact_topk import ExactTopK
@@ -68,7 +73,7 @@ def measure(run: Run) -> Iterator[Line]:
         conversations = {name: prompt.under(POLICIES[name]()) for name in options.policies}
         full = FullCache.of(prompt.under(Offload()), options.tokens * (options.rounds + 1))
         follow = {FULL: full.follow, **{name: each.follow for name, each in conversations.items()}}
-        turns = {name: _turn(each, ids, options.tokens) for name, each in follow.items()}
+        turns = {name: turn_of(each, ids, options.tokens) for name, each in follow.items()}
         seconds = run.in_turn(turns, options.rounds, warmup=1)
         for name in turns:
             line = {"model": model.name, "policy": name, "length": length, "tpot_s": seconds[name]}
@@ -77,19 +82,6 @@ def measure(run: Run) -> Iterator[Line]:
             else:
                 cache = conversations[name].cache
                 yield line | {"bytes": sum(retrieved_bytes(model, cache)), "fetched_share": fetched_share(cache)}
-
-
-def _turn(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
-    """Make a function that measures seconds per token of a turn; every round decodes other tokens."""
-
-    def turn(number: int) -> float:
-        start = 50 + number * num_tokens
-        ids_1C = torch.tensor([ids[start : start + num_tokens]])
-        began_s = time.perf_counter()
-        follow(ids_1C)
-        return (time.perf_counter() - began_s) / num_tokens
-
-    return turn
 
 
 def latest_run(found: list[Line]) -> dict[int, dict[str, Line]]:

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from statistics import mean
 
 import torch
@@ -149,3 +150,16 @@ def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
                 device += 0 if kept.on_host else keys
         link += fetched if kept.on_host else 0
     return device, link
+
+
+def turn_of(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
+    """Make a function that measures seconds per token of a turn; every round decodes other tokens."""
+
+    def turn(number: int) -> float:
+        start = 50 + number * num_tokens
+        ids_1C = torch.tensor([ids[start : start + num_tokens]])
+        began_s = time.perf_counter()
+        follow(ids_1C)
+        return (time.perf_counter() - began_s) / num_tokens
+
+    return turn

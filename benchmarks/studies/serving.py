@@ -3,6 +3,17 @@
     torchrun --nproc-per-node=2 launch/serve.py model=smollm2 serve.max_waiting=1000 serve.max_per_client=1000 &
     python -m benchmarks.studies.serving --workloads mixed --rates 0.05 0.1 0.2 --seconds 600
 
+With `--against` another server gets the same requests after the first one, then the first one again, and so on (A B A
+B), `--rounds` times. So two settings are compared beside each other, such as with and without a prefix tree:
+
+    torchrun --nproc-per-node=2 --master-port=29501 launch/serve.py model=smollm2 ranks.threads=1 \
+        serve.prefix_cache_bytes=2000000000 &
+    torchrun --nproc-per-node=2 --master-port=29502 launch/serve.py model=smollm2 ranks.threads=1 serve.port=8001 &
+    python -m benchmarks.studies.serving --server tree --against none=http://127.0.0.1:8001 --rounds 2 \
+        --workloads turns document --rates 0.1 --seconds 50 --length 2000 --new_tokens 32
+
+Each round has texts of its own, so what a server has kept of earlier rounds is of no use.
+
 Sessions arrive at random (Poisson) at each rate, whether or not earlier ones have been answered: an open loop. The
 definitions are those of `vllm bench serve`: TTFT is the time to the first token of a stream, TPOT is (the last token's
 time - TTFT) / (tokens - 1) of a request, and inter-token latencies are the times between a stream's events. A request
@@ -13,6 +24,7 @@ ids, and answers have a fixed length. Several addresses are replicas, which get 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -47,35 +59,41 @@ Session = list[Turn]
 Draw = random.Random
 
 
-def uniform(draw: Draw, length: int, vocabulary: int) -> Session:
+PAUSE_S = 5.0
+"""Mean pause between two turns."""
+
+
+def uniform(draw: Draw, length: int, vocabulary: int, shared: Draw | None = None) -> Session:
     """One prompt of this length."""
     return [Turn(_ids(draw, length, vocabulary))]
 
 
-def mixed(draw: Draw, length: int, vocabulary: int) -> Session:
+def mixed(draw: Draw, length: int, vocabulary: int, shared: Draw) -> Session:
     """One prompt: nine of ten have a sixteenth of the length."""
     return uniform(draw, length if draw.random() < 0.1 else max(1, length // 16), vocabulary)
 
 
-def spread(draw: Draw, length: int, vocabulary: int) -> Session:
+def spread(draw: Draw, length: int, vocabulary: int, shared: Draw) -> Session:
     """One prompt of a sixteenth of the length to all of it, the logarithm of which is uniform."""
     return uniform(draw, round(length * 16 ** (draw.random() - 1)), vocabulary)
 
 
-def turns(draw: Draw, length: int, vocabulary: int) -> Session:
-    """Four turns over a growing text, with pauses of 5 s on average."""
+def turns(draw: Draw, length: int, vocabulary: int, shared: Draw) -> Session:
+    """Four turns over a growing text, with pauses. The server's answers are not in it."""
     text = _ids(draw, length, vocabulary)
-    return [Turn(text[: length * turn // 4], draw.expovariate(0.2) if turn > 1 else 0.0) for turn in range(1, 5)]
+    pauses_s = [0.0, *(draw.expovariate(1 / PAUSE_S) for _ in range(3))]
+    return [Turn(text[: length * turn // 4], pause_s) for turn, pause_s in enumerate(pauses_s, start=1)]
 
 
-def document(draw: Draw, length: int, vocabulary: int) -> Session:
-    """A question about the same document as all others ask about."""
-    return [Turn(_ids(random.Random(0), length, vocabulary) + _ids(draw, 16, vocabulary))]
+def document(draw: Draw, length: int, vocabulary: int, shared: Draw) -> Session:
+    """A question about the same document as all others of a measurement ask about."""
+    return [Turn(_ids(shared, length, vocabulary) + _ids(draw, 16, vocabulary))]
 
 
-WORKLOADS: dict[str, Callable[[Draw, int, int], Session]] = {
+WORKLOADS: dict[str, Callable[[Draw, int, int, Draw], Session]] = {
     each.__name__: each for each in (uniform, mixed, spread, turns, document)
 }
+"""Sessions by name. `shared` draws the same for all sessions of a measurement."""
 
 
 def _ids(draw: Draw, length: int, vocabulary: int) -> list[int]:
@@ -88,6 +106,7 @@ class Outcome:
 
     Attributes:
         status: of HTTP; 0: no answer.
+        cached_tokens: of the prompt, those that the server did not compute, as it said.
         events_s: seconds after its start at which events came.
         predicted_s: what the server predicted for the first of them; None if it did not.
         began_s: `time.perf_counter` of its start.
@@ -99,6 +118,7 @@ class Outcome:
     status: int = 0
     events_s: list[float] = field(default_factory=list)
     new_tokens: int = 0
+    cached_tokens: int = 0
     predicted_s: float | None = None
     began_s: float = field(default_factory=time.perf_counter)
     state: str = "sent"
@@ -149,6 +169,7 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcom
                     return outcome
                 if event.get("usage"):
                     outcome.new_tokens = event["usage"]["completion_tokens"]
+                    outcome.cached_tokens = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
                 elif event["choices"][0]["text"]:
                     outcome.events_s.append(time.perf_counter() - outcome.began_s)
                     outcome.state = "decoding"
@@ -181,26 +202,40 @@ async def load(
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """Measure one line per workload and rate."""
+    """Measure one line per workload, rate, round and server."""
     options = run.options
+    servers = {options.server: options.url}
+    if options.against is not None:
+        name, _, url = options.against.partition("=")
+        if not url.startswith("http") or name == options.server:
+            raise SystemExit(f"--against {options.against} must be NAME=http://..., with another name than --server")
+        servers[name] = [url]
     for workload in options.workloads:
         for rate in options.rates:
-            draw = random.Random(f"{workload} {rate} {options.seed}")
-            starts_s, now_s = list[float](), draw.expovariate(rate)
-            while now_s < options.seconds:
-                starts_s.append(now_s)
-                now_s += draw.expovariate(rate)
-            sessions = [WORKLOADS[workload](draw, options.length, options.vocabulary) for _ in starts_s]
-            before_s, began_s = rank_seconds(options.url, options.key), time.perf_counter()
-            asking = partial(_ask_in_turn, cycle(options.url), new_tokens=options.new_tokens, key=options.key)
-            outcomes = asyncio.run(load(sessions, starts_s, asking))
-            about = {"server": options.server, "workload": workload, "rate": rate}
-            about |= {"length": options.length, "new_tokens": options.new_tokens}
-            slo = {name: getattr(options, name) for name in ("ttft", "ttft_per_token", "ttft_per_square", "itl")}
-            seconds = time.perf_counter() - began_s
-            after_s = rank_seconds(options.url, options.key)
-            about |= {"slo": slo, "rank_s": {name: after_s[name] - before_s.get(name, 0.0) for name in after_s}}
-            yield about | summary(outcomes, seconds, longest=options.length, **slo)
+            for number in range(options.rounds):
+                for name, urls in servers.items():
+                    about = {"server": name, "workload": workload, "rate": rate, "round": number}
+                    yield about | _measured(options, workload, rate, number, urls)
+
+
+def _measured(options: argparse.Namespace, workload: str, rate: float, number: int, urls: list[str]) -> Line:
+    """Figures of one workload at one rate. Every server gets the same requests in a round of this number."""
+    named = f"{workload} {rate} {options.seed}" + (f" {number}" if number else "")
+    draw = random.Random(named)
+    starts_s, now_s = list[float](), draw.expovariate(rate)
+    while now_s < options.seconds:
+        starts_s.append(now_s)
+        now_s += draw.expovariate(rate)
+    make = WORKLOADS[workload]
+    sessions = [make(draw, options.length, options.vocabulary, random.Random(f"shared {named}")) for _ in starts_s]
+    before_s, began_s = rank_seconds(urls, options.key), time.perf_counter()
+    asking = partial(_ask_in_turn, cycle(urls), new_tokens=options.new_tokens, key=options.key)
+    outcomes = asyncio.run(load(sessions, starts_s, asking))
+    slo = {name: getattr(options, name) for name in ("ttft", "ttft_per_token", "ttft_per_square", "itl")}
+    seconds, after_s = time.perf_counter() - began_s, rank_seconds(urls, options.key)
+    about = {"length": options.length, "new_tokens": options.new_tokens, "slo": slo}
+    about |= {"rank_s": {name: after_s[name] - before_s.get(name, 0.0) for name in after_s}}
+    return about | summary(outcomes, seconds, longest=options.length, **slo)
 
 
 def rank_seconds(urls: list[str], key: str | None) -> dict[str, float]:
@@ -245,6 +280,8 @@ def summary(
         "answered": len(answered),
         "refused": sum(each.status in (429, 503) for each in outcomes),
         "seconds": seconds,
+        "prompt_tokens": sum(each.prompt_tokens for each in answered),
+        "cached_tokens": sum(each.cached_tokens for each in answered),
         "goodput": len(good) / seconds,
         "ttft_s": percentiles([each.events_s[0] for each in answered if each.events_s]),
         "tpot_s": percentiles(tpot_s),
@@ -265,11 +302,13 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
 
 
 def table(found: list[Line]) -> str:
-    """A row per workload and rate.
+    """A row per workload, rate, round and server.
 
-    "predicted" is the median of TTFT over the server's prediction, "beside" ITL p99 beside a long prefill.
+    "predicted" is the median of TTFT over the server's prediction, "beside" ITL p99 beside a long prefill. "hits" is
+    the share of the prompts' tokens that the server had, "computed" are the others.
     """
-    rows = [_cells(line) for line in _newest(found)]
+    rounds = [{"round": 0, **line} for line in found]
+    rows = [_cells(line) for line in newest(rounds, "server", "workload", "rate", "length", "round").values()]
     return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1)) if rows else ""
 
 
@@ -279,6 +318,7 @@ def _cells(line: Line) -> dict[str, str]:
         return "-" if value is None else f"{value:.2f} s"
 
     ratio = line.get("ttft_over_predicted", {}).get("p50")
+    prompts, cached = line.get("prompt_tokens"), line.get("cached_tokens")
     return {
         "server": line["server"],
         "workload": line["workload"],
@@ -287,6 +327,8 @@ def _cells(line: Line) -> dict[str, str]:
         "answered": str(line["answered"]),
         "refused": str(line["refused"]),
         "goodput": f"{line['goodput']:.3f}",
+        "hits": f"{cached / prompts:.0%}" if prompts else "-",
+        "computed": f"{prompts - cached:,}" if prompts else "-",
         "TTFT p50": seconds("ttft_s", "p50"),
         "TTFT p99": seconds("ttft_s", "p99"),
         "predicted": "-" if ratio is None else f"{ratio:.2f}",
@@ -296,7 +338,7 @@ def _cells(line: Line) -> dict[str, str]:
 
 
 def picture(found: list[Line]) -> bytes:
-    """Goodput, TTFT and the longest gaps over the rate."""
+    """Goodput, TTFT and the longest gaps over the rate; what has one rate alone is in the table only."""
     figure = new_figure(11, 3.4)
     panels = {
         "goodput in requests per s": lambda line: line["goodput"],
@@ -306,10 +348,11 @@ def picture(found: list[Line]) -> bytes:
     for axes, (name, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for name_of, lines in by_curve(_newest(found)).items():
             points = sorted((x["rate"], value(x)) for x in lines if value(x))
-            rates, values = [rate for rate, _ in points], [value for _, value in points]
-            axes.plot(rates, values, marker="o", label=name_of)
+            if len(points) > 1:
+                axes.plot([rate for rate, _ in points], [y for _, y in points], marker="o", label=name_of)
         dress(axes, x="sessions per s", y=name)
-    legend(axes)
+    if axes.lines:
+        legend(axes)
     return png(figure)
 
 
@@ -336,6 +379,8 @@ STUDY = Study(
         "url": option(["http://127.0.0.1:8000"], "address of the server, or of replicas"),
         "key": option(None, "its key"),
         "server": option("default", "what its settings are called, in table and picture"),
+        "against": option(None, "another server, which is measured in turn with the first", metavar="NAME=URL"),
+        "rounds": option(1, "measurements of each workload and rate on each server, with other texts"),
         "workloads": option(list(WORKLOADS), "workloads", choices=list(WORKLOADS)),
         "rates": option([0.05, 0.1, 0.2], "sessions per second"),
         "seconds": option(300.0, "time in which sessions arrive, per workload and rate"),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import checked
+from launch.inputs.policies import checked, keeps_ragged, names_of
 from runahead.config import (
+    CacheOptions,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
@@ -18,6 +19,8 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     RanksOptions,
+    Speculate,
+    check_speculation,
     choice,
     require,
 )
@@ -113,6 +116,37 @@ class PartitionOptions:
 
 
 @dataclass(kw_only=True)
+class DraftOptions:
+    """The drafting model or policy, where drafts are not looked up: see `generation.speculate`.
+
+    Attributes:
+        model: folder, hub id or .gguf file of a smaller model with the same tokenizer.
+        policy: name and options of the cache policy that chooses what the model drafts from.
+    """
+
+    model: str | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.policy:
+            self.policy = checked(self.policy)
+
+    def check(self, generation: GenerationOptions) -> None:
+        """Check that there is what the generation options ask for. Raises: ValueError."""
+        kind = generation.speculate
+        if kind is Speculate.model and self.model is None:
+            raise ValueError(
+                "generation.speculate=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
+                "tokens"
+            )
+        if kind is Speculate.policy and not self.policy:
+            raise ValueError(
+                "generation.speculate=policy needs draft.policy={name:<policy>}, such as draft.policy={name:snapkv,"
+                "budget:0.1}"
+            )
+
+
+@dataclass(kw_only=True)
 class RunOptions:
     """One run of launch/infer.py.
 
@@ -128,8 +162,10 @@ class RunOptions:
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     policy: dict[str, Any] = field(default_factory=dict)
+    cache: CacheOptions = field(default_factory=CacheOptions)
     decode: DecodeOptions = field(default_factory=DecodeOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
+    draft: DraftOptions = field(default_factory=DraftOptions)
     report: str | None = None
     timeline: str | None = None
     warmup: int = 0
@@ -138,6 +174,16 @@ class RunOptions:
         self.policy = checked(self.policy)
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
+        self.cache.check(self.prefill, self.decode)
+        check_speculation(
+            self.generation,
+            self.prefill,
+            self.decode,
+            has_policies=self.policy["name"] not in ("full", "prompt_cache"),
+            bits=self.cache.bits,
+            num_shares=self.ranks.tensor,
+        )
+        self.draft.check(self.generation)
         if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
             raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
 
@@ -155,7 +201,8 @@ def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksO
             f"prefill={prefill.name.name} keeps all keys and values"
         )
     positions = Positions.original if policy["name"] == "full" else Positions[policy.get("positions", "original")]
-    decode.check(prefill, positions=positions, reuses=policy["name"] == "prompt_cache")
+    names = set(names_of(policy))
+    decode.check(prefill, positions=positions, reuses="prompt_cache" in names, ragged=keeps_ragged(policy))
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:
@@ -163,15 +210,20 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     prompt, prefill, partition, model = run.prompt, run.prefill.name, run.partition.name, run.model.name
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
     sampling = ["temperature", "top_p", "top_k", "min_p", "seed"]
+    drafting, speculate = ["speculate_tokens", "speculate_always"], run.generation.speculate
     is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
+        ("generation", drafting, speculate is Speculate.none, "without generation.speculate"),
+        ("generation", ["speculate_match"], speculate is not Speculate.lookup, "without generation.speculate=lookup"),
+        ("draft", ["model"], speculate is not Speculate.model, "without generation.speculate=model"),
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
+        ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
         ("partition", ["learn"], partition is not PartitionName.auto, "without partition=auto"),
         ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
@@ -184,6 +236,8 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     ]
     if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
+    if run.draft.policy and speculate is not Speculate.policy:
+        sentences.append("draft.policy has no effect without generation.speculate=policy")
     if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
         sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
     if not run.prefill.takes_partition and _changed(run.partition, ["name"]):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 
 from launch.program.compose import merged_into, typed
-from policies import POLICIES
+from policies import POLICIES, WRAPPERS
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
-from runahead.config import Positions, choice
+from runahead.config import CacheOptions, Positions, choice
 
 if TYPE_CHECKING:
     from policies.base import Policy
@@ -77,12 +78,38 @@ COMBINED: dict[str, type] = {
 }
 """Choices of policy= that are not policies themselves, with the dataclasses of their options."""
 
-NAMES = (*POLICIES, *COMBINED)
+NAMES = (*POLICIES, *WRAPPERS, *COMBINED)
+
+RAGGED = frozenset({"adakv", "dms", "kvzip", "zigzagkv", "fastgen", "razor_attention", "duo_attention"})
+"""Policies whose KV heads keep different numbers of tokens."""
+
+RAGGED_WITH = {"kvzap": "threshold"}
+"""Policies whose KV heads do so if they are given this option."""
+
+PARTS = ("steps", "ranks", "last", "others", "scorer")
+"""Options that are policies themselves, or lead to some."""
 
 
 def options_of(name: str) -> type:
     """Dataclass whose fields are the options of a policy."""
+    if name in WRAPPERS:
+        return _wrapper_options(name)
     return POLICIES[name] if name in POLICIES else COMBINED[name]
+
+
+@cache
+def _wrapper_options(name: str) -> type:
+    """The fields of a policy that wraps another, but for its `scorer`, which is a name or {name: ..., option: ...}."""
+    kind, hints = WRAPPERS[name], get_type_hints(WRAPPERS[name])
+    options: list[tuple[str, Any, Any]] = [
+        (each.name, hints[each.name], field(default=each.default))
+        for each in fields(kind)  # type: ignore[arg-type]
+        if each.name != "scorer"
+    ]
+    made = make_dataclass(kind.__name__, [("scorer", Any, field(default="snapkv")), *options], kw_only=True)
+    made.__module__ = kind.__module__
+    made.__doc__ = kind.__doc__
+    return made
 
 
 def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,33 +149,45 @@ def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rank_policies(policy: Mapping[str, Any]) -> RankPolicies:
+def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None) -> RankPolicies:
     """Policies of a run.
 
     Args:
         policy: name, positions and options, as `checked` returns them.
+        storage: how what they keep is stored.
 
     Raises:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
     """
     from runahead.thinning.rank_policies import RankPolicies
 
-    positions = Positions[policy["positions"]]
+    positions, storage = Positions[policy["positions"]], storage or CacheOptions()
     step = {option: value for option, value in policy.items() if option != "positions"}
     if step["name"] == "prompt_cache":  # reuses keys and values rather than thinning them out
         prompt_cache_options(policy)
-        return RankPolicies()
+        return RankPolicies(storage=storage)
     if step["name"] != "per_rank":
-        return RankPolicies.everywhere(policies_of(step, "policy"), positions)
+        return RankPolicies.everywhere(policies_of(step, "policy"), positions, storage)
     places = step.get("ranks", {})
     last, others = places.get("last"), places.get("others")
     if last is None and others is None:
         raise ValueError("policy=per_rank needs policy.ranks.last=<policy> or policy.ranks.others=<policy>")
     return RankPolicies(
         positions=positions,
+        storage=storage,
         last=policies_of(last or "full", "policy.ranks.last"),
         others=policies_of(others or "full", "policy.ranks.others"),
     )
+
+
+def keeps_all(policy: Mapping[str, Any]) -> bool:
+    """Whether all keys and values of a prompt stay as they are: policies, if there are any, are known to retrieve."""
+    names = [name for name in names_of(dict(policy)) if name not in ("full", "sequence", "per_rank")]
+    if not names:
+        return True
+    from policies.retriever import Retriever
+
+    return all(name in POLICIES and issubclass(POLICIES[name], Retriever) for name in names)
 
 
 def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
@@ -195,10 +234,44 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         file = _made(name, FileOptions, settings, option)
         kind = policy_class(file.path)
         return [_made(kind.__name__, kind, file.options, option)]
+    if name in WRAPPERS:
+        from policies.base import Scorer
+
+        values = vars(_made(name, options_of(name), settings, option))
+        scorers = policies_of(values["scorer"], f"{option}.scorer")
+        if len(scorers) != 1 or not isinstance(scorers[0], Scorer):
+            raise ValueError(
+                f"{option}.scorer={values['scorer']} does not score tokens; use snapkv or another that does"
+            )
+        return [WRAPPERS[name](**values | {"scorer": scorers[0]})]
     if name not in POLICIES:
-        raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, 'sequence', 'file'])}")
+        raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, *WRAPPERS, 'sequence', 'file'])}")
     policy = _made(name, POLICIES[name], settings, option)
     return [] if name == "full" else [policy]
+
+
+def names_of(step: Any) -> Iterator[str]:
+    """Names of a policy and of those that it is made of: its steps, places and scorer."""
+    if isinstance(step, str):
+        yield step
+    elif isinstance(step, dict):
+        for part in ("name", *PARTS):
+            yield from names_of(step.get(part))
+    elif isinstance(step, list):
+        for each in step:
+            yield from names_of(each)
+
+
+def keeps_ragged(step: Any) -> bool:
+    """Whether KV heads keep different numbers of tokens under a policy, or one that it is made of."""
+    if isinstance(step, list):
+        return any(map(keeps_ragged, step))
+    if not isinstance(step, dict):
+        return step in RAGGED
+    name = step.get("name")
+    if name in RAGGED or (name in RAGGED_WITH and step.get(RAGGED_WITH[name]) is not None):
+        return True
+    return any(keeps_ragged(step.get(part)) for part in PARTS)
 
 
 def _made(name: str, kind: type[T], settings: Mapping[str, Any], option: str) -> T:
@@ -222,7 +295,7 @@ def _require_known(name: str, kind: type, settings: Mapping[str, Any], option: s
         others = [other for other in NAMES if setting in {each.name for each in fields(options_of(other))}]
         if name == "full" and others:
             raise ValueError(f"policy.{setting}={value} has no effect with policy=full; add policy={'|'.join(others)}")
-        if len(others) == 1 and others[0] in COMBINED:
+        if len(others) == 1 and others[0] not in POLICIES:
             raise ValueError(f"{option}: {name} has no option {setting}; add policy={others[0]}, which has it")
         has = f"it has {', '.join(known)}" if known else "it has no options"
         raise ValueError(f"{option}: {name} has no option {setting}; {has}")

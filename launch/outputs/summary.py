@@ -67,6 +67,7 @@ def summary(
         fetched = f"; {shares} of the tokens fetched per step and layer" if shares else ""
         rows["KV in host memory"] = ", ".join(_bytes(num_bytes) for num_bytes, _ in retrieving) + fetched
     rows |= _reuse_rows(batches)
+    rows |= _speculation_rows(batches)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
 
@@ -99,6 +100,27 @@ def _reuse_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
         seconds = sum(max(report.encode_s for report in of_ranks) for of_ranks in by_batch if of_ranks)
         rows["tokens encoded"] = f"{sum(encoded):,} in {seconds:.2f} s, before TTFT begins"
     return rows
+
+
+def _speculation_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
+    """Statistics of drafts, over all batches."""
+    reports = [rank.speculation for batch in batches for rank in batch.ranks if rank.speculation is not None]
+    if not reports:
+        return {}
+    drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
+    drafts = sum(sum(report.accepted_lengths) for report in reports)
+    text = f"{reports[0].drafts}: no draft was verified"
+    if drafts:
+        mean = f"{accepted / drafts:.1f} per draft"
+        text = f"{reports[0].drafts}: {accepted:,} of {drafted:,} drafted tokens accepted, {mean}"
+    if declined := sum(report.declined for report in reports):
+        first = min(report.off_after for report in reports if report.off_after is not None)
+        text += f"; {declined:,} drafts left out as they would not pay, the first after {first:,} new tokens"
+    draft_s, verify_s, plain_s = (
+        sum(getattr(report, name) for report in reports) for name in ("draft_s", "verify_s", "plain_s")
+    )
+    times = f"{draft_s:.2f} s drafting, {verify_s:.2f} s verifying, {plain_s:.2f} s in steps of one token"
+    return {"speculation": text, "decoding time": times}
 
 
 def _times(ttfts: Sequence[tuple[float, bool]]) -> str:

@@ -37,7 +37,7 @@ CONF = ROOT / "conf"
 VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
 
-POLICY_FILES = ("policy.schema", "policy.store", "policy.skew", "policy.path")
+POLICY_FILES = ("policy.schema", "policy.store", "policy.skew", "policy.heads", "policy.predictor", "policy.path")
 """File names among the options of policies, whose types are not known before a policy is chosen."""
 
 FLAGS_HELP = """

@@ -99,15 +99,17 @@ class Form:
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": row.finish_reason})
         return {**self._head, "object": self._whole, "choices": choices, "usage": usage}
 
-    def progress(self, *, total: int, processed: int, time_ms: int) -> dict[str, Any]:
+    def progress(self, *, total: int, cache: int, processed: int, time_ms: int) -> dict[str, Any]:
         """A chunk before all text with the progress of the prefill, as llama.cpp's server has it.
 
         Args:
-            total, processed: tokens of the prompts, and those that are computed.
+            total: tokens of the prompts.
+            cache: of these, those that need not be computed, as their keys and values are stored.
+            processed: those that are computed or stored.
             time_ms: since the prefill began.
         """
         chunk = self._of(0, {"role": "assistant", "content": None} if self._is_chat else "")
-        progress = {"total": total, "cache": 0, "processed": processed, "time_ms": time_ms}
+        progress = {"total": total, "cache": cache, "processed": processed, "time_ms": time_ms}
         return chunk | {"prompt_progress": progress}
 
     def begin(self, index: int) -> dict[str, Any] | None:

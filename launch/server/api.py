@@ -8,7 +8,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -29,7 +29,7 @@ from launch.server.fields import ChatRequest, CompletionRequest, read_chat, read
 from launch.server.generation import FIELD_OF
 from launch.server.keys import Keys
 from launch.server.logprobs import TokenTexts
-from launch.server.metrics import Metrics
+from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
@@ -120,12 +120,20 @@ class API:
             "predicted_seconds_per_token": ("Of a prefill, as learned so far.", per_token),
             "predicted_seconds_per_squared_token": ("Of a prefill, as learned so far.", per_square),
         }
-        text = self.metrics.text(gauges, dict(self.scheduler.busy_s))
+        if (stored := self.scheduler.state().stored) is not None:
+            gauges |= {
+                "prefix_cache_tokens": (
+                    "Tokens whose keys and values are stored for later prompts.",
+                    stored.num_tokens,
+                ),
+                "prefix_cache_bytes": ("Bytes of these, as last reported.", stored.num_bytes),
+            }
+        text = self.metrics.text(gauges, dict(self.scheduler.busy_s)) + prefix_lines(self.scheduler.last_part)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _state(self, request: HTTPRequest) -> Response:
         chats = bool(getattr(self._tokenizer, "chat_template", None))
-        return _json(state_json(self.scheduler, model=self.model, chats=chats))
+        return _json(state_json(self.scheduler, self.metrics, model=self.model, chats=chats))
 
     async def _models(self, request: HTTPRequest) -> Response:
         return _json({"object": "list", "data": [self._about_model()]})
@@ -346,8 +354,9 @@ class Answering:
                 task.cancel()
             if self._exchange.failure is not None or not self._exchange.is_over:
                 self._api.scheduler.cancel(self._queued)
-            cached = self._usage["prompt_tokens_details"]["cached_tokens"]
-            self._api.metrics.counters["prefix_cache_hits_total"] += cached
+            if self._exchange.first_token_s is not None:
+                self._api.metrics.counters["prefix_cache_queries_total"] += self._num_prompt_tokens
+                self._api.metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
             self._api.metrics.ended(ended)
             self._log(ended)
 
@@ -364,8 +373,11 @@ class Answering:
     @property
     def _usage(self) -> dict[str, Any]:
         """The usage so far. A prompt counts once, however many answers it gets."""
-        cached = sum(self._queued.cached_tokens[:: len(self._read.options)])
-        return usage_of(self._num_prompt_tokens, self._exchange.rows, cached)
+        return usage_of(self._num_prompt_tokens, self._exchange.rows, self._of_prompts(self._queued.cached_tokens))
+
+    def _of_prompts(self, of_rows: Sequence[int]) -> int:
+        """Sum of a number of each row, over one row of each prompt."""
+        return sum(of_rows[:: len(self._read.options)])
 
     async def _whole(self) -> None:
         while not self._exchange.is_over:
@@ -424,13 +436,15 @@ class Answering:
         exchange = self._exchange
         if not self._read.return_progress or exchange.started_s is None or self._share_told == 1:
             return
-        share, now_s = 1.0, exchange.first_token_s
+        share, now_s, cache = 1.0, exchange.first_token_s, self._of_prompts(self._queued.cached_tokens)
         if now_s is None:
             share, now_s = self._api.scheduler.share_computed(self._queued) or 0.0, time.monotonic()
+            cache = self._of_prompts(self._queued.found_tokens)
         if share > self._share_told:
             self._share_told, total = share, self._num_prompt_tokens
-            time_ms = round(1e3 * (now_s - exchange.started_s))
-            await self._write_events([self._form.progress(total=total, processed=int(share * total), time_ms=time_ms)])
+            processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - exchange.started_s))
+            progress = self._form.progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
+            await self._write_events([progress])
 
     def _state(self) -> str:
         """State of a request without tokens, for a comment."""

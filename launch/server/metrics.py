@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import accumulate
 
+from runahead.serving.items import Part
+
 LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 SHORT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of buckets, in seconds."""
@@ -40,7 +42,8 @@ class Metrics:
     COUNTERS: Mapping[str, str] = {
         "prompt_tokens_total": "Tokens of prompts whose prefill is done.",
         "generation_tokens_total": "New tokens.",
-        "prefix_cache_hits_total": "Tokens of prompts that were not computed.",
+        "prefix_cache_queries_total": "Tokens of prompts, of requests that have ended after their first token.",
+        "prefix_cache_hits_total": "Of these, tokens that were not computed, as their keys and values were stored.",
     }
 
     def __init__(self) -> None:
@@ -61,7 +64,7 @@ class Metrics:
             return f"runahead:{name}"
 
         for name, (about, value) in gauges.items():
-            lines.append(f"{head(name, about, 'gauge')} {value:g}")
+            lines.append(f"{head(name, about, 'gauge')} {value if isinstance(value, int) else f'{value:g}'}")
         for name, about in self.COUNTERS.items():
             lines.append(f"{head(name, about, 'counter')} {self.counters[name]}")
         name = head("requests_total", "Requests by how they ended.", "counter")
@@ -71,3 +74,16 @@ class Metrics:
         for name, (about, _) in self.HISTOGRAMS.items():
             lines.extend(self.histograms[name].lines(head(name, about, "histogram")))
         return "\n".join(lines) + "\n"
+
+
+def prefix_lines(part: Part | None) -> str:
+    """Metrics of the prefixes that the last stage keeps, by tier, as its last report of a prefill says."""
+    lines: list[str] = []
+    if part is not None and part.prefix_bytes:
+        for name, kind, about, values in (
+            ("prefix_cache_tier_bytes", "gauge", "Prefixes that are kept, by tier.", part.prefix_bytes),
+            ("prefix_cache_found_tokens_total", "counter", "Tokens found, by where.", part.prefix_found_tokens),
+        ):
+            lines += [f"# HELP runahead:{name} {about}", f"# TYPE runahead:{name} {kind}"]
+            lines += [f'runahead:{name}{{tier="{tier}"}} {value}' for tier, value in values.items()]
+    return "".join(f"{line}\n" for line in lines)

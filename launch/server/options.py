@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, check_prefill
-from launch.inputs.policies import checked, prompt_cache_options
+from launch.inputs.policies import checked, keeps_all, prompt_cache_options
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import (
+    CacheOptions,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
@@ -17,6 +18,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     RanksOptions,
+    Speculate,
     check_prefix_reuse,
     require,
 )
@@ -34,6 +36,10 @@ class ServeOptions(QueueLimits):
         model_name: the model's name in the API; None is the name under which it was loaded.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
             later prompts; 0 keeps none.
+        prefix_host_bytes: most bytes of those that it keeps in host memory when they have no room among these.
+        prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
+            too; None: nowhere.
+        prefix_disk_bytes: most bytes of prefixes in this folder.
         max_body_bytes, max_header_bytes: largest request.
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.
@@ -51,6 +57,9 @@ class ServeOptions(QueueLimits):
     api_key_file: str | None = None
     model_name: str | None = None
     prefix_cache_bytes: int = 0
+    prefix_host_bytes: int = 0
+    prefix_folder: str | None = None
+    prefix_disk_bytes: int = 64 * 2**30
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_connections: int = 512
@@ -70,6 +79,15 @@ class ServeOptions(QueueLimits):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
         rule = "must be a number of bytes; 0 keeps no prefixes"
         require(self.prefix_cache_bytes >= 0, "serve.prefix_cache_bytes", self.prefix_cache_bytes, rule)
+        rule = "must be a number of bytes; 0 keeps no prefixes in host memory"
+        require(self.prefix_host_bytes >= 0, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
+        rule = "must be at least 1; without serve.prefix_folder nothing is kept on disk"
+        require(self.prefix_disk_bytes >= 1, "serve.prefix_disk_bytes", self.prefix_disk_bytes, rule)
+        require(self.prefix_folder != "", "serve.prefix_folder", "", "must name a folder; leave it out to keep none")
+        if not self.prefix_cache_bytes:
+            rule = "has no effect without serve.prefix_cache_bytes, which prefixes are in first; set that, too"
+            require(not self.prefix_host_bytes, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
+            require(self.prefix_folder is None, "serve.prefix_folder", self.prefix_folder, rule)
         require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
         require(
             self.schema_tokens >= 0, "serve.schema_tokens", self.schema_tokens, "must not be negative; 0 takes none"
@@ -95,6 +113,7 @@ class ServeRun:
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     policy: dict[str, Any] = field(default_factory=dict)
+    cache: CacheOptions = field(default_factory=CacheOptions)
     decode: DecodeOptions = field(default_factory=lambda: DecodeOptions(name=DecodeName.last))
     generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=512))
 
@@ -103,11 +122,17 @@ class ServeRun:
         if self.policy["name"] == "prompt_cache":
             self._check_prompt_cache(prompt_cache_options(self.policy))
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
+        self.cache.check(self.prefill, self.decode)
+        if self.generation.speculate is not Speculate.none:
+            raise ValueError(
+                f"generation.speculate={self.generation.speculate.name} is for launch/infer.py: a server decodes a "
+                "token of every answer per step; leave it out"
+            )
         if self.serve.prefix_cache_bytes:
             check_prefix_reuse(
                 self.prefill,
                 self.decode,
-                has_policies=self.policy["name"] != "full",
+                drops_tokens=not keeps_all(self.policy),
                 num_shares=self.ranks.tensor,
                 what=f"serve.prefix_cache_bytes={self.serve.prefix_cache_bytes}",
             )
@@ -118,8 +143,6 @@ class ServeRun:
                 raise ValueError(f"prefill={name.name} does not go with {beside}; use prefill=kv_runahead")
             if decode is not DecodeName.last:
                 raise ValueError(f"decode={decode.name} does not go with {beside}; use decode=last")
-            if self.serve.prefix_cache_bytes:
-                raise ValueError(f"serve.prefix_cache_bytes has no effect with {beside}; use serve.decode_ranks=0")
 
     def _check_prompt_cache(self, policy: PromptCacheOptions) -> None:
         """Check what does not go with prompts that reuse modules in a server. Raises: ValueError."""

@@ -21,7 +21,7 @@ from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
-from launch.server.options import ServeRun
+from launch.server.options import ServeOptions, ServeRun
 from policies.prompt_cache.schemas import Schemas
 from runahead.config import GenerationOptions, PrefillName
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -52,6 +52,9 @@ STORE_SHARE = 0.25
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
 
+SAVE_S = 20.0
+"""Seconds in which prefixes are written to their folder after the last answer; what is left then is forgotten."""
+
 LAST_ANSWERS_S = 5.0
 LAST_ERRORS_S = 2.0
 """Seconds in which clients are told that the server has failed; its own end begins 3 s after a failure is known."""
@@ -68,7 +71,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
         ranks.arrange(ranks.size)
     load_files(run.policy, ranks)
-    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy))
+    policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy, run.cache))
     partition = partitioner(run.partition, ranks)
     front: list[tuple[socket.socket, Keys, Any, Schemas | None]] = []
     ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
@@ -79,7 +82,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = _store(run, model, ranks)
-    kept_bytes = run.serve.prefix_cache_bytes
+    tree = _tree(run.serve, ranks)
     engine = Engine(
         model,
         ranks,
@@ -88,7 +91,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         policies=policies,
         decode=run.decode,
         store=store,
-        tree=PrefixTree(kept_bytes) if kept_bytes else None,
+        tree=tree,
     )
     if store is not None:
         engine.check_reuse()
@@ -98,6 +101,9 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
+    kept_bytes = run.serve.prefix_cache_bytes
+    if ranks.device.type == "cpu":  # where all memory is the host's
+        kept_bytes += run.serve.prefix_host_bytes
     max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes)
     if ranks.rank == 0:
         [(bound, keys, tokenizer, schemas)] = front
@@ -106,6 +112,9 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         asked = threading.Event()
         with first_signal(asked.set):
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
+    if tree is not None and run.serve.prefix_folder is not None:
+        with ranks.busy():
+            tree.save(SAVE_S)
 
 
 def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
@@ -176,6 +185,21 @@ def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
     default = StoreLimits()
     sizes = {name: min(getattr(default, name), size) for name, size in most.items()}
     return SegmentStore(model, limits=StoreLimits(**(sizes | prompt_cache_options(run.policy).limits)))
+
+
+def _tree(options: ServeOptions, ranks: Ranks) -> PrefixTree | None:
+    """The texts that the last stage keeps; other ranks only know that it does."""
+    if not options.prefix_cache_bytes:
+        return None
+    if ranks.stage < ranks.num_stages - 1:
+        return PrefixTree(options.prefix_cache_bytes)
+    return PrefixTree(
+        options.prefix_cache_bytes,
+        host_bytes=options.prefix_host_bytes,
+        folder=options.prefix_folder,
+        disk_bytes=options.prefix_disk_bytes,
+        option="serve.prefix_folder",
+    )
 
 
 def _free_bytes(ranks: Ranks) -> float:

@@ -52,12 +52,29 @@ class LayerAttention(ABC):
         """Positions (B, C) of the tokens with these indices in the padded batch; None if they are index - pad."""
         return None
 
+    def see_ids(self, ids_BC: Tensor) -> None:  # noqa: B027 (most attention does not look at tokens)
+        """Called with the token ids of a forward before it."""
+
     def see_input(self, layer: int, given: LayerInput) -> None:  # noqa: B027 (most attention needs no inputs)
         """Called with the input of every decoder layer before the layer runs, if the model predicts queries."""
+
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:  # noqa: B027 (as above)
+        """Called before `attend` with the hidden states that a layer's attention is given, if the model shows them."""
 
     @abstractmethod
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of one layer for queries, keys and values of the new tokens."""
+
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        """Output (B, N, C, V) of a layer that reads the keys and values of an earlier one, which has attended.
+
+        Args:
+            source: the layer that stores them.
+            skipped: number of new tokens before those of the queries, which the layer does not compute.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is for models whose layers all store keys and values")
 
 
 class Recording(LayerAttention):
@@ -79,3 +96,8 @@ class Recording(LayerAttention):
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.calls.append((layer, q_BNCH, k_BKCH, v_BKCV, terms))
         return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])
+
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        return q_BNCH.new_zeros(*q_BNCH.shape[:3], self.calls[source][3].shape[-1])

@@ -34,6 +34,10 @@ class MaskRule:
     def to(self, *_args: Any, **_kwargs: Any) -> MaskRule:
         return self
 
+    def __getitem__(self, _index: object) -> MaskRule:
+        """The rule itself, where Gemma 4 cuts a mask to some of the queries: positions tell which these are."""
+        return self
+
     def allowed(self, q_C: Tensor, kv_S: Tensor) -> Tensor:
         """Boolean (C, S): whether the query at each position sees the key at each position."""
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=q_C.device)

@@ -1,4 +1,4 @@
-"""What queries tell cache policies of stored keys: attention probabilities, summed over the new queries.
+"""What queries tell cache policies of stored keys: attention probabilities, their sum or maximum over the new queries.
 
 These are recomputed from queries and keys, a few queries at a time, since fused kernels do not return them.
 """
@@ -7,16 +7,23 @@ These are recomputed from queries and keys, a few queries at a time, since fused
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from runahead.attention.gumbel import gumbel
 from runahead.attention.partial import AttentionTerms
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores per block by device, over all rows and heads: few enough for a core's cache, enough to keep a GPU busy. One
 query's scores, as many as the sums, are the least."""
+
+NOISE_COST = 8
+"""Memory of noise while it is made, 64-bit integers, as multiple of that of the probabilities."""
+UNSEEN = -1e30
+"""Logit of a key that a query does not see: finite after division by any temperature."""
 
 
 class QuerySignals:
@@ -28,6 +35,9 @@ class QuerySignals:
         queries_BC: positions of the queries in their rows, below 0 on padding.
         keys_BKn: positions of the keys, or (B, 1, n) for all KV heads alike.
         lse_BNC: log-sum-exp of each query's scores, where it sees more keys than these; without sinks.
+        project: order -> `projected_lengths`, if a policy asks for them.
+        layer: index of the layer.
+        first_head: number of the first of these query heads in the whole model.
         ahead: number of positions -> mean and covariance of the queries there, as expected, if a policy asks for them.
     """
 
@@ -41,12 +51,25 @@ class QuerySignals:
         keys_BKn: Tensor,
         lse_BNC: Tensor | None = None,
         ahead: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+        project: Callable[[int], Tensor] | None = None,
+        layer: int = 0,
+        first_head: int = 0,
     ) -> None:
         assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
-        self._ahead = ahead
+        self._project = project
+        self._ahead, self._layer, self._first_head = ahead, layer, first_head
         self._votes: dict[tuple[int, float], Tensor] = {}
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._k_BKnH.shape[1]
+
+    def of_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms) -> QuerySignals:
+        """Signals of the queries of another layer, of the last of these tokens, about the same keys."""
+        queries_BC = self._queries_BC[:, -q_BNCH.shape[2] :]
+        return QuerySignals(q_BNCH, self._k_BKnH, terms, queries_BC=queries_BC, keys_BKn=self._keys_BKn, layer=layer)
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Implements `policies.base.Signals.votes`."""
@@ -60,9 +83,47 @@ class QuerySignals:
             self._votes[asked] = self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
         return self._votes[asked]
 
-    def received(self) -> Tensor:
+    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""
-        return self._sum_over(torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device))
+        ones_C = torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device)
+        if temperature == 1.0 and seed is None:
+            return self._sum_over(ones_C)
+        return self._sum_over(ones_C, partial(self._redistributed, temperature, seed), cost=NOISE_COST)
+
+    def _redistributed(
+        self, temperature: float, seed: int | None, attention_BNqn: Tensor, first: int, last: int
+    ) -> Tensor:
+        """Probabilities (B, N, q, n) at a temperature and with noise; their sum stays that of `attention_BNqn`.
+
+        Logarithms of probabilities are logits but for a constant, which softmax ignores.
+        """
+        logits_BNqn = attention_BNqn.log().clamp_min_(UNSEEN)
+        if seed is not None:
+            queries_Bq, num_heads = self._queries_BC[:, first:last], self._q_BNCH.shape[1]
+            logits_BNqn += gumbel(seed, self._layer, self._first_head, num_heads, queries_Bq, self._keys_BKn)
+        shares_BNqn = logits_BNqn.div_(temperature).softmax(dim=-1)
+        return shares_BNqn.mul_(attention_BNqn.sum(dim=-1, keepdim=True))
+
+    def neglects(self, num_queries: int) -> Tensor:
+        """Implements `policies.base.Signals.neglects`."""
+        ones_w = torch.ones(min(num_queries, self._q_BNCH.shape[2]), device=self._q_BNCH.device)
+        return self._sum_over(ones_w, self._neglected)
+
+    def projected_lengths(self, order: int = 1) -> Tensor:
+        """Implements `policies.base.Signals.projected_lengths`."""
+        assert self._project is not None, "a policy that asks for these declares needs_output_projection"
+        return self._project(order)
+
+    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
+        """Implements `policies.base.Signals.highest`."""
+        highest_BNn = self._zeros()
+        for first, last in self._blocks(0):
+            voting_Bq = self._queries_BC[:, first:last] >= 0
+            attention_BNqn = self._probabilities(first, last).masked_fill_(~voting_Bq[:, None, :, None], 0)
+            if weights_BC is not None:
+                attention_BNqn.mul_(weights_BC[:, None, first:last, None])
+            highest_BNn = torch.maximum(highest_BNn, attention_BNqn.amax(dim=2))
+        return highest_BNn
 
     def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Implements `policies.base.Signals.next_queries`."""
@@ -70,19 +131,48 @@ class QuerySignals:
         mean_BNH, covariance_BNHH = self._ahead(num_positions)
         return mean_BNH * self._terms.scaling, covariance_BNHH * self._terms.scaling**2
 
-    def _sum_over(self, weights_w: Tensor) -> Tensor:
-        """Probabilities (B, N, n) summed over the last w queries."""
-        batch, num_heads, num_new, _ = self._q_BNCH.shape
-        total_BNn = torch.zeros(batch, num_heads, self._k_BKnH.shape[2], device=self._q_BNCH.device)
-        before = num_new - len(weights_w)
-        step = max(1, BLOCK_SCORES[total_BNn.device.type] // total_BNn.numel())
-        for first in range(before, num_new, step):
-            last = min(first + step, num_new)
+    def _neglected(self, attention_BNqn: Tensor, first: int, last: int) -> Tensor:
+        """Whether queries see a token, and give it less than their mean (B, N, q, n)."""
+        group = attention_BNqn.shape[1] // self._k_BKnH.shape[1]
+        seen_BNqn = self._seen(first, last).expand(-1, self._k_BKnH.shape[1], -1, -1).repeat_interleave(group, dim=1)
+        number_BNq1, total_BNq1 = (x.sum(dim=-1, keepdim=True) for x in (seen_BNqn, attention_BNqn))
+        return ((attention_BNqn * number_BNq1 < total_BNq1) & seen_BNqn).to(attention_BNqn.dtype)
+
+    def _sum_over(
+        self,
+        weights_w: Tensor,
+        what: Callable[[Tensor, int, int], Tensor] = lambda attention_BNqn, *_: attention_BNqn,
+        *,
+        cost: int = 1,
+    ) -> Tensor:
+        """Weighted sum (B, N, n) of probabilities over the last w queries.
+
+        Args:
+            what: probabilities of the new tokens [first, last), and these two -> what is added up instead.
+            cost: memory that this takes, as multiple of a block of probabilities.
+        """
+        total_BNn, before = self._zeros(), self._q_BNCH.shape[2] - len(weights_w)
+        for first, last in self._blocks(before, cost):
             voting_Bq = self._queries_BC[:, first:last] >= 0
             weights_Bq = weights_w[first - before : last - before] * voting_Bq
-            attention_BNqn = self._probabilities(first, last)
-            total_BNn += (weights_Bq[:, None, None].to(attention_BNqn.dtype) @ attention_BNqn).squeeze(2)
+            values_BNqn = what(self._probabilities(first, last), first, last)
+            total_BNn += (weights_Bq[:, None, None].to(values_BNqn.dtype) @ values_BNqn).squeeze(2)
         return total_BNn
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(*self._q_BNCH.shape[:2], self._k_BKnH.shape[2], device=self._q_BNCH.device)
+
+    def _blocks(self, first: int, cost: int = 1) -> Iterator[tuple[int, int]]:
+        """The new tokens from `first` on, a few at a time."""
+        (batch, num_heads, num_new, _), device = self._q_BNCH.shape, self._q_BNCH.device
+        step = max(1, BLOCK_SCORES[device.type] // (cost * batch * num_heads * self._k_BKnH.shape[2]))
+        for start in range(first, num_new, step):
+            yield start, min(start + step, num_new)
+
+    def _seen(self, first: int, last: int) -> Tensor:
+        """Whether the new tokens [first, last) see a key (B, K, q, n), or (B, 1, q, n) for all KV heads alike."""
+        keys_BKn, queries_Bq = self._keys_BKn, self._queries_BC[:, first:last]
+        return (keys_BKn[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKn >= 0)[:, :, None]
 
     def _probabilities(self, first: int, last: int) -> Tensor:
         """Attention probabilities (B, N, q, n) of the new tokens [first, last); arbitrary for padding."""
@@ -92,9 +182,7 @@ class QuerySignals:
         scores_BKGqn = scores_BKXn.unflatten(2, q_BKGqH.shape[2:4]).float()
         if terms.softcap is not None:
             scores_BKGqn = terms.softcap * torch.tanh(scores_BKGqn / terms.softcap)
-        keys_BKn, queries_Bq = self._keys_BKn, self._queries_BC[:, first:last]
-        seen_BKqn = (keys_BKn[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKn >= 0)[:, :, None]
-        scores_BKGqn.masked_fill_(~seen_BKqn[:, :, None], torch.finfo(torch.float32).min)
+        scores_BKGqn.masked_fill_(~self._seen(first, last)[:, :, None], torch.finfo(torch.float32).min)
         scores_BNqn = scores_BKGqn.flatten(1, 2)
         if self._lse_BNC is not None:
             lse_BNq = self._lse_BNC[:, :, first:last].to(scores_BNqn.dtype)
@@ -106,3 +194,43 @@ class QuerySignals:
             return scores_BNqn.softmax(dim=-1)
         sinks_BNq1 = terms.sinks_N.float()[None, :, None, None].expand(*scores_BNqn.shape[:3], 1)
         return torch.cat([scores_BNqn, sinks_BNq1], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+class JoinedSignals:
+    """`policies.base.Signals` of layers that read the same keys: a KV head's group has the query heads of all of them.
+
+    Args:
+        parts: of the layer that stores the keys, and of those that read them.
+    """
+
+    def __init__(self, parts: Sequence[QuerySignals]) -> None:
+        self._parts = parts
+
+    def _joined(self, of: Callable[[QuerySignals], Tensor]) -> Tensor:
+        num_kv_heads = self._parts[0].num_kv_heads
+        groups = [of(part).unflatten(1, (num_kv_heads, -1)) for part in self._parts]
+        return torch.cat(groups, dim=2).flatten(1, 2)
+
+    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
+        """Implements `policies.base.Signals.votes`."""
+        return self._joined(lambda part: part.votes(num_queries, newest))
+
+    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
+        """Implements `policies.base.Signals.received`."""
+        return self._joined(lambda part: part.received(temperature=temperature, seed=seed))
+
+    def neglects(self, num_queries: int) -> Tensor:
+        """Implements `policies.base.Signals.neglects`."""
+        return self._joined(lambda part: part.neglects(num_queries))
+
+    def projected_lengths(self, order: int = 1) -> Tensor:
+        """Implements `policies.base.Signals.projected_lengths`."""
+        return self._joined(lambda part: part.projected_lengths(order))
+
+    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
+        """Implements `policies.base.Signals.highest`."""
+        return self._joined(lambda part: part.highest(weights_BC))
+
+    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Implements `policies.base.Signals.next_queries`, of the layer that stores the keys alone."""
+        return self._parts[0].next_queries(num_positions)

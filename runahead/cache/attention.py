@@ -12,7 +12,7 @@ from policies.base import Phase
 from runahead.attention.base import LayerAttention, LayerInput
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.base import KVStore, LayerStore, ReaderQueries, SeenKV
 from runahead.cache.new_tokens import NewTokens
 
 
@@ -39,6 +39,7 @@ class CausalAttention(LayerAttention):
         super().__init__(start=start, pads=pads)
         self.cache, self.tokens = cache, NewTokens(start, pads, phase)
         self._on_layer = on_layer
+        self._unread: dict[int, tuple[LayerStore, SeenKV, AttentionTerms]] = {}
 
     @property
     def rotates(self) -> bool:
@@ -46,6 +47,9 @@ class CausalAttention(LayerAttention):
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         return self.cache.positions_BC(index_C)
+
+    def see_ids(self, ids_BC: Tensor) -> None:
+        self.tokens.ids_BC = ids_BC
 
     def see_input(self, layer: int, given: LayerInput) -> None:
         if self.tokens.phase is Phase.decode:
@@ -56,9 +60,34 @@ class CausalAttention(LayerAttention):
         store.append(k_BKCH, v_BKCV, self.tokens)
         seen = store.seen(q_BNCH, self.tokens)
         out_BNCV = seen.output(terms)
-        self.after(layer, store, seen, terms)
+        self._attended(layer, store, seen, terms)
         self._on_layer()
         return out_BNCV
 
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        tokens = self.tokens
+        if skipped:
+            tokens = NewTokens(tokens.start + skipped, tokens.row_pads, tokens.phase)
+        seen = self.cache.layers[source].seen(q_BNCH, tokens)
+        out_BNCV = seen.output(terms)
+        if source in self._unread:
+            _, stored, _ = self._unread[source]
+            stored.readers.append(ReaderQueries(layer=layer, q_BNCH=seen.q_BNCH, terms=terms))
+            if layer == self.cache.readers(source)[-1]:
+                self.after(source, *self._unread.pop(source))
+        return out_BNCV
+
+    def _attended(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        """Call `after`, now or once the last layer that reads this one has done so."""
+        if self.cache.readers(layer):
+            self._unread[layer] = store, seen, terms
+        else:
+            self.after(layer, store, seen, terms)
+
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Hook that is called after a layer's attention, before anything that its queries saw is dropped."""
+        """Hook that is called after a layer's attention, before anything that its queries saw is dropped.
+
+        It is called after the attention of the layers that read this one, too, if the cache names them.
+        """

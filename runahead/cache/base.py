@@ -23,15 +23,26 @@ from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReaderQueries:
+    """Queries of a layer that has read the keys and values of another one, of the last of the new tokens."""
+
+    layer: int
+    q_BNCH: Tensor
+    terms: AttentionTerms
+
+
 @dataclass(kw_only=True)
 class SeenKV(ABC):
     """One layer's keys and values together with the queries of the newest tokens, which attend to them.
 
     Attributes:
         q_BNCH: the queries; if positions are re-encoded, rotated to the slots of their tokens.
+        readers: queries of the layers that have read this one since.
     """
 
     q_BNCH: Tensor
+    readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
 
     @abstractmethod
@@ -75,6 +86,10 @@ class LayerStore(ABC):
         """All tokens that a new token attends to, and by row the number of padding slots on their left."""
         raise NotImplementedError(f"{type(self).__name__} does not hold a part of a text")
 
+    def with_rest(self, seen: SeenKV) -> SeenKV:
+        """`seen`, which reads `slots`, with the attention to other tokens if that is estimated."""
+        return seen
+
     @property
     @abstractmethod
     def num_bytes(self) -> int:
@@ -94,10 +109,12 @@ class KVStore:
     Attributes:
         layers: one per layer of the model.
         peak_bytes: most bytes allocated at any call of `note_peak`.
+        shared_TKX: keys and values of each layer that this cache and others have in common; no part of `num_bytes`.
     """
 
     layers: Sequence[LayerStore]
     peak_bytes: int = 0
+    shared_TKX: Sequence[Tensor] = ()
 
     @property
     def num_layers(self) -> int:
@@ -131,6 +148,14 @@ class KVStore:
         """The layers that policies cut back."""
         return self.layers
 
+    def readers(self, layer: int) -> Sequence[int]:
+        """Later layers that read what this one stores, where policies have to wait for them."""
+        return ()
+
+    def put(self, layer: int, kept: LayerStore) -> None:
+        """Store a layer that policies cut back in place of the one it was made of."""
+        raise NotImplementedError(f"{type(self).__name__} keeps its layers")
+
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Prepare `layer`; called with the input of the layer before it, which has not run yet."""
 
@@ -153,6 +178,10 @@ class KVStore:
         assert len(pads) == 1, f"{type(self).__name__} holds {len(pads)} rows, which stay together"
         return [self]
 
+    def fork(self) -> KVStore:
+        """An independent copy of the cache of one row, or of rows that stay together."""
+        raise NotImplementedError(f"{type(self).__name__} is not copied")
+
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         """Keys and values of a row's first tokens in each layer, (T, K, H + V), as views; None if not all are here.
 
@@ -161,6 +190,10 @@ class KVStore:
             num_tokens: T. Later tokens of the row are stored after them, so what is returned never changes.
         """
         return None
+
+    def take_back(self, num_tokens: int) -> None:
+        """Forget the last tokens, so that others are stored in their place."""
+        raise NotImplementedError(f"{type(self).__name__} takes back no tokens")
 
     def note_peak(self) -> None:
         """Update `peak_bytes` with the bytes that are allocated now."""

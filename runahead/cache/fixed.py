@@ -19,8 +19,8 @@ from torch import Tensor
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms, attend_sequences, takes_sequences
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import KVCache
-from runahead.cache.new_tokens import NewTokens, num_tokens_of
+from runahead.cache.kv_cache import KVCache, SlabRow
+from runahead.cache.new_tokens import NewTokens, num_tokens_of, row_values
 from runahead.cache.shard import ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
@@ -111,6 +111,8 @@ class FixedCache(KVStore):
         cache: the prompt's, or a stage's shard of it; its slabs are taken over.
         pads: left padding per row.
         num_tokens: of the padded prompt.
+        apart: each row is a sequence of its own, also without padding, so that rows can advance by different numbers of
+            tokens.
 
     Raises:
         ValueError: there is no memory in which to move padded rows.
@@ -118,12 +120,15 @@ class FixedCache(KVStore):
 
     layers: list[FixedLayer]
 
-    def __init__(self, cache: KVCache | ShardCache, *, pads: Sequence[int], num_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache | ShardCache, *, pads: Sequence[int], num_tokens: int, apart: bool = False
+    ) -> None:
         slabs, shard = (cache.own, cache.shard) if isinstance(cache, ShardCache) else (cache, None)
         device, self._batch = slabs.device, len(pads)
         chunk = range(num_tokens) if shard is None else shard.chunk
         room = min(len(layer.slab.slab_TBKX) for layer in slabs.layers)
-        stored = [num_tokens_of(pad, chunk) for pad in pads] if any(pads) else [len(chunk)]
+        by_row = any(pads) or (apart and len(pads) > 1)
+        stored = [num_tokens_of(pad, chunk) for pad in pads] if by_row else [len(chunk)]
         starts, stored_S = torch.arange(len(stored) + 1) * room, torch.tensor(stored)
         next_S, seen_S = starts[:-1] + stored_S, stored_S + 1
         self._steps: _Steps | None = None
@@ -144,7 +149,7 @@ class FixedCache(KVStore):
             room=room,
             may_be_empty=shard is not None,
         )
-        self._position_S = (num_tokens - torch.tensor(pads if any(pads) else [0])).to(device)
+        self._position_S = (num_tokens - torch.tensor(pads if by_row else [0])).to(device)
         self.layers = []
         for layer in cache.take_layers():
             slab = layer.slab
@@ -179,6 +184,18 @@ class FixedCache(KVStore):
             return [layer.kv_TUX[:num_tokens].chunk(self._batch, dim=1)[row] for layer in self.layers]
         first = row * self.lengths.room
         return [layer.kv_TUX[first : first + num_tokens] for layer in self.layers]
+
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        num_tokens = self.lengths.room
+        rows = [self.row_kv(row, pad, num_tokens) for row, pad in enumerate(pads)]
+        return [SlabRow.of([layer.key_dim for layer in self.layers], row) for row in rows if row is not None]
+
+    def set_lengths(self, stored: Sequence[int]) -> None:
+        """Let each sequence have so many tokens. Those after them are forgotten."""
+        stored_S = row_values(stored, self.lengths.next_S.device)
+        self.lengths.next_S.copy_(self.lengths.starts[:-1] + stored_S)
+        self.lengths.seen_S.copy_(stored_S + 1)
+        self._position_S.copy_(stored_S)
 
     def describe_decoding(self, report: RankReport) -> None:
         super().describe_decoding(report)

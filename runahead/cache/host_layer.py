@@ -65,8 +65,10 @@ class HostLayer(KeptLayer):
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
         return BroughtLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
 
-    def gather(self, rows_X: Tensor | None) -> Callable[[], Tensor]:
-        slab_TBKX, mark = self.fetch(rows_X)
+    def gather(
+        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+    ) -> Callable[[], Tensor]:
+        slab_TBKX, mark = self.fetch(rows_X, room=room, heads=heads)
 
         def fetched() -> Tensor:
             self.copies.hold_compute(mark)
@@ -74,13 +76,16 @@ class HostLayer(KeptLayer):
 
         return fetched
 
-    def fetch(self, rows_X: Tensor | None) -> tuple[Tensor, Event]:
-        """Start the copy of `gather`. Returns the slots (m + 1, B, K, X), and the mark to wait for before reading."""
-        _, batch, heads, width = self.slab_TBKX.shape
-        num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * heads)
+    def fetch(
+        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Event]:
+        """Start the copy of `gather`. Returns what that returns, and the mark to wait for before reading."""
+        width = self.slab_TBKX.shape[3]
+        batch, num_heads = heads or self.slab_TBKX.shape[1:3]
+        num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * num_heads)
         with self.copies.copying(*([] if rows_X is None else [rows_X])):
             slab_TBKX = torch.empty(
-                num_fetched + 1, batch, heads, width, dtype=self.slab_TBKX.dtype, device=self.device
+                num_fetched + room, batch, num_heads, width, dtype=self.slab_TBKX.dtype, device=self.device
             )
             if rows_X is None:
                 slab_TBKX[:num_fetched].copy_(self.slab_TBKX[:num_fetched], non_blocking=True)
@@ -92,10 +97,10 @@ class HostLayer(KeptLayer):
     def slab(self) -> KVSlab:
         return self.brought().slab()
 
-    def keys(self) -> Tensor:
+    def read(self) -> tuple[Tensor, Tensor]:
         self.copies.hold_compute()
         slab = KVSlab(slab_TBKX=self.mapped_TBKX()[: self.num_slots], key_dim=self.shape.key_dim, first=0)
-        return slab.read(0, self.num_slots)[0]
+        return slab.read(0, self.num_slots)
 
     def free(self, *, room: int) -> None:
         """Keep all memory, since it is the host's and page-locked memory is slow to allocate."""

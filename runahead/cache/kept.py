@@ -20,7 +20,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import SeenSlab
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.slabs import KVShape, KVSlab
 from runahead.report import RankReport
 from runahead.rotary import Rotary
@@ -78,6 +78,20 @@ class KeptLayer(LayerStore):
         """The slots in use."""
         return KVSlab(slab_TBKX=self.slab_TBKX[: self.num_slots], key_dim=self.shape.key_dim, first=self.first)
 
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
+        """Keys and values of all slots."""
+        return self.slab_TBKX[: self.num_slots].permute(1, 2, 0, 3)
+
+    @property
+    def tokens_per_head(self) -> int:
+        """Mean number of slots of a KV head."""
+        return self.num_slots
+
+    @property
+    def tokens_BK(self) -> list[list[int]]:  # noqa: N802
+        """Number of tokens of each row and KV head."""
+        return [[self.num_slots - pad] * self.shape.num_kv_heads for pad in self.pads]
+
     @property
     def end(self) -> int:
         """Number of the next slot."""
@@ -93,9 +107,16 @@ class KeptLayer(LayerStore):
         num_new = k_BKCH.shape[2]
         self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         # Counted in slots, which are in causal order whichever tokens they hold.
-        return SeenSlab.of(self.slab(), q_BNCH, start=self.end - q_BNCH.shape[2], pads=self.pads, rotary=self.rotary)
+        return SeenSlab.of(
+            self.slab(),
+            q_BNCH,
+            start=self.end - q_BNCH.shape[2],
+            pads=self.pads,
+            rotary=self.rotary,
+            positions_BKn=self.positions_BKn(),
+        )
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         """Store new tokens after the others; allocates more memory if there is no room.
@@ -105,14 +126,18 @@ class KeptLayer(LayerStore):
             new_pads: number of padding tokens among them, by row.
         """
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
-        if end > self.slab_TBKX.shape[0]:  # an eighth more, so that growing token by token stays cheap
-            self.copy_out(room=num_new + self.num_slots // 8)
+        self._reserve(num_new)
         self._write(k_BKCH, v_BKCV)
         self.num_slots = end
         self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
         self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
         if self.carried_TBK is not None:
             self.carried_TBK[end - num_new : end] = 0
+
+    def _reserve(self, num_new: int) -> None:
+        """Make room for new tokens."""
+        if self.num_slots + num_new > self.slab_TBKX.shape[0]:  # an eighth more: growing token by token stays cheap
+            self.copy_out(room=num_new + self.num_slots // 8)
 
     def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         """Write keys and values to the slots after those in use."""
@@ -122,9 +147,8 @@ class KeptLayer(LayerStore):
     def carry(self, values_BKn: Tensor) -> None:
         """Store one value per slot; it stays with the slot's token when slots are dropped."""
         if self.carried_TBK is None:
-            self.carried_TBK = torch.zeros(
-                self.slab_TBKX.shape[:3], dtype=values_BKn.dtype, device=self.slab_TBKX.device
-            )
+            shape = len(self.positions_TBK), *self.slab_TBKX.shape[1:3]
+            self.carried_TBK = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
         self.carried_TBK[: self.num_slots] = values_BKn.permute(2, 0, 1)
 
     def carried_BKn(self) -> Tensor | None:  # noqa: N802
@@ -138,14 +162,18 @@ class KeptLayer(LayerStore):
         kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
         if slots_mBK.device.type == "cpu":
             require_pads(slots_mBK, self.pads, kept_pads)
-        self.slab_TBKX = _taken(self.slab_TBKX, slots_mBK, room)
+        self._keep_kv(slots_mBK, kept_pads, room)
         if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
             self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
-        self.positions_TBK = _taken(self.positions_TBK, slots_mBK, room)
+        self.positions_TBK = taken(self.positions_TBK, slots_mBK, room)
         if self.carried_TBK is not None:
-            self.carried_TBK = _taken(self.carried_TBK, slots_mBK, room)
+            self.carried_TBK = taken(self.carried_TBK, slots_mBK, room)
         self.num_slots, self.pads = num_kept, kept_pads
         self.queries = None
+
+    def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
+        """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""
+        self.slab_TBKX = taken(self.slab_TBKX, slots_mBK, room)
 
     def free(self, *, room: int) -> None:
         if self.slab_TBKX.shape[0] != self.num_slots + room:
@@ -155,29 +183,33 @@ class KeptLayer(LayerStore):
         """The same slots in device memory."""
         return self
 
-    def keys(self) -> Tensor:
-        """Keys (B, K, n, H) of all slots, as a view of the memory that holds them."""
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Keys (B, K, n, H) and values (B, K, n, V) of all slots, as views of the memory that holds them."""
         slab = self.slab()
-        return slab.read(slab.first, slab.end)[0]
+        return slab.read(slab.first, slab.end)
 
-    def gather(self, rows_X: Tensor | None) -> Callable[[], Tensor] | None:
-        """Copy some slots to the device, with room for one more after them.
+    def gather(
+        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+    ) -> Callable[[], Tensor] | None:
+        """Copy some slots to the device, with room for `room` more after them.
 
         Args:
             rows_X: rows of the memory as a (T * B * K, X) matrix, those of one slot side by side; None is all slots.
+            heads: (1, number of heads) if these are rows of some heads only; None is (B, K).
 
         Returns:
-            function that returns the slots (m + 1, B, K, X); None if attention can read all slots in place. On a CPU
-            the function makes the copy, since a layer's weights would otherwise evict it from the processor's cache.
+            function that returns the slots (m + room, *heads, X); None if attention can read all slots in place. On a
+            CPU the function makes the copy, since a layer's weights would else evict it from the processor's cache.
         """
         if rows_X is None:
             return None
-        _, batch, heads, width = self.slab_TBKX.shape
+        width = self.slab_TBKX.shape[3]
+        batch, num_heads = heads or self.slab_TBKX.shape[1:3]
 
         def gathered() -> Tensor:
             source_TBKX = self.slab_TBKX
-            num_chosen = len(rows_X) // (batch * heads)
-            slab_TBKX = source_TBKX.new_empty(num_chosen + 1, batch, heads, width)
+            num_chosen = len(rows_X) // (batch * num_heads)
+            slab_TBKX = source_TBKX.new_empty(num_chosen + room, batch, num_heads, width)
             out = slab_TBKX[:num_chosen].view(-1, width)
             torch.index_select(source_TBKX.view(-1, width), 0, rows_X, out=out)
             return slab_TBKX
@@ -249,7 +281,7 @@ def _with_room(old: Tensor, room: int) -> Tensor:
     return new
 
 
-def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
+def taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
     """A copy of these slots of (T, B, K, ...), with `room` uninitialised slots after them."""
     num_kept = slots_mBK.shape[0]
     _, batch, heads = source.shape[:3]
@@ -264,9 +296,15 @@ def _taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
 
 
 class KeptCache(KVStore):
-    """KV cache of a batch under cache policies, which may cut back each layer."""
+    """KV cache of a batch under cache policies, which may cut back each layer.
+
+    Attributes:
+        gaps: positions of each row at which the prompt has no token; empty if there are none in any row. In a cache
+            with gaps no policy drops tokens.
+    """
 
     layers: list[KeptLayer]
+    gaps: Sequence[int] = ()
 
     def __init__(self, layers: Sequence[KeptLayer]) -> None:
         self.layers = list(layers)
@@ -297,13 +335,42 @@ class KeptCache(KVStore):
 
     @property
     def slots_by_layer(self) -> list[int]:
-        """Number of stored slots of each layer."""
-        return [layer.num_slots for layer in self.layers]
+        """Number of stored slots of each layer, on average over its KV heads."""
+        return [layer.tokens_per_head for layer in self.layers]
+
+    def readers(self, layer: int) -> Sequence[int]:
+        return self.layers[layer].shape.readers
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        if not any(self.gaps):
+            return None
+        pads = self.layers[0].pads
+        offsets = [gap - pad for gap, pad in zip(self.gaps, pads, strict=True)]
+        return index_C + row_values(offsets, index_C.device)[:, None]
+
+    def put(self, layer: int, kept: LayerStore) -> None:
+        assert isinstance(kept, KeptLayer), type(kept)
+        self.layers[layer] = kept
 
     def free(self, *, room: int) -> None:
         """Free the memory of each layer but that of the stored tokens and of `room` more."""
         for layer in self.layers:
             layer.free(room=room)
+
+    def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
+        """Called after the attention of a prompt to a layer, and after the policies.
+
+        Args:
+            room: new tokens for which the layer has room.
+            is_borrowed: whether the layer is in memory of others, from which it is moved.
+        """
+        if is_borrowed:
+            self.layers[layer].copy_out(room=room)
+        self.close(layer, room=room)
+
+    def settle(self, *, room: int) -> None:
+        """Called at the end of a prompt or turn that was computed in chunks; frees as `free`."""
+        self.free(room=room)
 
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
@@ -320,6 +387,10 @@ class KeptCache(KVStore):
     def fork(self) -> KeptCache:
         """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
         return KeptCache([layer.fork(copy=False) for layer in self.layers])
+
+    def take_back(self, num_tokens: int) -> None:
+        for layer in self.layers:
+            layer.num_slots -= num_tokens
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)

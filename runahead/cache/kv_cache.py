@@ -10,16 +10,18 @@ its chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from runahead.attention.causal import attend_causally, nothing
+from runahead.attention.marked import attend_marked
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.slabs import KVShape, KVSlab, SplitSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary
@@ -35,28 +37,47 @@ class SeenSlab(SeenKV):
     Attributes:
         start: index of the first of these tokens in the slab's numbering.
         pads: left padding of each row, in tokens.
+        positions_BKn: positions of the tokens in the slots, where some were dropped; by default they are contiguous.
     """
 
     slab: KVSlab
     start: int
     pads: Sequence[int]
+    positions_BKn: Tensor | None = None
 
     @classmethod
     def of(
-        cls, slab: KVSlab, q_BNCH: Tensor, *, start: int, pads: Sequence[int], rotary: Rotary | None = None
+        cls,
+        slab: KVSlab,
+        q_BNCH: Tensor,
+        *,
+        start: int,
+        pads: Sequence[int],
+        rotary: Rotary | None = None,
+        positions_BKn: Tensor | None = None,
     ) -> SeenSlab:
         """Create from a slab and queries; with a `rotary` both are unrotated, and are read rotated to their slots."""
         if rotary is not None:
             slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=pads)
-        return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads)
+        return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads, positions_BKn=positions_BKn)
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        if terms.marked_window is not None:  # a key may be marked by the first token after the prefix
+            await_prefix()
+            return attend_marked(self.q_BNCH, *self.read(), terms, self._positions())
         return attend_causally(
             self.q_BNCH, self.slab, terms, start=self.start, pads=self.pads, await_prefix=await_prefix
         )
 
     def read(self) -> tuple[Tensor, Tensor]:
         return self.slab.read(self.slab.first, self.start + self.q_BNCH.shape[2])
+
+    def _positions(self) -> Tensor:
+        """Positions of all tokens up to the newest ones (B, K, n), or (B, 1, n)."""
+        if self.positions_BKn is not None:
+            return self.positions_BKn
+        index_n = torch.arange(self.slab.first, self.start + self.q_BNCH.shape[2], device=self.q_BNCH.device)
+        return (index_n - row_values(self.pads, index_n.device)[:, None])[:, None]
 
 
 @dataclass(kw_only=True)
@@ -162,6 +183,9 @@ class KVCache(KVStore):
             return None
         return SlabRow(self, row, pad).row_kv(0, 0, num_tokens)
 
+    def readers(self, layer: int) -> Sequence[int]:
+        return self.shapes[layer].readers
+
     def take_layers(self) -> Iterator[SlabLayer]:
         """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
         assert self.num_slabs == self.num_layers, "layers share slabs"
@@ -182,6 +206,27 @@ class SlabRow(KVStore):
     def __init__(self, cache: KVCache, row: int, pad: int) -> None:
         self.device = cache.device
         self.layers = [SlabLayer(slab=layer.slab.row(row, pad)) for layer in cache.layers]
+
+    @classmethod
+    def of(cls, key_dims: Sequence[int], layers_TKX: Sequence[Tensor]) -> SlabRow:
+        """A row in memory of others: keys and values of each layer, and how wide its keys are."""
+        row = cls.__new__(cls)
+        row.device = layers_TKX[0].device
+        row.layers = [
+            SlabLayer(slab=KVSlab(slab_TBKX=kv_TKX[:, None], key_dim=key_dim, first=0))
+            for kv_TKX, key_dim in zip(layers_TKX, key_dims, strict=True)
+        ]
+        return row
+
+    def fork(self) -> SlabRow:
+        other = copy(self)
+        other.layers = [
+            SlabLayer(slab=replace(layer.slab, slab_TBKX=layer.slab.slab_TBKX.clone())) for layer in self.layers
+        ]
+        return other
+
+    def take_back(self, num_tokens: int) -> None:
+        """Nothing is to be done, since a token is stored at its index, over what was there."""
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         assert (row, pad) == (0, 0), (row, pad)

@@ -26,6 +26,7 @@ class NewTokens:
         left_Bc: indices within the chunk; None is all tokens.
         pending_Bc: the tokens that the next layer is to compute, as indices into those that were left before.
         chunk_tokens: C, known once a layer has asked for positions.
+        ids_BC: token ids of the chunk, if the forward has shown them.
     """
 
     def __init__(self, start: int, pads: list[int], phase: Phase = Phase.prefill) -> None:
@@ -33,6 +34,7 @@ class NewTokens:
         self.left_Bc: Tensor | None = None
         self.pending_Bc: Tensor | None = None
         self.chunk_tokens = 0
+        self.ids_BC: Tensor | None = None
         self._positions_BC: Tensor | None = None
 
     def positions_BC(self, num_new: int, device: torch.device) -> Tensor:  # noqa: N802

@@ -73,15 +73,16 @@ class PartLayer(LayerStore):
         else:
             self._own.pass_over(tokens)
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenPart:
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab, pads = self._own.slots()
-        return SeenPart(
+        seen = SeenPart(
             q_BNCH=q_BNCH,
             slab=slab,
             pads=pads,
             has_new=self._cache.owns(tokens.start),
             by_position=lambda: self._cache.by_position(slab, q_BNCH, tokens),
         )
+        return self._own.with_rest(seen)
 
     @property
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
@@ -25,15 +26,20 @@ class RowsCache(KVStore):
     Args:
         rows: caches of one row each, without padding.
         pads: padding of each row.
+        counts: of each row, how many of the forward's tokens are its own, the first ones; the others are filled up, and
+            are neither stored nor attend to anything. None is all tokens of all rows.
     """
 
-    def __init__(self, rows: Sequence[KVStore], pads: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[KVStore], pads: Sequence[int], counts: Sequence[int] | None = None) -> None:
         self._rows, self._pads = list(rows), list(pads)
-        split = _SplitTokens()
+        split = _SplitTokens(counts)
         # No layer refers to this cache: a cycle would keep the rows that left until the garbage collector comes.
         self.layers = [
             RowsLayer(rows=list(layers), split=split) for layers in zip(*(row.layers for row in rows), strict=True)
         ]
+
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        return list(self._rows)
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         own = [row.positions_BC(index_C - pad) for row, pad in zip(self._rows, self._pads, strict=True)]
@@ -50,7 +56,8 @@ class RowsCache(KVStore):
 class _SplitTokens:
     """The new tokens of each row, made once for all layers from those of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Sequence[int] | None = None) -> None:
+        self._counts = counts
         self._whole: NewTokens | None = None
         self._rows: list[NewTokens] = []
 
@@ -59,6 +66,12 @@ class _SplitTokens:
             self._whole = tokens
             self._rows = [NewTokens(tokens.start - pad, [0], tokens.phase) for pad in tokens.row_pads]
         return self._rows
+
+    def own(self, x_BxCx: Tensor) -> list[Tensor]:
+        """The own tokens of each row, of (B, heads, C, dim)."""
+        if self._counts is None:
+            return list(x_BxCx.split(1))
+        return [x_1xCx[:, :, :count] for x_1xCx, count in zip(x_BxCx.split(1), self._counts, strict=True)]
 
 
 @dataclass(kw_only=True)
@@ -69,15 +82,14 @@ class RowsLayer(LayerStore):
     split: _SplitTokens
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        for row, k_1KCH, v_1KCV, own in zip(
-            self.rows, k_BKCH.split(1), v_BKCV.split(1), self.split(tokens), strict=True
-        ):
+        keys, values = self.split.own(k_BKCH), self.split.own(v_BKCV)
+        for row, k_1KCH, v_1KCV, own in zip(self.rows, keys, values, self.split(tokens), strict=True):
             row.append(k_1KCH, v_1KCV, own)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRows:
         rows = [
             row.seen(q_1NCH, own)
-            for row, q_1NCH, own in zip(self.rows, q_BNCH.split(1), self.split(tokens), strict=True)
+            for row, q_1NCH, own in zip(self.rows, self.split.own(q_BNCH), self.split(tokens), strict=True)
         ]
         return SeenRows(q_BNCH=q_BNCH, rows=rows)
 
@@ -96,4 +108,12 @@ class SeenRows(SeenKV):
         parts = [row.attend(terms, await_prefix) for row in self.rows]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+        num_new = self.q_BNCH.shape[2]
+        outs = [_filled(out, num_new) for out, _ in parts]
+        return torch.cat(outs), torch.cat([_filled(lse[..., None], num_new)[..., 0] for _, lse in parts])
+
+
+def _filled(x_1NCx: Tensor, num_new: int) -> Tensor:
+    """(1, N, C, x) of a row's own tokens, followed by zeros for the others."""
+    missing = num_new - x_1NCx.shape[2]
+    return functional.pad(x_1NCx, (0, 0, 0, missing)) if missing else x_1NCx

@@ -17,12 +17,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """Shape of one layer's keys and values per token."""
+    """Shape of one layer's keys and values per token.
+
+    Attributes:
+        readers: later layers of the model that read these keys and values and store none, ascending.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    readers: tuple[int, ...] = ()
 
     def bytes_per_token(self, batch: int = 1) -> int:
         return batch * self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.config import GenerationOptions
+from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.sampling import check_options
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
 
 
@@ -35,6 +36,8 @@ class Conversation:
         length: number of tokens that the conversation will have, for models whose RoPE depends on it.
 
     Attributes:
+        rank_policies: the policies as given.
+        length: number of tokens as given; 0 if it is unknown.
         pads: left padding of each row.
         rows: token ids of each row, without padding, including generated ones.
         cache: the KV cache; None before the first turn.
@@ -50,15 +53,16 @@ class Conversation:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
-        self._while_decoding, self._rank_policies = policies.while_decoding, policies
+        self._while_decoding, self.rank_policies = policies.while_decoding, policies
         self.pads: list[int] = []
         self.rows: list[list[int]] = []
         self.cache: KeptCache | None = None
         self.num_tokens = 0
         self.logits_BV: Tensor | None = None
-        self._length = length or 0
+        self.length = length or 0
         self._unfed_B1: Tensor | None = None
         self._is_long: bool | None = None
+        self._is_decided = policies.deciding is None
 
     @property
     def kv_bytes(self) -> int:
@@ -72,8 +76,8 @@ class Conversation:
 
     @property
     def kept_tokens(self) -> list[int]:
-        """Number of kept tokens of the longest row, by layer."""
-        return [] if self.cache is None else [layer.num_slots - min(layer.pads) for layer in self.cache.layers]
+        """Number of kept tokens of the longest row, by layer, on average over KV heads."""
+        return [] if self.cache is None else [layer.tokens_per_head - min(layer.pads) for layer in self.cache.layers]
 
     @torch.inference_mode()
     def feed(
@@ -87,7 +91,7 @@ class Conversation:
             all_logits: return the logits of all these tokens instead of the last one's. Under policies that narrow,
                 those of the other tokens are computed as by `peek` in a second forward, since dropped tokens have none.
             cut_back: False to drop no tokens yet: in all chunks of a prompt but the last one, if policies need to see
-                the whole prompt.
+                the whole prompt. A policy that decides on all layers at once does so once, and keeps all later tokens.
 
         Returns:
             logits (B, V), or (B, C, V), in at least float32.
@@ -99,7 +103,7 @@ class Conversation:
         pads = self._checked_pads(ids_BC, pads)
         if self.cache is None:
             self.pads, self.rows = pads, [[] for _ in pads]
-            self.cache = self._rank_policies.cache(self.model, batch=len(pads))
+            self.cache = self.rank_policies.cache(self.model, batch=len(pads), has_turns=True)
         given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
         every = None
         if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
@@ -122,7 +126,7 @@ class Conversation:
         Raises:
             ValueError: as `feed`.
         """
-        if self.cache is not None and self._rank_policies.retriever is not None:
+        if self.cache is not None and self.rank_policies.retriever is not None:
             return self.fork().follow(ids_BC)
         return self._unthinned().feed(ids_BC, all_logits=True)
 
@@ -151,9 +155,15 @@ class Conversation:
         """Generate an answer, greedily by default. Rows that have ended wait for the others.
 
         Raises:
-            ValueError: there is nothing to answer, or more tokens than the model has positions.
+            ValueError: there is nothing to answer, more tokens than the model has positions, or options that ask for
+                speculation.
         """
         options = options or GenerationOptions()
+        if options.speculate is not Speculate.none:
+            raise ValueError(
+                f"generation.speculate={options.speculate.name} is for Engine.generate, since a conversation's cache "
+                "takes back no tokens; leave it out"
+            )
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")
         check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
@@ -200,27 +210,35 @@ class Conversation:
         assert self.cache is not None
         end = self.num_tokens + ids_BC.shape[1]
         tokens = NewTokens(self.num_tokens, self.pads)
-        steps = PolicySteps(
-            self.model,
-            self.policies,
-            tokens,
-            prompt_tokens=end,
-            evicts=cut_back,
-            cache=self.cache,
-        )
+        steps = self._steps(tokens, end, cut_back=cut_back)
         logits = self.model.forward(
             ids_BC,
             KeptAttention(self.cache, steps),
             start=self.num_tokens,
             pads=self.pads,
-            length=max(end, self._length),
+            length=max(end, self.length),
             tokens=tokens if any(policy.narrows for policy in self.policies) else None,
             all_logits=all_logits,
         )
         self.num_tokens = end
+        if cut_back and self.policies:
+            self.decide()
         if ids_BC.shape[1] > 1:  # single tokens use the remaining room
-            self.cache.free(room=0)
+            (self.cache.settle if cut_back else self.cache.free)(room=0)
         return logits
+
+    def decide(self) -> None:
+        """Let the policy that decides on all layers cut back the first turn, if there is one and it has not yet."""
+        assert self.cache is not None
+        if not self._is_decided:
+            ids_BS = torch.tensor([[0] * pad + ids for pad, ids in zip(self.pads, self.rows, strict=True)])
+            decide_on_prompt(self.model, self.rank_policies, self.cache, ids_BS, self.pads)
+            self._is_decided = True
+
+    def _steps(self, tokens: NewTokens, end: int, *, cut_back: bool) -> PolicySteps:
+        """The policies' part in a forward of these tokens, after which the conversation has `end` tokens."""
+        policies = self.policies if not self._is_decided or self.rank_policies.deciding is None else []
+        return PolicySteps(self.model, policies, tokens, prompt_tokens=end, evicts=cut_back, cache=self.cache)
 
     def _taken_in(self, ids_BC: Tensor, pads: list[int]) -> Tensor:
         """Add new ids to `rows`. Returns the ids to compute: that of an unfed last answer token, then the new ones."""
@@ -254,7 +272,7 @@ class Conversation:
                 )
             pads = [0] * len(self.pads)
         end = self.num_tokens + (self._unfed_B1 is not None) + num_new
-        self._check_length(max(end, self._length), end, self.pads or pads)
+        self._check_length(max(end, self.length), end, self.pads or pads)
         return pads
 
     def _check_length(self, length: int, end: int, pads: list[int]) -> None:

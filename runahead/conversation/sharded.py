@@ -158,7 +158,7 @@ class ShardedConversation(Conversation):
                 ids_BC = ids_BC[:, -1:]
             if self._part is None:
                 self._part = PartCache(self.cache, [], pads=self.pads, owns=self._owners.owns)
-            logits = self._pieces(ids_BC, all_logits=all_logits, length=max(end, self._length))
+            logits = self._pieces(ids_BC, all_logits=all_logits, length=max(end, self.length))
         if given > 1:  # single tokens use the remaining room
             self.cache.free(room=0)
         return torch.cat(logits, dim=1) if all_logits else logits[-1]

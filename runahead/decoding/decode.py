@@ -25,6 +25,7 @@ class Row:
 
     Attributes:
         prompt, new_ids: token ids.
+        options: as given.
         logprobs: log-probabilities of each new token; empty if they were not asked for.
         device: where token ids go.
         finish_reason: "eos", "stop", "length", "cancelled", or None while it goes on.
@@ -35,7 +36,7 @@ class Row:
         self.logprobs: list[TokenLogprobs] = []
         self.device = model.device
         self.finish_reason: str | None = None
-        self._options = options
+        self.options = options
         self._eos = set() if options.ignore_eos else model.eos_token_ids
         schema = options.json_schema
         constraint = None if schema is None else model.json_schemas.constraint(schema)
@@ -51,13 +52,17 @@ class Row:
             self.finish_reason = "eos"
         elif self._text.add(token):
             self.finish_reason = "stop"
-        elif len(self.new_ids) == self._options.max_new_tokens:
+        elif len(self.new_ids) == self.options.max_new_tokens:
             self.finish_reason = "length"
         return token
 
     def cancel(self) -> None:
         """End the row, unless it has ended."""
         self.finish_reason = self.finish_reason or "cancelled"
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.options.max_new_tokens
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +99,18 @@ class Sampler:
     @property
     def _looks_back(self) -> bool:
         return self._options.repetition_penalty != 1.0 or self._counts_new
+
+    def ahead(self) -> Sampler:
+        """A copy that is to guess the tokens that this sampler is about to choose.
+
+        It makes the same draws, so from about the same logits it mostly chooses the same tokens. It has no constraint.
+        """
+        other = copy(self)
+        other.num_logprobs, other._constraint = None, None
+        other._seen_V = None if self._seen_V is None else self._seen_V.clone()
+        other._counts_V = None if self._counts_V is None else self._counts_V.clone()
+        other._generator = None if self._generator is None else self._generator.clone_state()
+        return other
 
     def choose(self, logits_V: Tensor) -> Tensor:
         """The next token, on the device: that of the largest score, or a drawn one. `add` tells that it came."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from runahead.cache.kv_cache import Allocator, KVCache
-from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.kv_transfer.schedule import STORED, Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
 from runahead.timeline.clock import Clock
@@ -33,7 +34,8 @@ class KVTransfer(ABC):
 
     A prefill calls, for every layer in order: `open`, write the own keys and values to the cache, `send`,
     `await_prefix`, attend, `close`; and `finish` at the end. To attend to messages as they arrive it calls
-    `await_messages` several times rather than `await_prefix`.
+    `await_messages` several times rather than `await_prefix`. A rank with stored keys and values for others calls
+    `feed` for every layer in order, `lead` layers ahead.
 
     Args:
         schedule: the messages of this rank.
@@ -41,6 +43,10 @@ class KVTransfer(ABC):
         depth: most layers in flight. The slot of a layer is used again `depth` layers later, once its keys and values
             were attended to and have been sent.
         record: log when each message was sent, for a timeline.
+
+    Attributes:
+        lead: layers by which stored keys and values are sent ahead of the own layer, since the rank that needs them
+            first is ahead of this one; 0 if this rank sends none.
     """
 
     joins_prefix = False
@@ -51,6 +57,8 @@ class KVTransfer(ABC):
     ) -> None:
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.record = record
+        self.lead = depth * (len(schedule.chain) - 1) if schedule.feeds(0) else 0
+        self._stored = self._stored_ring(cache.device) if self.lead else None
         self.log = TransferLog()
         self._prefill = ranks.records.begin()
         self._oldest = partial(ranks.records.oldest_outstanding, self._prefill)
@@ -64,6 +72,43 @@ class KVTransfer(ABC):
     def backend_links(cls, ranks: Ranks, links: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of the directed links that need the backend."""
         return links
+
+    @property
+    def fed_bytes(self) -> int:
+        """Bytes allocated for stored keys and values on their way to other ranks."""
+        return 0 if self._stored is None else self._stored.num_bytes
+
+    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> KVCache:
+        """Memory from which stored keys and values of a few layers are sent."""
+        return KVCache(
+            self.cache.shapes,
+            batch=self.cache.batch,
+            spans=[(-self.schedule.num_stored, 0)] * self.cache.num_layers,
+            num_slabs=self.lead + 1,
+            device=device,
+            pin_memory=pin_memory,
+        )
+
+    def feed(self, layer: int, fill: Callable[[Tensor], object]) -> None:
+        """Start sending stored keys and values of a layer, without waiting for them to leave.
+
+        Args:
+            fill: writes them to memory (tokens, batch, KV heads, key dim + value dim) from which they are sent.
+        """
+        if messages := self.schedule.feeds(layer):
+            assert self._stored is not None
+            if (before := layer - self._stored.num_slabs) >= 0:
+                self._await_fed(before)
+            fill(self.part(messages[0]))
+            self._send_fed(messages)
+
+    def _await_fed(self, layer: int) -> None:
+        """Wait until the stored keys and values of a layer have left, so that their memory may be written."""
+        raise NotImplementedError(f"{type(self).__name__} sends no stored keys and values")
+
+    def _send_fed(self, messages: list[Message]) -> None:
+        """Start sending messages with stored keys and values, which are in their memory."""
+        raise NotImplementedError(f"{type(self).__name__} sends no stored keys and values")
 
     @abstractmethod
     def open(self, layer: int) -> None:
@@ -115,4 +160,6 @@ class KVTransfer(ABC):
 
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""
+        if self._stored is not None and message.chunk == STORED:
+            return self._stored.layer(message.layer).tokens(message.start, message.end)
         return self.cache.layer(message.layer).tokens(message.start, message.end)

@@ -116,6 +116,14 @@ class CopyTransfer(KVTransfer):
         self.ranks.records.ask_device()
         self.log.received_bytes = sum(self.part(message).nbytes for message in self._arrives)
 
+    def _await_fed(self, layer: int) -> None:
+        sends = self.schedule.feeds(layer)
+        self._wait(self._leave(sends), layer, f"the stored KV of layer {layer} to leave for", "send", layer, sends)
+
+    def _send_fed(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._post(message, [])
+
     # Counters.
 
     def _begin(self, counts: dict[int, Counts], peer: int) -> int:
@@ -211,7 +219,7 @@ class CopyTransfer(KVTransfer):
 
     def _all_sends(self, layer: int) -> list[Message]:
         onward = [message for _, sent in self.schedule.onward(layer) for message in sent]
-        return self.schedule.sends(layer) + onward
+        return self.schedule.sends(layer) + self.schedule.feeds(layer) + onward
 
     # Waits.
 

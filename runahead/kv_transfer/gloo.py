@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
-from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.kv_transfer.schedule import STORED, Message, Schedule
 from runahead.ranks.accelerator import Accelerator, Event
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
@@ -136,6 +136,20 @@ class GlooTransfer(KVTransfer):
         if self._error is not None:
             raise self._error
 
+    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> KVCache:
+        return super()._stored_ring(torch.device("cpu"), pin_memory=self.ranks.accelerator is not None)
+
+    def _await_fed(self, layer: int) -> None:
+        sends = self._all_sends(layer)
+        self._wait(self._left[layer], layer, f"the stored KV of layer {layer} to leave for", "send", layer, sends)
+
+    def _send_fed(self, messages: list[Message]) -> None:
+        for message in messages:
+            try:
+                self._isend(message)
+            except _Lost as error:
+                raise self.ranks.lost_connection(str(error)) from error
+
     # The threads.
 
     def _guard(self, body: Callable[[], None]) -> None:
@@ -206,7 +220,8 @@ class GlooTransfer(KVTransfer):
 
     def _all_sends(self, layer: int) -> list[Message]:
         forwards = [self.schedule.forwards(layer, message.chunk) for message in self.schedule.receives(layer)]
-        return self.schedule.sends(layer) + [message for messages in forwards for message in messages]
+        own = self.schedule.sends(layer) + self.schedule.feeds(layer)
+        return own + [message for messages in forwards for message in messages]
 
     @contextmanager
     def _naming(self, way: str, message: Message) -> Iterator[None]:
@@ -217,8 +232,9 @@ class GlooTransfer(KVTransfer):
             raise _Lost(f"the KV of layer {message.layer} {way} {self.ranks.name(message.peer)}") from error
 
     def _host_part(self, message: Message) -> Tensor:
-        cache = self.cache if self._staging is None else self._staging.host
-        return cache.layer(message.layer).tokens(message.start, message.end)
+        if self._staging is None or (self.lead and message.chunk == STORED):
+            return self.part(message)
+        return self._staging.host.layer(message.layer).tokens(message.start, message.end)
 
 
 class _Lost(RuntimeError):

@@ -32,6 +32,7 @@ class NcclTransfer(KVTransfer):
         self._links = ranks.nccl_links(links) if links else {}  # all ranks made them before the prefill
         self._receives: dict[int, dict[Message, Work]] = {}
         self._sends: dict[int, list[Work]] = {}
+        self._fed: dict[int, list[Work]] = {}
         self._ended: dict[int, Event] = {}  # per layer in flight: the end of its attention
         for layer in range(min(depth, cache.num_layers)):
             self._post_receives(layer)
@@ -73,10 +74,17 @@ class NcclTransfer(KVTransfer):
 
     def finish(self) -> None:
         unread = [work for receives in self._receives.values() for work in receives.values()]
-        for work in [*unread, *(work for works in self._sends.values() for work in works)]:
+        sent = [work for sends in (self._sends, self._fed) for works in sends.values() for work in works]
+        for work in [*unread, *sent]:
             work.wait()  # also for messages that nobody reads, since their slots are freed after this
         self._watch(self._gpu.mark(), "the KV in flight")
         self.ranks.records.ask_device()
+
+    def _await_fed(self, layer: int) -> None:
+        self._wait(layer, self._fed.pop(layer))
+
+    def _send_fed(self, messages: list[Message]) -> None:
+        self._fed[messages[0].layer] = [self._isend(message) for message in messages]
 
     def _wait(self, layer: int, works: list[Work]) -> None:
         """Let compute wait for messages."""

@@ -3,6 +3,9 @@
 KV-Runahead sends along one directed chain, never back. With `relay`, as in the paper, rank i passes the whole prefix
 on to rank i + 1, here chunk by chunk, its own chunk first. With `direct` each chunk goes straight to every later rank.
 
+Keys and values that the last stage has stored of the prompts come before token 0 and are no rank's chunk. The last
+stage sends them to the first one, which passes them on like a chunk, or to all others. Nothing of them is sent to it.
+
 Chunks belong to stages. Where a stage has several ranks (`Mesh`), those with the same share form a chain of their own:
 only the peers of messages and the links are ranks.
 """
@@ -17,13 +20,16 @@ from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.ranks.mesh import Mesh
 
+STORED = -1
+"""Number of the chunk of stored keys and values, which comes before all others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """Keys and values of the tokens [start, end) in one layer, sent to or received from a peer.
 
     Attributes:
-        chunk: number of the chunk that the tokens belong to, the same on every rank.
+        chunk: number of the chunk that the tokens belong to, the same on every rank; `STORED` for stored ones.
         tag: unique within one prefill.
     """
 
@@ -42,7 +48,10 @@ class Schedule(ABC):
         mesh: stages and shares of the ranks.
         chain: the stages with work, in the order of their last tokens.
         position: place of this rank's stage in the chain.
+        num_stored: tokens of the slabs, before token 0, for stored keys and values.
     """
+
+    num_stored = 0
 
     def __init__(self, rank: int, chain: list[int], mesh: Mesh) -> None:
         self.mesh, self.chain, self._share = mesh, chain, mesh.share(rank)
@@ -70,6 +79,10 @@ class Schedule(ABC):
     def forwards(self, layer: int, chunk: int) -> list[Message]:
         """Messages that pass on a chunk which arrived."""
 
+    def feeds(self, layer: int) -> list[Message]:
+        """Messages with stored keys and values of a layer, on the rank that has them."""
+        return []
+
     def onward(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
         """Messages to pass on, in order: (received ones that must have arrived, those that are sent then)."""
         steps = [([each], self.forwards(layer, each.chunk)) for each in self.receives(layer)]
@@ -94,12 +107,14 @@ class TransferSchedule(Schedule):
     Args:
         partition: chunks of the stages; one with an empty chunk takes no part.
         rank: the rank.
-        first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer. It never
-            decreases with the start, so a relay always holds what the next rank needs.
+        first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer, -`num_stored`
+            if it needs the stored ones. It never decreases with the start, so a relay always holds what the next rank
+            needs.
         by_layer: chunks per layer, if deeper layers compute fewer tokens; by default those of `partition`.
         joined: pass the prefix on as one message once all of it is there, rather than chunk by chunk as it arrives.
             A relaying rank then has four messages per layer, wherever it is in the chain.
         mesh: stages and shares of the ranks; by default every rank is a stage.
+        num_stored: tokens of the slabs, before token 0, for keys and values that the last stage has stored.
     """
 
     def __init__(
@@ -112,22 +127,31 @@ class TransferSchedule(Schedule):
         *,
         joined: bool = False,
         mesh: Mesh | None = None,
+        num_stored: int = 0,
     ) -> None:
         super().__init__(rank, partition.chain, mesh or Mesh(partition.num_ranks))
         self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
+        self.num_stored = num_stored
 
     def receives(self, layer: int) -> list[Message]:
         """Messages with the prefix, the nearest chunk first."""
-        if self._joined:
-            own = self._messages(layer, [(self.position - 1, self.position - 1, self.position)] * (self.position > 0))
-            return own + self._prefix(layer, self.position - 1, self.position, peer=self.position - 1)
-        nearest_first = range(self.position - 1, -1, -1)
+        nearest = self.position - 1
+        if self._joined and nearest >= 0:
+            own = self._messages(layer, [(nearest, nearest, self.position)])
+            return own + self._prefix(layer, nearest, self.position, peer=nearest)
+        nearest_first = range(nearest, STORED - 1, -1)
         return self._messages(layer, [(self._source(index), index, self.position) for index in nearest_first])
 
     def sends(self, layer: int) -> list[Message]:
         """Messages with the own chunk."""
         return self._messages(layer, [(target, self.position, target) for target in self._targets()])
+
+    def feeds(self, layer: int) -> list[Message]:
+        if not self.is_last:
+            return []
+        others = range(self.position if self.transfer is Transfer.direct else min(1, self.position))
+        return self._messages(layer, [(target, STORED, target) for target in others])
 
     def forwards(self, layer: int, chunk: int) -> list[Message]:
         if self.transfer is Transfer.direct or self.is_last:
@@ -141,13 +165,15 @@ class TransferSchedule(Schedule):
         return [(self.receives(layer), sent)] if sent else []
 
     def _stage_links(self) -> list[tuple[int, int]]:
-        return chain_links(self._partition, self.transfer)
+        return chain_links(self._partition, self.transfer, has_stored=self.num_stored > 0)
 
     def layer_skew(self) -> int:
         """Most layers by which a sender runs ahead of this rank, at least 1."""
         return max(1, self.position) if self.transfer is Transfer.direct else 1
 
     def _source(self, chunk: int) -> int:
+        if chunk == STORED and (self.transfer is Transfer.direct or self.position == 0):
+            return len(self.chain) - 1
         return chunk if self.transfer is Transfer.direct else self.position - 1
 
     def _targets(self) -> range:
@@ -161,25 +187,30 @@ class TransferSchedule(Schedule):
 
     def _prefix(self, layer: int, sender: int, receiver: int, *, peer: int) -> list[Message]:
         """The message with what `receiver` needs of the tokens before the chunk of `sender`, if there are any."""
-        if sender < 1:
-            return []
-        before = range(self._chunk(layer, sender).start)
+        before = range(-self.num_stored, self._chunk(layer, sender).start)
         return self._message(layer, peer, sender - 1, before, receiver)
 
     def _message(self, layer: int, peer: int, index: int, tokens: range, receiver: int) -> list[Message]:
         start = max(tokens.start, self._first_needed(layer, self._chunk(layer, receiver).start))
         if start >= tokens.stop:
             return []
-        tag, rank = layer * len(self.chain) + index, self._rank(self.chain[peer])
+        tag, rank = layer * (len(self.chain) + 1) + index - STORED, self._rank(self.chain[peer])
         return [Message(peer=rank, layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
 
     def _chunk(self, layer: int, index: int) -> range:
+        if index == STORED:
+            return range(-self.num_stored, 0)
         partition = self._partition if self._by_layer is None else self._by_layer[layer]
         return partition.chunk(self.chain[index])
 
 
-def chain_links(partition: ContextPartition, transfer: Transfer) -> list[tuple[int, int]]:
-    """Directed links (from stage, to stage) that a prefill uses, in the same order on every rank."""
+def chain_links(partition: ContextPartition, transfer: Transfer, *, has_stored: bool = False) -> list[tuple[int, int]]:
+    """Directed links (from stage, to stage) that a prefill uses, in the same order on every rank.
+
+    Args:
+        has_stored: the last stage sends stored keys and values to others.
+    """
     chain = partition.chain
     reach = 1 if transfer is Transfer.relay else len(chain)
-    return [(sender, receiver) for at, sender in enumerate(chain) for receiver in chain[at + 1 : at + 1 + reach]]
+    links = [(sender, receiver) for at, sender in enumerate(chain) for receiver in chain[at + 1 : at + 1 + reach]]
+    return links + [(chain[-1], receiver) for receiver in chain[:-1][:reach] if has_stored]

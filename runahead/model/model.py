@@ -25,16 +25,21 @@ from runahead.config import ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
+from runahead.model.attention_input import show_attention_inputs
 from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
 from runahead.model.json_schemas import JSONSchemas
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.sharing import Shares, copies_of_heads, local_part, share_model
+from runahead.model.marks import Marker, MarkingAttention, Marks
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.narrowing import decoder_layers, narrowing
+from runahead.model.output_projection import find_output_projections
 from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register
+from runahead.model.shared_kv import ReadingAttention, find_sources, last_token_only
+from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary, find_rotaries
 
@@ -62,9 +67,11 @@ class Model:
 
     Attributes:
         config: configuration of the text decoder.
-        kv_shapes: KV shape per layer, of this rank's share.
+        kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
+        kv_sources: of each other layer, the one whose keys and values it reads.
+        marks: how tokens mark those that are evicted, in a model that was trained for it.
         num_query_heads: most query heads of a layer.
-        rules: mask rule per layer; None is plain causal attention.
+        rules: mask rule per layer that stores keys and values; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
         shares: as given.
         memory: memory of this rank while it loaded the weights; None if they were given.
@@ -92,10 +99,19 @@ class Model:
         parameters = inspect.signature(module.forward).parameters
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
+        self._marker: Marker | None = None
         try:
+            try:
+                self.marks = Marks.of(self.config)
+                if self.marks is not None:
+                    self._marker = Marker(self.marks, module, self.config)
+            except ValueError as error:
+                family = f"model {self.name} ({self.config.model_type})"
+                raise ValueError(f"{family} {error}, which is not supported") from error
             self._look_at_layers()
-            ids_1S = self._check_ids()
-            self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
+            if self.marks is None:  # transformers has no attention that leaves out what is marked
+                ids_1S = self._check_ids()
+                self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
         except (torch.OutOfMemoryError, ValueError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -192,11 +208,42 @@ class Model:
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
-        return decoder_layers(self.module, self.num_layers)
+        return decoder_layers(self.module, self.num_layers + len(self.kv_sources))
 
     @property
     def num_layers(self) -> int:
+        """Number of layers that store keys and values."""
         return len(self.kv_shapes)
+
+    def require_unmarked(self, what: str, remedy: str) -> None:
+        """Check that the model marks no tokens that it evicts.
+
+        Args:
+            what: needs it, for the message.
+
+        Raises:
+            ValueError: it marks some.
+        """
+        if self.marks is not None:
+            raise ValueError(
+                f"model {self.name} ({self.config.model_type}) marks tokens that it evicts (DMS), which {what} does "
+                f"not support; {remedy}"
+            )
+
+    def require_own_kv(self, what: str, remedy: str) -> None:
+        """Check that all layers store keys and values of their own.
+
+        Args:
+            what: needs it, for the message.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self.kv_sources:
+            raise ValueError(
+                f"{len(self.kv_sources)} layers of model {self.name} ({self.config.model_type}) read the keys and "
+                f"values of other layers, which {what} does not support; {remedy}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -262,6 +309,7 @@ class Model:
         Raises:
             ValueError: the rotations are not known, or cannot be replaced.
         """
+        self.require_own_kv("policy.positions=reencoded", "use policy.positions=original")
         if any(rule is not None and not rule.sees_everything for rule in self.rules):
             name = f"{self.name} ({self.config.model_type})"
             why = f"model {name} has layers with sliding windows over the original positions"
@@ -271,6 +319,50 @@ class Model:
             except ValueError as error:
                 why = str(error)
         raise ValueError(f"{why}, so its positions cannot be re-encoded; use policy.positions=original")
+
+    @cached_property
+    def output_projections(self) -> list[Tensor]:
+        """Weights (D, N * V) of the layers' output projections.
+
+        Raises:
+            ValueError: they are not found, or ranks share the model. The message has no remedy.
+        """
+        name = f"model {self.name} ({self.config.model_type})"
+        if self.num_shards > 1:
+            raise ValueError(f"{name} is shared by {self.num_shards} ranks, which have parts of its output projections")
+        if self.kv_sources:
+            raise ValueError(f"{name} has layers that read the values of others, after output projections of their own")
+        try:
+            return find_output_projections(self.module, self._run_one_token, self.num_layers)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+
+    @cached_property
+    def attention_input_dims(self) -> list[int]:
+        """Width of the hidden states that each layer's attention is given.
+
+        Once it was asked for, forwards show these states to their attention (`LayerAttention.see_attention_input`).
+
+        Raises:
+            ValueError: they are not found, or layers store no keys. The message has no remedy.
+        """
+        name = f"model {self.name} ({self.config.model_type})"
+        if self.kv_sources:
+            raise ValueError(f"{name} has layers that read keys which others made of their own hidden states")
+        try:
+            return show_attention_inputs(self.module, self._run_one_token, self.num_layers, self.config.hidden_size)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+
+    def _run_one_token(self, attention: LayerAttention) -> None:
+        """Run a token at the position at which `attention` starts, which records what it wants to know."""
+        ids_11 = torch.full((1, 1), 3 % self.vocab_size, device=self.device)
+        self.forward(ids_11, attention, start=attention.start, pads=[0])
+
+    @cached_property
+    def token_kinds(self) -> Tensor:
+        """Kind of every token of the vocabulary (V), int8; see `policies.base.TokenKind`."""
+        return token_kinds(self.tokenizer, self.vocab_size).to(self.device)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -305,7 +397,7 @@ class Model:
     def _recorded(self, position: int) -> Recording:
         """Record what the layers pass to their attention for one token at a position."""
         recording = Recording(start=position, pads=[0])
-        self.forward(torch.full((1, 1), 3 % self.vocab_size, device=self.device), recording, start=position, pads=[0])
+        self._run_one_token(recording)
         return recording
 
     @property
@@ -323,6 +415,8 @@ class Model:
             and self.num_shards == 1
             and not self._rotaries
             and not self._needs_scores
+            and not self.kv_sources
+            and self.marks is None
             # Without query heads that share keys, CUDA's kernel for sequences reads each one from end to end in one
             # block, which for a long prompt costs more than a graph saves.
             and (self._shares_keys or self.device.type != "cuda")
@@ -384,6 +478,7 @@ class Model:
         Raises:
             PrefillEndsHere: `attention` raised it.
         """
+        attention.see_ids(ids_BC)
         if index_C is None:
             index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
         keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
@@ -394,34 +489,64 @@ class Model:
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
+        num_new = ids_BC.shape[1]
         if self._passes_keywords:
             keywords["runahead"] = attention
-        length = start + ids_BC.shape[1] if length is None else length
-        narrowed = nullcontext() if tokens is None else narrowing(self._layers, tokens, ids_BC.shape[1])
+            if self.kv_sources:
+                keywords["runahead"] = ReadingAttention(attention, self.kv_sources, num_new)
+            if self._marker is not None:
+                keywords["runahead"] = MarkingAttention(attention, self._marker)
+        length = start + num_new if length is None else length
+        narrowed = nullcontext() if tokens is None else narrowing(self._layers, tokens, num_new)
+        if self.kv_sources and not all_logits and num_new > 1:
+            narrowed = last_token_only(self._layers[self.num_layers :], num_new)
         with rotary_length(self._rotaries, [length - pad for pad in pads]), narrowed:
             logits_BCV = self._run(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
+    def hidden_states(self, ids_1C: Tensor, attention: LayerAttention) -> Tensor:
+        """Last hidden states (1, C, D) of a text, before the output layer. Gradients go through them.
+
+        Args:
+            ids_1C: token ids.
+            attention: as of `forward`, from the first token on.
+        """
+        keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, 0), "use_cache": True}
+        if self._passes_keywords:
+            keywords["runahead"] = attention
+        with rotary_length(self._rotaries, [ids_1C.shape[1]]):
+            hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
+        return hidden_1CD
+
     def _look_at_layers(self) -> None:
         """Find the KV shape and attention terms of every layer, by a forward of one token."""
+        self.kv_sources: dict[int, int] = {}
         calls = self._recorded(0).calls
         expected = int(self.config.num_hidden_layers)
         if [layer for layer, *_ in calls] != list(range(expected)):
             raise ValueError(
                 f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(calls)} calls of "
-                "transformers' attention interface; recurrent layers and layers that share keys and values are not "
-                "supported"
+                "transformers' attention interface; recurrent layers are not supported"
             )
+        sources = find_sources(calls)
+        storing = calls[: len(calls) - len(sources)]
         self.kv_shapes = [
-            KVShape(num_kv_heads=k.shape[1], key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=k.dtype)
-            for _, _, k, v, _ in calls
+            KVShape(
+                num_kv_heads=k.shape[1],
+                key_dim=k.shape[-1],
+                value_dim=v.shape[-1],
+                dtype=k.dtype,
+                readers=tuple(reader for reader, source in sources.items() if source == layer),
+            )
+            for layer, _, k, v, _ in storing
         ]
-        self.rules: list[MaskRule | None] = [terms.rule for *_, terms in calls]
+        self.rules: list[MaskRule | None] = [terms.rule for *_, terms in storing]
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
         self.num_query_heads = max(q.shape[1] for _, q, *_ in calls)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
+        self.kv_sources = sources
 
     def _check_ids(self) -> Tensor:
         return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size

@@ -29,6 +29,16 @@ def check_shares(config: Any, num_shares: int) -> None:
     """
     if num_shares == 1:
         return
+    if getattr(config, "dms_window_size", None) is not None:
+        raise ValueError(
+            f"this {config.model_type} model marks tokens that it evicts (DMS), and ranks cannot share such a model; "
+            "leave ranks.tensor out, and use another prefill than tensor"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"layers of this {config.model_type} model read keys and values of other layers, and ranks cannot share "
+            "such a model; leave ranks.tensor out, and use another prefill than tensor"
+        )
     plan = getattr(config, "base_model_tp_plan", None)
     if config.model_type in ADAPTERS or not plan:
         raise ValueError(

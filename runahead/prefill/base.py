@@ -21,6 +21,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
 from runahead.reuse.prefixes import RowPrefix
 from runahead.reuse.reused_kv import ReusedKV
+from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.trace import Span
 
@@ -81,6 +82,20 @@ class Meanwhile(Protocol):
         """
 
 
+class ToItsEnd:
+    """Other work of a rank inside a prefill that nobody cancels: what is computed anew of a stored prefix."""
+
+    def __init__(self, meanwhile: Meanwhile) -> None:
+        self._meanwhile = meanwhile
+        self.until = meanwhile.until
+
+    def after_layer(self, done: int, of: int) -> None:
+        self._meanwhile.after_segment_layer()
+
+    def after_segment_layer(self) -> None:
+        self._meanwhile.after_segment_layer()
+
+
 @dataclass(kw_only=True)
 class PrefillJob:
     """One prompt batch to prefill, as one rank gets it.
@@ -90,8 +105,11 @@ class PrefillJob:
         capacity: tokens for which the KV cache of a rank that decodes has room.
         policies: cache policies of each rank.
         shards: what each rank stores for decoding; None if the last one stores everything.
-        reused: keys and values of prompt segments; the batch then holds the new tokens alone.
+        reused: keys and values of prompt segments or stored prefixes; the batch then holds the new tokens alone.
+        stored: what the last stage of a chain has stored of the prompts, and sends to the others; on all of them. Only
+            there it is `reused`, too.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
+        gives_new: fill `given` of the result on the rank that decodes. The policies then retrieve, and nothing else.
         record: record the timeline of this rank.
         meanwhile: what the rank does besides; None is nothing.
     """
@@ -105,7 +123,9 @@ class PrefillJob:
     policies: RankPolicies = field(default_factory=RankPolicies)
     shards: Mapping[int, Shard] | None = None
     reused: ReusedKV | None = None
+    stored: StoredPrefix | None = None
     chunk_tokens: int | None = None
+    gives_new: bool = False
     record: bool = False
     meanwhile: Meanwhile | None = None
 
@@ -141,6 +161,8 @@ class Prefilled:
         report: times and bytes of this rank.
         logits_BV: logits of the last token, on the ranks that decode.
         cache: KV cache of the prompt, on the ranks that decode.
+        given: keys and values of the tokens that were computed, where `cache` has those that are reused as well, as one
+            text, in memory of its own.
         is_cancelled: it was not computed to its end; there are no logits and no cache.
         prefixes: of each row, on a rank that decodes, if prefixes are reused.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
@@ -150,6 +172,7 @@ class Prefilled:
     report: RankReport
     logits_BV: Tensor | None = None
     cache: KVStore | None = None
+    given: KVStore | None = None
     is_cancelled: bool = False
     prefixes: list[RowPrefix] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -180,8 +203,14 @@ class Prefill(ABC):
     def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         """The stage that computes the first token and decodes."""
 
-    def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:  # noqa: B027
-        """Create the process groups that the run needs, before the clock starts. Every rank calls it."""
+    def connect(  # noqa: B027
+        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, has_stored: bool = False
+    ) -> None:
+        """Create the process groups that the run needs, before the clock starts. Every rank calls it.
+
+        Args:
+            has_stored: the last stage sends what it has stored of the prompts.
+        """
 
     @abstractmethod
     def run(self, job: PrefillJob) -> Prefilled:

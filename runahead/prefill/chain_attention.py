@@ -17,6 +17,8 @@ from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, num_tokens_of, row_values
 from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
+from runahead.reuse.cache import ReusedCache
+from runahead.reuse.reused_kv import ReusedKV, WholeTexts
 from runahead.thinning.steps import PolicySteps
 
 
@@ -36,14 +38,21 @@ class ChainAttention(CausalAttention):
         self.run = run
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.transfer.open(layer)
+        self.run.open(layer)
         store, tokens = self.cache.layers[layer], self.tokens_in(layer, q_BNCH.shape[2])
         store.append(k_BKCH, v_BKCV, tokens)
         self.run.send(layer)
         seen = store.seen(q_BNCH, tokens)
         out_BNCV = seen.output(terms, partial(self.run.await_prefix, layer))
-        self.after(layer, store, seen, terms)
+        self._attended(layer, store, seen, terms)
         self.run.close(layer)
+        return out_BNCV
+
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        out_BNCV = super().attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+        self.run.job.ranks.progress()
         return out_BNCV
 
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:
@@ -63,18 +72,34 @@ class ThinnedAttention(ChainAttention):
         by_layer: the chunks of each layer.
         rank: the rank in the chain.
         kept: the KV cache for decoding, on a rank that decodes: of all tokens, or with sharded decoding of its own.
+        reused: what the prompts reuse, if no policy drops tokens. The KV cache for decoding has it, too.
     """
 
-    def __init__(self, run: ChainRun, by_layer: Sequence[ContextPartition], rank: int, kept: KeptCache | None) -> None:
-        job, policies = run.job, run.job.own_policies
-        super().__init__(run, run.cache, start=job.partition.chunk(rank).start, pads=job.batch.pads)
+    def __init__(
+        self,
+        run: ChainRun,
+        by_layer: Sequence[ContextPartition],
+        rank: int,
+        kept: KeptCache | None,
+        reused: ReusedKV | None = None,
+    ) -> None:
+        job, policies, chunk = run.job, run.job.own_policies, run.job.partition.chunk(rank)
+        cache = run.cache if reused is None else ReusedCache(run.cache, reused)
+        super().__init__(run, cache, start=chunk.start, pads=job.batch.pads)
         self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
+        self._texts = None if reused is None else reused.whole(job.batch.pads)
         self.kept = kept
+        tokens, prompt_tokens = self.tokens, job.own_tokens
+        if self._texts is not None:  # the same tokens, by their index in the whole text
+            prompt_tokens = max(self._texts.lengths)
+            tokens = NewTokens(prompt_tokens - len(chunk), [prompt_tokens - num for num in self._texts.lengths])
+            if kept is not None:
+                kept.gaps = self._texts.gaps
         self._steps = PolicySteps(
             job.model,
             policies.of(is_last=run.is_last),
-            self.tokens,
-            prompt_tokens=job.own_tokens,
+            tokens,
+            prompt_tokens=prompt_tokens,
             room=policies.room(job.own_new_tokens),
             evicts=kept is not None,
             cache=self.kept,
@@ -94,7 +119,24 @@ class ThinnedAttention(ChainAttention):
         ]
         return NewTokens(own.start, pads)
 
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self._steps.input_BCD = x_BCD
+
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        if self.kept is None and not self._steps.policies:
+            return
+        kept = self._stored(layer, seen) if self._texts is None else self._whole(layer, self._texts)
+        borrowed = kept.slab_TBKX if self._texts is None else None
+        if self.kept is not None:
+            self.kept.layers[layer] = kept
+        kept = self._steps.run(layer, kept, seen, terms)
+        if self.kept is not None:
+            self.kept.layers[layer] = kept
+            self.kept.own(layer, room=self._steps.room, is_borrowed=kept.slab_TBKX is borrowed)
+            self.kept.note_peak()
+
+    def _stored(self, layer: int, seen: SeenKV) -> KeptLayer:
+        """The tokens in a layer's slab, in its memory."""
         num_new, device, slab = seen.q_BNCH.shape[2], seen.q_BNCH.device, self._slabs.layers[layer].slab
         placed = self.tokens_in(layer, num_new)
         end = placed.start + num_new
@@ -104,7 +146,7 @@ class ThinnedAttention(ChainAttention):
         pads_B = row_values(placed.row_pads, device)
         before_nB = torch.arange(begin, placed.start, device=device)[:, None] - pads_B
         own_nB = self.tokens.positions_BC(num_new, device).T
-        kept = KeptLayer(
+        return KeptLayer(
             shape=self._slabs.shapes[layer],
             slab_TBKX=slab.tokens(begin, end),
             positions_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
@@ -113,12 +155,17 @@ class ThinnedAttention(ChainAttention):
             first=0 if is_part else begin,
             rotary=self._slabs.layers[layer].rotary,
         )
-        borrowed = kept.slab_TBKX
-        if self.kept is not None:
-            self.kept.layers[layer] = kept
-        self._steps.run(layer, kept, seen, terms)
-        if self.kept is not None:
-            if kept.slab_TBKX is borrowed:
-                kept.copy_out(room=self._steps.room)
-            self.kept.close(layer, room=self._steps.room)
-            self.kept.note_peak()
+
+    def _whole(self, layer: int, texts: WholeTexts) -> KeptLayer:
+        """The tokens that are reused and those in a layer's slab, in memory of their own."""
+        job, room, num_tokens = self.run.job, self._steps.room, self._steps.prompt_tokens
+        new_SBKX = self._slabs.layers[layer].slab.tokens(0, job.batch.num_tokens)
+        pads = [num_tokens - num for num in texts.lengths]
+        index_T = torch.arange(num_tokens + room, device=new_SBKX.device)
+        return KeptLayer(
+            shape=self._slabs.shapes[layer],
+            slab_TBKX=texts.kv(layer, new_SBKX, room=room),
+            positions_TBK=(index_T[:, None] - row_values(pads, new_SBKX.device))[:, :, None].int(),
+            pads=pads,
+            num_slots=num_tokens,
+        )

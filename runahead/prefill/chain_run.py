@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from runahead.attention.base import LayerAttention
+from runahead.attention.causal import nothing
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
@@ -30,7 +31,7 @@ LEAST_ASIDE_S = 1e-3
 
 
 class ChainRun:
-    """One rank's part of a prefill. Its attention calls `transfer.open`, `send` and `close` in each layer.
+    """One rank's part of a prefill. Its attention calls `open`, `send` and `close` in each layer.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
@@ -74,6 +75,21 @@ class ChainRun:
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
         self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
+
+    def open(self, layer: int) -> None:
+        """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
+        self.transfer.open(layer)
+        self._feed(range(layer + self.transfer.lead, layer + self.transfer.lead + 1))
+
+    def _feed(self, layers: range) -> None:
+        """Send stored keys and values of these layers, on the rank that has them."""
+        stored, reused = self.job.stored, self.job.reused
+        for layer in layers if self.transfer.lead else ():
+            if layer < self.cache.num_layers:
+                assert stored is not None and reused is not None
+                for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
+                    part.layers_TKX[layer]
+                self.transfer.feed(layer, partial(stored.gather, reused, layer))
 
     def send(self, layer: int) -> None:
         """Send this rank's keys and values of a layer, which are in the slab.
@@ -131,7 +147,7 @@ class ChainRun:
         """
         last = self.cache.num_layers - 1
         for layer in range(first, last + 1):
-            self.transfer.open(layer)
+            self.open(layer)
             for message in self.transfer.schedule.sends(layer):
                 self.transfer.part(message).zero_()
             self.transfer.send(layer)
@@ -147,6 +163,7 @@ class ChainRun:
         *,
         store: KVStore | None = None,
         narrowed: NewTokens | None = None,
+        finish: Callable[[], None] = nothing,
     ) -> Prefilled:
         """Run the model on this rank's tokens and report times and bytes.
 
@@ -155,6 +172,7 @@ class ChainRun:
             runs: contiguous ranges of this rank's tokens, in order.
             store: KV cache for decoding, on the rank that decodes.
             narrowed: the tokens that are left in each layer, if policies narrow them.
+            finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
         job, ids_BS = self.job, self.job.batch.ids_BS
         start, index_C = runs[0].start, None
@@ -164,6 +182,7 @@ class ChainRun:
             index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
             ids_BC = ids_BS[:, index_C]
         logits_BV, is_cancelled = None, False
+        self._feed(range(self.transfer.lead))
         try:
             logits_BV = job.model.forward(
                 ids_BC,
@@ -174,6 +193,7 @@ class ChainRun:
                 index_C=index_C,
                 tokens=narrowed,
             )
+            finish()
         except PrefillEndsHere:
             pass
         except PrefillCancelled:
@@ -189,7 +209,7 @@ class ChainRun:
             wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
             kv_sent_bytes=log.sent_bytes,
             kv_received_bytes=log.received_bytes,
-            kv_peak_bytes=self.cache.num_bytes,
+            kv_peak_bytes=self.cache.num_bytes + self.transfer.fed_bytes,
         )
         if store is not None:
             store.describe_prompt(report)

@@ -17,6 +17,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.thinning.attention import KeptAttention
+from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import Span
@@ -74,13 +75,14 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)
         marks.append(clock.mark())
     if kept is not None:
-        kept.free(room=room)
+        decide_on_prompt(model, policies, kept, batch.ids_BS, batch.pads, room=room, on_layer=ranks.progress)
+        kept.settle(room=room)
     cache.peak_bytes = max(cache.peak_bytes, cache.num_bytes)
-    times_s = [clock.seconds(mark) for mark in marks]
+    finished, times_s = clock.mark(), [clock.seconds(mark) for mark in marks]
     report = RankReport(
         rank=ranks.rank,
         chunk_tokens=num_tokens,
-        prefill_s=times_s[-1] - began_s,
+        prefill_s=clock.seconds(finished) - began_s,
         kv_peak_bytes=cache.peak_bytes,
     )
     cache.describe_prompt(report)

@@ -5,6 +5,9 @@ first sends its keys and values to the next stage, then attends to its own chunk
 the prefix. Only the last stage holds the KV cache of the whole prompt; the others have a ring of a few layers. For
 sharded decoding every stage keeps its own chunk instead, or what its policies leave of it, and all have a ring for the
 prefix. A chain of one stage is ordinary prefill.
+
+What the last stage has stored of the prompts' beginning is not computed: it sends those keys and values to the first
+stage, a few layers ahead, and they are passed on like one more chunk before all others.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
 from runahead.reuse.cache import ReusedCache
+from runahead.thinning.replay import decide_on_prompt
 
 
 class KVRunahead(Prefill):
@@ -39,10 +43,12 @@ class KVRunahead(Prefill):
     def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         return partition.chain[-1]
 
-    def connect(self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions) -> None:
+    def connect(
+        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, has_stored: bool = False
+    ) -> None:
         carrier = chain_carrier(options.carrier, ranks)
         if ranks.backend == "nccl":
-            links = ranks.mesh.links(chain_links(partition, options.transfer))
+            links = ranks.mesh.links(chain_links(partition, options.transfer, has_stored=has_stored))
             ranks.nccl_links(carrier.backend_links(ranks, links))
 
     def run(self, job: PrefillJob) -> Prefilled:
@@ -76,9 +82,17 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     if job.chunk_tokens is not None:
         return run_chunked(job, job.chunk_tokens)
 
+    stored = job.stored if len(job.partition.chain) > 1 else None
+    num_stored = 0 if stored is None else stored.num_slots(len(pads))
+    last_start = job.partition.chunk(job.partition.chain[-1]).start
+
     def first_needed(layer: int, start: int) -> int:
-        # With reused segments, adjacent new tokens may be far apart in the prompt.
-        return 0 if job.reused is not None else model.first_needed(layer, start, pads)
+        if stored is not None:  # which the last stage has, and nobody else needs in the last layer
+            return -num_stored if start < last_start and layer < model.num_layers - 1 else 0
+        # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
+        # at a row's first token, on whatever number of ranks.
+        needs_all = job.reused is not None or policies.storage.bits is not None
+        return 0 if needs_all else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
     if carrier is None or len(job.partition.chain) == 1:  # which sends nothing
@@ -91,13 +105,17 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         by_layer if policies else None,
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
+        num_stored=num_stored,
     )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
+    if schedule.is_last and policies:  # slabs of layers that others read are needed until those have run
+        depth = max([depth, *(model.num_layers - source for source in model.kv_sources.values())])
     if job.shard is not None and not policies:
         return _run_sharded(job, job.shard, carrier, schedule, depth, first_needed)
     # Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
     decodes_from_slabs = schedule.is_last and not policies
+    keeps_slabs = schedule.is_last and (not policies or job.gives_new)
     decodes = schedule.is_last or job.shard is not None
     kept = job.own_policies.cache(model, batch=len(pads)) if policies and decodes else None
     run = ChainRun(
@@ -108,18 +126,28 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
             (first_needed(layer, own.start), job.capacity if decodes_from_slabs else own.stop)
             for layer, own in enumerate(partition.chunk(ranks.stage) for partition in by_layer)
         ],
-        num_slabs=model.num_layers if decodes_from_slabs else depth,
+        num_slabs=model.num_layers if keeps_slabs else depth,
         depth=depth,
         rotaries=policies.rotaries(model),
         attends_last=kept is not None,
     )
+    reused = job.reused if stored is None or schedule.is_last else stored.arriving(run.cache)
     if policies:
-        thinned = ThinnedAttention(run, by_layer, ranks.stage, kept)
+        thinned = ThinnedAttention(run, by_layer, ranks.stage, kept, reused)
         store: KVStore | None = kept
         if kept is not None and job.shard is not None:
             store = PartCache(kept, job.shard.chunk, pads=pads, owns=job.shard.owns)
-        return run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens)
-    cache = run.cache if job.reused is None else ReusedCache(run.cache, job.reused)
+
+        def decide() -> None:
+            if kept is not None:
+                room, ids_BS = policies.room(job.own_new_tokens), job.batch.ids_BS
+                decide_on_prompt(model, policies, kept, ids_BS, pads, room=room, on_layer=ranks.progress)
+
+        prefilled = run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens, finish=decide)
+        if schedule.is_last and job.gives_new:
+            prefilled.given = run.cache
+        return prefilled
+    cache = run.cache if reused is None else ReusedCache(run.cache, reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
     return run.compute(attention, [chunk], store=cache if schedule.is_last else None)
 

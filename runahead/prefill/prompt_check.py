@@ -17,6 +17,9 @@ from runahead.thinning.rank_policies import RankPolicies
 DEFAULT_CHUNK_TOKENS = 512
 """Default chunk size in tokens for a prompt longer than the model's context."""
 
+LEAST_REPLAYED = 64
+"""Positions that a prompt leaves for a chunk of it and the request to repeat that, where a policy asks for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimits:
@@ -24,7 +27,7 @@ class PromptLimits:
 
     Attributes:
         max_positions: most positions of the model; None is no bound.
-        num_layers: number of the model's layers.
+        num_layers: number of the model's layers that store keys and values.
         vocab_size: size of the vocabulary; None does not check token ids.
         policies: cache policies during prefill and decoding.
         prefill: options of the prefill.
@@ -61,6 +64,7 @@ class PromptLimits:
         """Limits of a loaded model."""
         return replace(
             cls.of_config(model.config, policies, prefill, num_ranks),
+            num_layers=model.num_layers,
             uneven_limit=model.uneven_limit,
             length_threshold=model.length_threshold,
             name=f"model {model.name} ({model.config.model_type})",
@@ -85,7 +89,7 @@ class PromptLimits:
         if fitting > 0:
             shorter = f"generation.max_new_tokens={fitting} or less, or {shorter}"
         stay = policies.most_slots(self.num_layers, Phase.prefill)
-        if stay is None:
+        if stay is None or policies.ragged:  # whose positions cannot be re-encoded
             budget = max(1, min(1024, limit // 2))
             streams = f"policy=streaming_llm policy.budget={budget} policy.positions=reencoded"
             if policies:
@@ -163,6 +167,14 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
             f"{name} has {num_tokens} tokens, and with generation.max_new_tokens={num_new} it is longer than the "
             f"model's {limits.max_positions} positions; use {helps}"
         )
+    replaying = limits.policies.replaying
+    if replaying is not None and limits.max_positions is not None and replaying.drops_of(num_tokens):
+        most = limits.max_positions - LEAST_REPLAYED
+        if num_tokens > most:
+            raise ValueError(
+                f"{name} has {num_tokens} tokens, and policy {type(replaying).__name__} repeats it at positions after "
+                f"it, of which the model has {limits.max_positions}; use at most {most} tokens, or another policy"
+            )
     threshold = limits.length_threshold
     if threshold is not None and num_tokens <= threshold < num_tokens + num_new - 1:
         raise ValueError(

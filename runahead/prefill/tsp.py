@@ -30,7 +30,7 @@ class TSPAttention(ExchangingAttention):
         self._attend = DenseAttention(run.job.batch.num_tokens).attend if dense else attend_causally
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.transfer.open(layer)
+        self.run.open(layer)
         slab = self.run.cache.layer(layer)
         slab.write(self.start, k_BKCH, v_BKCV)
         self.run.send(layer)

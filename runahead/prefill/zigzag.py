@@ -39,7 +39,7 @@ class ZigzagAttention(ExchangingAttention):
                 self._groups.append((rows, pad, runs))
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.transfer.open(layer)
+        self.run.open(layer)
         slab = self.run.cache.layer(layer)
         written = 0
         for run in self.schedule.own:
@@ -71,6 +71,7 @@ class Zigzag(ExchangingPrefill):
     attention = ZigzagAttention
 
     def check(self, model: Model, num_stages: int) -> None:
+        super().check(model, num_stages)
         if num_stages > 1 and model.uneven_limit is not None:
             raise ValueError(
                 f"model {model.name} ({model.config.model_type}) counts positions itself, and prefill=zigzag "

@@ -230,8 +230,9 @@ def link_ctas(
 ) -> int:
     """CTAs of the kernels of each of these links (from rank, to rank).
 
-    With one link in and one out, a rank needs nothing of a GPU that it could be without for ever. With more, one link's
-    kernel may have to start before another can end, or before a collective of the rank's stage can.
+    With one link in and one out along a chain, a rank needs nothing of a GPU that it could be without for ever. With
+    more, or with a link back, one link's kernel may have to start before another can end, or before a collective of the
+    rank's stage can.
 
     Args:
         has_collectives: the rank shares its model with others, whose collectives need multiprocessors, too.
@@ -241,21 +242,24 @@ def link_ctas(
             a rank need more than half of its multiprocessors, or share hardware queues.
     """
     senders, receivers = (Counter(link[end] for link in links) for end in (0, 1))
-    if max([*senders.values(), *receivers.values()], default=0) <= 1:
+    is_relay = max([*senders.values(), *receivers.values()], default=0) <= 1
+    if is_relay and all(sender < receiver for sender, receiver in links):
         return RELAY_CTAS
-    most = max((senders + receivers).values())
+    most, num_ctas = max((senders + receivers).values()), RELAY_CTAS if is_relay else DIRECT_CTAS
+    cause = "reuse of prefixes" if is_relay else "prefill.transfer=direct"
+    remedy = "no prefix tree" if is_relay else "prefill.transfer=relay"
     collectives = stage_ctas(num_multiprocessors) if has_collectives else 0
-    if most * DIRECT_CTAS > num_multiprocessors // 2 - collectives:
+    if most * num_ctas > num_multiprocessors // 2 - collectives:
         raise ValueError(
-            f"prefill.transfer=direct gives a rank {most} links, whose kernels take {most * DIRECT_CTAS} of the GPU's "
-            f"{num_multiprocessors} multiprocessors while they wait; use prefill.transfer=relay or fewer ranks"
+            f"{cause} gives a rank {most} links, whose kernels take {most * num_ctas} of the GPU's "
+            f"{num_multiprocessors} multiprocessors while they wait; use {remedy} or fewer ranks"
         )
     if most + OTHER_STREAMS + has_collectives > num_queues:
         raise ValueError(
-            f"prefill.transfer=direct gives a rank {most} links, and {num_queues} hardware queues are too few for "
-            f"them; set {CONNECTIONS}={MOST_CONNECTIONS} before CUDA starts, or use prefill.transfer=relay"
+            f"{cause} gives a rank {most} links, and {num_queues} hardware queues are too few for them; set "
+            f"{CONNECTIONS}={MOST_CONNECTIONS} before CUDA starts, or use {remedy}"
         )
-    return DIRECT_CTAS
+    return num_ctas
 
 
 def stage_ctas(num_multiprocessors: int) -> int:

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.failures import SharedError, first_line
+from runahead.failures import PeerFailure, SharedError, first_line
 from runahead.ranks.agreement import disagreement
 from runahead.ranks.waiting import Waiting
 from runahead.ranks.worker import Worker
 
 T = TypeVar("T")
+
+ON_ITS_WAY_S = 0.5
+"""Seconds for a message that a peer has sent before it failed."""
 
 
 class ControlMessages(Waiting):
@@ -38,7 +41,12 @@ class ControlMessages(Waiting):
             PeerFailure: as for `wait_until`, or a connection was lost.
         """
         job = self._worker.submit(call)
-        self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
+        try:
+            self.wait_until(lambda block_s: job.done.wait(block_s), what, range(self.size) if peers is None else peers)
+        except PeerFailure:
+            # What a rank sends before it ends, such as why, may arrive after its heartbeat has said so.
+            if not job.done.wait(ON_ITS_WAY_S) or job.error is not None:
+                raise
         if job.error is not None:
             raise self.lost_connection(what) from job.error
         return job.result

@@ -51,3 +51,4 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
+            del job  # and what its call refers to, though no other one comes for long

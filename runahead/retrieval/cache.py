@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from policies.base import Phase
+from policies.retriever import Rest
 from runahead.attention.base import LayerInput
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.causal import nothing
+from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import SeenSlab
@@ -23,7 +26,8 @@ from runahead.retrieval.retrieval import Retrieval
 class RetrievedCache(KeptCache):
     """KV cache of all tokens of a batch, in a pool in host memory if the device is a GPU.
 
-    A generated token attends to what is retrieved for it; given tokens attend to everything.
+    A generated token attends to what is retrieved for it, and so do the tokens of a later turn that is short enough for
+    the policy. A prompt attends to everything.
 
     Args:
         retrieval: chooses and fetches; its pool are the layers of this cache.
@@ -40,7 +44,7 @@ class RetrievedCache(KeptCache):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
-        if tokens.phase is Phase.decode:
+        if tokens.phase is Phase.decode or self.retrieval.serves_turn(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         self.layers[layer] = self.layers[layer].brought()
         return self.layers[layer]
@@ -51,7 +55,7 @@ class RetrievedCache(KeptCache):
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
-        self.retrieval.store_prompt(layer, seen.q_BNCH, positions_BC, terms.scaling, room=room, was_cut=was_cut)
+        self.retrieval.store_prompt(layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut)
 
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
@@ -70,41 +74,96 @@ class RetrievedCache(KeptCache):
 
 
 class RetrievedLayer(LayerStore):
-    """One layer as one generated token sees it: the tokens that are retrieved for it, and the token itself."""
+    """One layer as new tokens see it: the tokens that are retrieved for them, and they themselves."""
 
     def __init__(
         self, cache: RetrievedCache, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens
     ) -> None:
         self._retrieval, self._layer, self._kept = cache.retrieval, layer, cache.layers[layer]
-        self._q_BNH, self._scaling = q_BNCH[:, :, 0], terms.scaling
-        self._fetched = self._retrieval.fetched(layer, self._q_BNH, tokens.start, tokens.row_pads)
+        self._q_BNCH, self._terms = q_BNCH, terms
+        self._fetched = self._retrieval.fetched(layer, q_BNCH, tokens.start, tokens.row_pads)
         self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
-        self._num_new = 0
+        self._own: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        self._own = k_BKCH, v_BKCV
+        num_new = k_BKCH.shape[2]
         if self._slab is not None:
-            self._retrieval.sample_hits(self._layer, self._q_BNH, k_BKCH, self._fetched, self._scaling)
-            self._slab.write(self._slab.end - 1, k_BKCH, v_BKCV)
-        positions_B1 = tokens.positions_BC(1, k_BKCH.device)
-        self._retrieval.store_token(self._layer, k_BKCH, v_BKCV, positions_B1)
-        self._num_new = 1
+            self._sample_hits(k_BKCH)
+            self._slab.write(self._slab.end - num_new, k_BKCH, v_BKCV)
+        positions_BC = tokens.positions_BC(num_new, k_BKCH.device)
+        self._retrieval.store_new(
+            self._layer, k_BKCH, v_BKCV, positions_BC, tokens.pads(num_new), is_turn=tokens.phase is Phase.prefill
+        )
+        self._choose_late(tokens)
 
     def pass_over(self, tokens: NewTokens) -> None:
         if self._slab is not None:
-            no_keys_BKCH = self._slab.read(0, 0)[0]
-            self._retrieval.sample_hits(self._layer, self._q_BNH, no_keys_BKCH, self._fetched, self._scaling)
+            self._sample_hits(self._slab.read(0, 0)[0])
         self._retrieval.pass_over(self._layer)
+        self._choose_late(tokens)
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab, pads = self.slots()
-        return SeenSlab.of(slab, q_BNCH, start=slab.end - 1, pads=pads)
+        return self.with_rest(SeenSlab.of(slab, q_BNCH, start=slab.end - q_BNCH.shape[2], pads=pads))
 
     def slots(self) -> tuple[KVSlab, list[int]]:
         if self._slab is None or self._fetched is None:
             return self._kept.slab(), self._kept.pads
-        num_slots = self._slab.end - 1 + self._num_new
+        num_slots = self._slab.end - (self._q_BNCH.shape[2] if self._own is None else 0)
         return replace(self._slab, slab_TBKX=self._slab.slab_TBKX[:num_slots]), self._fetched.pads
+
+    def with_rest(self, seen: SeenKV) -> SeenKV:
+        if self._fetched is None or self._fetched.rest is None:
+            return seen
+        return SeenWithRest(q_BNCH=seen.q_BNCH, fetched=seen, rest=self._fetched.rest, own=self._own)
 
     @property
     def num_bytes(self) -> int:
         return 0 if self._fetched is None else self._fetched.num_bytes
+
+    def _choose_late(self, tokens: NewTokens) -> None:
+        if tokens.phase is Phase.decode:
+            after = tokens.start + self._q_BNCH.shape[2]
+            self._retrieval.choose_late(self._layer, self._q_BNCH, after, tokens.row_pads)
+
+    def _sample_hits(self, k_BKCH: Tensor) -> None:
+        if self._q_BNCH.shape[2] == 1:
+            q_BNH, scaling = self._q_BNCH[:, :, 0], self._terms.scaling
+            self._retrieval.sample_hits(self._layer, q_BNH, k_BKCH, self._fetched, scaling)
+
+
+@dataclass(kw_only=True)
+class SeenWithRest(SeenKV):
+    """Keys and values of a layer that new tokens see, with an estimate of the attention to what was not fetched.
+
+    Attributes:
+        fetched: the fetched tokens, with the new ones if they are stored here.
+        rest: the estimate.
+        own: keys and values of the new tokens, if they are stored here.
+    """
+
+    fetched: SeenKV
+    rest: Rest
+    own: tuple[Tensor, Tensor] | None
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        out_BNCV, lse_BNC = self.fetched.attend(terms, await_prefix)
+        num_new = self.q_BNCH.shape[2]
+        rest_BNCV, rest_BNC = self.rest.out_BNV, self.rest.lse_BN  # heads that choose together are side by side
+        rest_BNCV, rest_BNC = (x.unflatten(1, (-1, num_new)) for x in (rest_BNCV, rest_BNC))
+        if self.rest.is_relative:
+            rest_BNC = rest_BNC + self._lse_of_chosen(lse_BNC, terms)
+        wide_BNCV, lse_BNC = merge(out_BNCV.to(lse_BNC.dtype), lse_BNC, rest_BNCV, rest_BNC)
+        return wide_BNCV.to(out_BNCV.dtype), lse_BNC
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self.fetched.read()
+
+    def _lse_of_chosen(self, lse_BNC: Tensor, terms: AttentionTerms) -> Tensor:
+        """Log-sum-exp (B, N, C) of the chosen tokens alone, from that of these and the new ones."""
+        if self.own is None:
+            return lse_BNC
+        _, own_BNC = attend(self.q_BNCH, *self.own, terms, q_start=0, k_start=0)
+        # A rounding below 0 is a new token that has all attention.
+        return lse_BNC + (own_BNC - lse_BNC).clamp_max(0).expm1().neg().log()

@@ -5,13 +5,13 @@ needs the chosen tokens.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored slots, m chosen ones, w observed tokens,
-# T slots with room, H key dim, V value dim, X = H + V.
+# T slots with room, H key dim, V value dim, X = H + V, x some KV heads of all rows.
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from policies.base import PromptPart
 from policies.pool import Victim, note_choice, victims
-from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Retriever, Slots
+from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Rest, Retriever, Slots
 from runahead.attention.base import LayerInput
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
@@ -35,6 +36,12 @@ SIMULATED_STEPS = 32
 """Last tokens of a prompt whose queries count as decoding steps in the use statistics of a pool with a limit."""
 
 
+def num_observed(policy: Retriever) -> int:
+    """Last tokens of a prompt on whose queries an index or the first choice of a full pool's victims depends."""
+    is_simulated = policy.pool.bytes is not None and policy.pool.victim is not Victim.fifo
+    return max(policy.observed if policy.needs_queries else 0, SIMULATED_STEPS if is_simulated else 0)
+
+
 @dataclass(kw_only=True)
 class LayerRetrieval:
     """One layer's index, and statistics of what was retrieved.
@@ -43,9 +50,11 @@ class LayerRetrieval:
         folded: predicts queries in the index's basis, if that is possible.
         observed_BNoH: some of the queries that the index was built from, rotated to the positions that it is built
             for; None if it is not built from queries.
-        scaling: of this layer's attention scores.
+        terms: of this layer's attention.
+        asked_BNH: query of the last generated token, by which slots are chosen for the next one; None if its own
+            chooses.
         age: new tokens since the index was built, those that other ranks store among them.
-        steps: decoding steps in which slots were chosen.
+        steps: decoding steps, and turns that retrieve, in which slots were chosen.
         fetched, resident: chosen and stored slots, summed over these steps.
         evicted: slots of each row and KV head whose token was replaced or dropped.
         hit_mass: attention probability of the chosen slots in each sampled step.
@@ -53,9 +62,10 @@ class LayerRetrieval:
     """
 
     index: Index
+    terms: AttentionTerms
     folded: FoldedProjection | None = None
     observed_BNoH: Tensor | None = None
-    scaling: float = 1.0
+    asked_BNH: Tensor | None = None
     age: int = 0
     steps: int = 0
     fetched: int = 0
@@ -73,11 +83,12 @@ class Fetched:
     attention waits for that kernel alone. On a CPU the pool is ordinary memory, and gathering copies the chosen rows.
 
     Attributes:
-        bring: returns the chosen slots and, after them, room for the new token.
+        bring: returns the chosen slots and, after them, room for the new tokens.
         num_bytes: bytes of those.
         under_way: whether the copy has been started.
         pads: chosen slots on the left of each row that are padding.
         slots_BKm: numbers of the chosen slots; None is all slots, in order.
+        rest: estimate of the attention to all other slots, if there is one.
     """
 
     bring: Callable[[], Tensor]
@@ -85,6 +96,7 @@ class Fetched:
     under_way: bool
     pads: list[int]
     slots_BKm: Tensor | None
+    rest: Rest | None = None
 
     def slab(self, key_dim: int) -> KVSlab:
         """The chosen slots; later compute waits for their copy."""
@@ -116,7 +128,8 @@ class Retrieval:
         self._part, self._ahead = part, 0 if part is None else part.num_after
         self.policy, self.pool, self._device = policy, pool, model.device
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
-        self._prediction = model.query_prediction if policy.looks_ahead_on(model.device) else None
+        looks_ahead = policy.late is None and policy.looks_ahead_on(model.device)
+        self._prediction = model.query_prediction if looks_ahead else None
         self._rotaries = model.known_rotaries
         self._mean_over_shares = model.mean_over_shards if model.num_shards > 1 else None
         self._fetched: dict[int, Fetched | None] = {}
@@ -161,32 +174,44 @@ class Retrieval:
         return other
 
     def store_prompt(
-        self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, scaling: float, *, room: int, was_cut: bool
+        self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
         """Build or extend a layer's index after the attention of given tokens; see `KeptCache.index`."""
         if layer < self.policy.first_layer:
             return
-        found, kept = self.layers[layer], self.pool[layer]
-        k_BKnH = kept.keys()
-        if found is not None and not was_cut and q_BNCH.shape[2] < self.policy.observed:
-            found.index.append(k_BKnH[:, :, found.index.num_slots :])
-            found.age += q_BNCH.shape[2]
+        found, num_new, observed = self.layers[layer], q_BNCH.shape[2], self.policy.observed
+        self._fetched.pop(layer, None)  # chosen before these tokens came
+        if found is not None:
+            found.asked_BNH = None
+        if found is not None and not was_cut and (num_new < observed or observed == 0):
+            self._index_all(layer)
+            found.age += num_new
         else:
             q_BNwH = self._observed(layer, q_BNCH, positions_BC)
-            self._make_index(layer, k_BKnH, q_BNwH, self._after(positions_BC), scaling, room=room)
+            self._make_index(layer, *self.pool[layer].read(), q_BNwH, self._after(positions_BC), terms, room=room)
         if self.max_slots is not None:
             self._limit_prompt(layer, q_BNCH, positions_BC)
 
     def _make_index(
-        self, layer: int, k_BKnH: Tensor, q_BNwH: Tensor, next_B: Tensor, scaling: float, *, room: int
+        self,
+        layer: int,
+        k_BKnH: Tensor,
+        v_BKnV: Tensor,
+        q_BNwH: Tensor,
+        next_B: Tensor,
+        terms: AttentionTerms,
+        *,
+        room: int,
     ) -> None:
-        """Build a layer's index of these keys, for queries like `q_BNwH`, which are rotated to later positions."""
+        """Build a layer's index of these tokens, for queries like `q_BNwH`, which are rotated to later positions."""
         view = PromptView(
             layer=layer,
             num_layers=len(self.layers),
             q_BNwH=q_BNwH,
             k_BKnH=k_BKnH,
-            scaling=scaling,
+            v_BKnV=v_BKnV,
+            scaling=terms.scaling,
+            softcap=terms.softcap,
             pads=list(self.pool[layer].pads),
             next_B=next_B,
             turn=None if self._rotaries is None else self._rotaries[layer].turned,
@@ -195,8 +220,8 @@ class Retrieval:
         )
         index, found = self.policy.index(view), self.layers[layer]
         if found is None:
-            found = self.layers[layer] = LayerRetrieval(index=index)
-        found.index, found.folded, found.scaling, found.age = index, self._folded(layer, index), scaling, 0
+            found = self.layers[layer] = LayerRetrieval(index=index, terms=terms)
+        found.index, found.folded, found.terms, found.age = index, self._folded(layer, index), terms, 0
         if self.policy.observed and self._rotaries is not None:
             some_BNoH = q_BNwH[:, :, ::REMEMBERED_EVERY] if q_BNwH.shape[2] == self.policy.observed else q_BNwH
             found.observed_BNoH = some_BNoH.clone()
@@ -212,11 +237,11 @@ class Retrieval:
         assert self._rotaries is not None
         by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
         q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
-        k_BKnH = self._keys(layer)
+        k_BKnH, v_BKnV = self.pool[layer].read()
         if self.pool[layer].on_host:
             k_BKnH = k_BKnH.contiguous()  # one copy over the link, since an index reads them more than once
         next_B = self._next_positions(start, pads)
-        self._make_index(layer, k_BKnH, q_BNoH, next_B, found.scaling, room=DECODED_SOON + layer)
+        self._make_index(layer, k_BKnH, v_BKnV, q_BNoH, next_B, found.terms, room=DECODED_SOON + layer)
 
     def settle(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to host memory, if the device is a GPU.
@@ -246,35 +271,122 @@ class Retrieval:
             q_BNH = self._prediction.queries(layer, given)[:, :, -1]
         self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
 
-    def fetched(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
-        """The slots of a layer that a new token attends to; None is all slots."""
+    def serves_turn(self, layer: int, num_new: int) -> bool:
+        """Whether so many given tokens attend to what is retrieved for them; of a first turn there is no index yet."""
+        return num_new <= self.policy.turn_tokens and self._part is None and self._chooses(layer)
+
+    def fetched(self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
+        """The slots of a layer that new tokens attend to, the same for all of them; None is all slots."""
         if not self._chooses(layer):
             return None
-        if layer not in self._fetched:  # not chosen ahead, by this policy or for the first layers
+        found, num_slots = self._index_of(layer), self.pool[layer].num_slots
+        asked_BNH = found.asked_BNH if q_BNCH.shape[2] == 1 else None
+        if asked_BNH is None and found.asked_BNH is not None:
+            self._fetched.pop(layer, None)  # chosen late, for one token
+        if layer not in self._fetched:  # not chosen ahead, by this policy, for the first layers or in a fork
             self._renew_if_old(layer, start, pads)
-            self._fetched[layer] = self._fetch(layer, q_BNH, start, pads)
+            q_BNH = self._as_heads(layer, q_BNCH) if asked_BNH is None else asked_BNH
+            self._fetched[layer] = self._fetch(layer, q_BNH, start, pads, num_new=q_BNCH.shape[2])
+        chosen = self._fetched[layer]
+        if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
+            chosen = self._corrected(layer, chosen, chosen.slots_BKm, asked_BNH, q_BNCH[:, :, 0], start, pads)
+            self._fetched[layer] = chosen
+        slots_BKm = None if chosen is None else chosen.slots_BKm
+        found.steps += 1
+        found.resident += num_slots
+        found.fetched += num_slots if slots_BKm is None else slots_BKm.shape[2]
         held = [each.num_bytes for at, each in self._fetched.items() if each and (at == layer or each.under_way)]
         self.peak_fetched_bytes = max(self.peak_fetched_bytes, sum(held))
         return self._fetched.pop(layer)
 
-    def store_token(self, layer: int, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
-        """Store a new token; in a full pool it replaces another one."""
-        found, kept = self.layers[layer], self.pool[layer]
-        if found is not None:
-            found.age += 1
+    def store_new(
+        self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int], *, is_turn: bool
+    ) -> None:
+        """Store new tokens; in a full pool a generated one replaces another one.
+
+        Args:
+            positions_BC: positions of the new tokens in their rows.
+            new_pads: number of padding tokens among them, by row.
+            is_turn: they are given, and `store_prompt` adds them to the index.
+        """
+        found, kept, num_new = self.layers[layer], self.pool[layer], k_BKCH.shape[2]
+        if found is not None and not is_turn:
+            found.age += num_new
         if found is None or self.max_slots is None or kept.num_slots < self.max_slots:
             if self.max_slots is not None and found is not None and kept.num_slots == kept.slab_TBKX.shape[0]:
                 kept.copy_out(room=min(1 + kept.num_slots // 8, self.max_slots - kept.num_slots))
-            kept.store(k_BK1H, v_BK1V, positions_B1, [0] * len(kept.pads))
-            if found is not None and kept.num_slots > self._min_tokens:
-                indexed = found.index.num_slots  # fewer than the others if there were too few to choose from
-                is_next = indexed == kept.num_slots - 1
-                found.index.append(k_BK1H if is_next else kept.slab().read(kept.first + indexed, kept.end)[0])
+            kept.store(k_BKCH, v_BKCV, positions_BC, new_pads)
+            if found is not None and not is_turn and kept.num_slots > self._min_tokens:
+                self._index_all(layer, (k_BKCH, v_BKCV))
             return
-        slots_BK = self._victims(kept, 1, positions_B1[:, 0] + 1)[..., 0]
-        kept.overwrite(slots_BK, k_BK1H, v_BK1V, positions_B1)
-        found.index.overwrite(slots_BK, k_BK1H[:, :, 0])
+        assert num_new == 1, num_new
+        slots_BK = self._victims(kept, 1, positions_BC[:, 0] + 1)[..., 0]
+        kept.overwrite(slots_BK, k_BKCH, v_BKCV, positions_BC)
+        found.index.overwrite(slots_BK, k_BKCH[:, :, 0], v_BKCV[:, :, 0])
         found.evicted, found.out_of_order = found.evicted + 1, True
+
+    def _index_all(self, layer: int, new: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add the slots to a layer's index that it lacks.
+
+        Args:
+            new: keys and values of the last ones, where they need not be read from the pool.
+        """
+        index, kept = self._index_of(layer).index, self.pool[layer]
+        num_lacking = kept.num_slots - index.num_slots  # more than the new ones if there were too few to choose from
+        if num_lacking == 0:
+            return
+        if new is None or num_lacking != new[0].shape[2]:
+            k_BKnH, v_BKnV = kept.read()
+            new = k_BKnH[:, :, index.num_slots :], v_BKnV[:, :, index.num_slots :]
+        index.append(*new)
+
+    def choose_late(self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int]) -> None:
+        """Choose slots for the token with index `start` by the queries before it, and start fetching them."""
+        if self.policy.late is not None and self._chooses(layer):
+            self._renew_if_old(layer, start, pads)
+            asked_BNH = self._index_of(layer).asked_BNH = q_BNCH[:, :, -1]
+            self._fetched[layer] = self._fetch(layer, asked_BNH, start, pads)
+
+    def _corrected(
+        self,
+        layer: int,
+        before: Fetched,
+        before_BKm: Tensor,
+        asked_BNH: Tensor,
+        q_BNH: Tensor,
+        start: int,
+        pads: Sequence[int],
+    ) -> Fetched:
+        """The choice of an earlier query, and in KV heads whose own query differs from that one their own.
+
+        Args:
+            before, before_BKm: what was chosen, and its slots.
+            asked_BNH: the earlier query.
+            q_BNH: the own one.
+        """
+        found, kept, late = self._index_of(layer), self.pool[layer], self.policy.late
+        assert late is not None
+        alike_BN = torch.cosine_similarity(q_BNH.float(), asked_BNH.float(), dim=-1)
+        again_BK = alike_BN.unflatten(1, (kept.shape.num_kv_heads, -1)).mean(dim=2) < late
+        if late == 1:  # no cosine is too large, whatever its rounding
+            again_BK = torch.ones_like(again_BK)
+        again_x = again_BK.flatten().nonzero()[:, 0]  # for their number the host waits
+        if len(again_x) == 0:
+            return before
+        choice = self.policy.choose(found.index, q_BNH, self._slots_at(layer, start, pads))
+        assert choice is not None and choice.slots_BKm.shape == before_BKm.shape
+        own_BKm = self._in_order(choice.slots_BKm, before.pads)
+        slots_BKm = torch.where(again_BK.unsqueeze(2), own_BKm, before_BKm)
+        rows_mx = slots_BKm.flatten(0, 1)[again_x].T * again_BK.numel() + again_x
+        bring_again = kept.gather(rows_mx.flatten(), room=0, heads=(1, len(again_x)))
+        assert bring_again is not None
+
+        def bring() -> Tensor:
+            slab_TBKX = before.bring()
+            slab_TBKX[: len(rows_mx)].flatten(1, 2)[:, again_x] = bring_again()[:, 0]
+            return slab_TBKX
+
+        return replace(before, bring=bring, slots_BKm=slots_BKm)
 
     def pass_over(self, layer: int) -> None:
         """Note a new token that another rank stores."""
@@ -352,43 +464,59 @@ class Retrieval:
 
     def _keys(self, layer: int) -> Tensor:
         """Keys (B, K, n, H) of all slots; on a GPU as a view of the pool in host memory."""
-        return self.pool[layer].keys()
+        return self.pool[layer].read()[0]
 
-    def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
-        """Choose slots for a new token and start fetching them; None if attention reads all slots in place."""
+    def _fetch(self, layer: int, q_BNH: Tensor, start: int, pads: Sequence[int], *, num_new: int = 1) -> Fetched | None:
+        """Choose slots for new tokens and start fetching them; None if attention reads all slots in place."""
         found, kept = self._index_of(layer), self.pool[layer]
-        by_position = found.out_of_order or self._part is not None
-        slots = self._slots(layer, self._next_positions(start, pads) if by_position else None)
-        slots_BKm = self.policy.choose(found.index, q_BNH, slots)
-        found.steps += 1
-        found.resident += kept.num_slots
-        found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2]
-        if slots_BKm is None:
-            return self._gathered(kept, None, list(kept.pads))
+        self._index_all(layer)  # tokens of a turn that is not over
+        slots = self._slots_at(layer, start, pads)
+        choice = self.policy.choose(found.index, q_BNH, slots)
+        if choice is None:
+            return self._gathered(kept, None, list(kept.pads), room=num_new)
+        slots_BKm = choice.slots_BKm
         if self.max_slots is not None:
-            note_choice(self.policy.pool.victim, _use_of(kept), slots_BKm, found.steps + SIMULATED_STEPS)
-        return self._gathered(kept, slots_BKm, self.policy.chosen_padding(slots, slots_BKm.shape[2]))
+            note_choice(self.policy.pool.victim, _use_of(kept), slots_BKm, found.steps + 1 + SIMULATED_STEPS)
+        chosen_pads = self.policy.chosen_padding(slots, slots_BKm.shape[2])
+        fetched = self._gathered(kept, slots_BKm, chosen_pads, room=num_new)
+        if fetched is not None:
+            fetched.rest = choice.rest
+        return fetched
 
-    def _gathered(self, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int]) -> Fetched | None:
-        """Start fetching slots of a layer, with room for one more after them; None if attention can read them in place.
+    def _gathered(self, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int], *, room: int) -> Fetched | None:
+        """Start fetching slots of a layer; None if attention can read them in place.
 
         Args:
             slots_BKm: the chosen slots; None is all slots.
             pads: number of padding slots among the chosen ones, by row.
+            room: number of new tokens, which come after them.
         """
         batch, heads, num_chosen, rows_mBK = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots, None
         if slots_BKm is not None:
             num_chosen = slots_BKm.shape[2]
-            if any(pads):  # padding comes first; the order of tokens does not matter
-                slots_BKm = slots_BKm.sort(dim=-1).values
+            slots_BKm = self._in_order(slots_BKm, pads)
             if self._places_BK is None or self._places_BK.shape != (batch, heads):
                 self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
             rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
-        bring = kept.gather(rows_mBK)
+        bring = kept.gather(rows_mBK, room=room)
         if bring is None:
             return None
-        num_bytes = (num_chosen + 1) * kept.shape.bytes_per_token(batch)
+        num_bytes = (num_chosen + room) * kept.shape.bytes_per_token(batch)
         return Fetched(bring=bring, num_bytes=num_bytes, under_way=kept.on_host, pads=pads, slots_BKm=slots_BKm)
+
+    @staticmethod
+    def _in_order(slots_BKm: Tensor, pads: Sequence[int]) -> Tensor:
+        """Chosen slots with their padding first; the order of tokens does not matter."""
+        return slots_BKm.sort(dim=-1).values if any(pads) else slots_BKm
+
+    def _as_heads(self, layer: int, q_BNCH: Tensor) -> Tensor:
+        """Queries (B, N x C, H) of several tokens as if they were those of further heads of their groups."""
+        return q_BNCH.unflatten(1, (self.pool[layer].shape.num_kv_heads, -1)).flatten(1, 3)
+
+    def _slots_at(self, layer: int, start: int, pads: Sequence[int]) -> Slots:
+        """The slots that the policy chooses from, for the token with index `start`."""
+        by_position = self._index_of(layer).out_of_order or self._part is not None
+        return self._slots(layer, self._next_positions(start, pads) if by_position else None)
 
     def _next_positions(self, start: int, pads: Sequence[int]) -> Tensor:
         """Position in each row of the token with index `start`. The pads are copied to the device only once."""
@@ -423,9 +551,9 @@ class Retrieval:
         num_new = q_BNCH.shape[2]
         simulated = 0 if victim is Victim.fifo else min(SIMULATED_STEPS, num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
-            slots_BKm = self.policy.choose(found.index, q_BNCH[:, :, token], self._slots(layer, next_B))
-            if slots_BKm is not None:
-                note_choice(victim, use_BKn, slots_BKm, step)
+            choice = self.policy.choose(found.index, q_BNCH[:, :, token], self._slots(layer, next_B))
+            if choice is not None:
+                note_choice(victim, use_BKn, choice.slots_BKm, step)
         excess = kept.num_slots - self.max_slots
         if excess <= 0:
             return
@@ -433,7 +561,7 @@ class Retrieval:
         stays_BKn = torch.ones(use_BKn.shape, dtype=torch.bool, device=use_BKn.device).scatter_(2, gone_BKe, False)
         slots_BKm = stays_BKn.nonzero()[:, 2].view(*stays_BKn.shape[:2], self.max_slots)
         kept.keep(slots_BKm, room=0)
-        found.index.keep(slots_BKm, kept.slab().read(0, self.max_slots)[0])
+        found.index.keep(slots_BKm, *kept.slab().read(0, self.max_slots))
         found.evicted += excess
 
     def _slots(self, layer: int, next_B: Tensor | None) -> Slots:

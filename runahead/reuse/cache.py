@@ -35,17 +35,18 @@ class ReusedCache(KVStore):
     Args:
         own: slabs of the new tokens, by their index in the padded batch; or those of one row.
         reused: reused parts, and the positions of the new tokens.
+        shared_TKX: of the reused parts, those that belong to this cache and others like it; one tensor per layer.
     """
 
-    def __init__(self, own: KVCache | SlabRow, reused: ReusedKV) -> None:
-        self.own, self.reused = own, reused
+    def __init__(self, own: KVCache | SlabRow, reused: ReusedKV, *, shared_TKX: Sequence[Tensor] = ()) -> None:
+        self.own, self.reused, self.shared_TKX = own, reused, shared_TKX
         views = _Views(reused, own.device)
         # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
         self.layers = [ReusedLayer(views=views, own=layer, number=number) for number, layer in enumerate(own.layers)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for the new tokens. Reused parts belong to the segment store."""
+        """Bytes allocated for the new tokens. Reused parts belong to the segment store or to several caches."""
         return self.own.num_bytes
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
@@ -58,6 +59,9 @@ class ReusedCache(KVStore):
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         assert isinstance(self.own, KVCache), "a row of a batch"
         return [ReusedCache(SlabRow(self.own, row, pad), self.reused.row(row, pad)) for row, pad in enumerate(pads)]
+
+    def take_back(self, num_tokens: int) -> None:
+        self.own.take_back(num_tokens)
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         """Keys and values of new tokens alone."""
@@ -121,12 +125,16 @@ class SeenReused(SeenKV):
                 attend_slab(rows, pads[rows.start], start + 1)
             else:
                 attend_slab(rows, max(start, pads[rows.start]), start + num_new)
-        for view in views.of(self.tokens, positions_BC):
+        found = views.of(self.tokens, positions_BC)
+        if views.reused.arrives:
+            await_prefix()
+        for view in found:
             kv_1KTX, index = view.kv_TKX(self.layer.number).permute(1, 0, 2)[None], view.queries
             k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
             positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
             merged.add(index, *_partial(merged.queries(index), k_1KTH, v_1KTV, terms, positions_Q, view.positions_T))
-        await_prefix()
+        if not views.reused.arrives:
+            await_prefix()
         for rows in groups:
             if num_new > 1 and pads[rows.start] < start:
                 attend_slab(rows, pads[rows.start], start)

@@ -4,16 +4,21 @@ A prompt's last token is always computed, since its logits are needed. Keys and 
 as views.
 """
 
-# Legend: B batch, T tokens, K kv heads, X = H + V key and value dims.
+# Legend: B batch, T tokens, K kv heads, X = H + V key and value dims, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from runahead.cache.base import KVStore
 from runahead.model.model import Model
+from runahead.reuse.layer_rows import MendedRows
 from runahead.reuse.prefix_tree import PrefixNode, PrefixTree
 from runahead.reuse.reuse import check_reuse
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
@@ -25,28 +30,68 @@ class RowPrefix:
 
     Attributes:
         num_tokens: number of tokens that it reuses.
+        num_cached: of these, tokens that were there before and are not lost.
     """
 
     def __init__(self, tree: PrefixTree, key: str, ids: Sequence[int]) -> None:
         self._tree, self._key = tree, key
         self._hit = tree.match(ids, key)
-        self.num_tokens = self._hit.num_tokens
+        self.num_tokens = self.num_cached = self._hit.num_tokens
 
     @property
     def nodes(self) -> list[PrefixNode]:
         """The nodes that it holds, in the order of the text."""
         return self._hit.nodes
 
-    def store(self, ids: Sequence[int], layers_TKX: Sequence[Tensor] | None) -> None:
+    def extend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
+        """Reuse a longer prefix, whose last tokens were computed for that.
+
+        Args:
+            ids: the whole prefix.
+            layers_TKX: keys and values of its last tokens.
+        """
+        before = self._hit
+        self._hit = self._tree.insert(ids, layers_TKX, self._key, start=self.num_tokens, is_needed=True)
+        before.release()
+        self.num_tokens = self._hit.num_tokens
+
+    def mend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
+        """Note that the last tokens of a prefix of what is reused were lost, and computed anew.
+
+        Args:
+            ids: the text up to them.
+            layers_TKX: their keys and values.
+        """
+        before, num_lost = self._hit, len(layers_TKX[0])
+        self._hit = self._tree.insert(ids, layers_TKX, self._key, start=len(ids) - num_lost, is_needed=True)
+        before.release()
+        self.num_cached -= num_lost
+
+    def reuse_nothing(self) -> None:
+        """Let the row be computed whole. It can still be stored."""
+        self._hit.release()
+        self._hit = self._tree.match((), self._key)
+        self.num_tokens = self.num_cached = 0
+
+    def store(self, ids: Sequence[int], layers_TKX: Sequence[Tensor] | None, *, num_shared: int = 0) -> None:
         """Store the row's text so far.
 
         Args:
             ids: the whole text.
-            layers_TKX: keys and values of the tokens that the row did not reuse, as views; None: not all are there.
+            layers_TKX: keys and values of the tokens after those that the row reused and shares, as views; None: not
+                all are there.
+            num_shared: tokens after the reused ones that belong to other rows, too, and were stored by one of them.
         """
         if layers_TKX is not None:
-            before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=self.num_tokens)
+            start = self.num_tokens + num_shared
+            before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=start)
             before.release()
+
+    def fork(self, ids: Sequence[int]) -> RowPrefix:
+        """What another row of the same prompt reuses, which holds what is stored of this text."""
+        other = copy(self)
+        other._hit = self._tree.match(ids, self._key)
+        return other
 
     def release(self) -> None:
         """Let the tree drop what the row held."""
@@ -58,30 +103,63 @@ class Prefixes:
 
     Args:
         tree: may have texts of other models, too.
+        least_new: last tokens of a prompt that are always computed.
 
     Raises:
         ValueError: keys and values of this model cannot be reused.
 
     Attributes:
         key: of the model's texts.
+        token_bytes: bytes of a token's keys and values in all layers.
     """
 
-    def __init__(self, model: Model, tree: PrefixTree) -> None:
+    def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
         check_reuse(model, remedy="leave the tree out (serve.prefix_cache_bytes=0)")
-        self.tree = tree
+        self.tree, self._least_new = tree, least_new
         self.key = f"{model_key(model)} at original positions"
+        self.token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+        tree.open(self.key, model.kv_shapes, model.device)
 
-    def of(self, prompts: Sequence[Sequence[int]], *, reuse: bool = True) -> list[RowPrefix]:
+    def soon(self, texts: Sequence[Sequence[int]]) -> None:
+        """Keep at hand what these texts, which will be asked for next, begin with."""
+        self.tree.soon(texts, self.key)
+
+    def of(self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
         """Find the prefix of each prompt, held for its row.
 
         Args:
-            reuse: False lets no prompt reuse anything, but be stored.
+            most: tokens that each reuses at most; by default all but its last ones. With 0 it can still be stored.
         """
-        return [RowPrefix(self.tree, self.key, ids[:-1] if reuse else ()) for ids in prompts]
+        ends = [max(0, len(ids) - self._least_new) for ids in prompts] if most is None else most
+        return [RowPrefix(self.tree, self.key, ids[:end]) for ids, end in zip(prompts, ends, strict=True)]
 
 
-def reused_kv(prompts: Sequence[Sequence[int]], prefixes: Sequence[RowPrefix]) -> ReusedKV | None:
-    """Keys and values that the rows of a batch reuse, each node once for all rows that do; None if none reuses any."""
+def store_prompts(
+    prefixes: Sequence[RowPrefix], prompts: Sequence[Sequence[int]], cache: KVStore, logits_BV: Tensor
+) -> None:
+    """Store the prompts of a batch, but for those after which there are no numbers.
+
+    Args:
+        cache: their new tokens, padded on the left to the most that a prompt has.
+        logits_BV: of their last tokens.
+    """
+    is_wrong = logits_BV.isnan().any(dim=-1).tolist()
+    lengths = [len(ids) - prefix.num_tokens for ids, prefix in zip(prompts, prefixes, strict=True)]
+    for row, (prefix, ids, length) in enumerate(zip(prefixes, prompts, lengths, strict=True)):
+        if not is_wrong[row]:
+            prefix.store(ids, cache.row_kv(row, max(lengths) - length, length))
+
+
+Compute = Callable[[Sequence[int], ReusedKV | None], Sequence[Tensor]]
+"""Computes keys and values (T, K, H + V) of tokens in each layer, after what is reused of the tokens before them."""
+
+
+def reused_kv(prompts: Sequence[Sequence[int]], prefixes: Sequence[RowPrefix], compute: Compute) -> ReusedKV | None:
+    """Keys and values that the rows of a batch reuse, each node once for all rows that do; None if none reuses any.
+
+    Args:
+        compute: called for a node whose keys and values are found to be lost when a layer reads them.
+    """
     if not any(prefix.num_tokens for prefix in prefixes):
         return None
     rows: dict[PrefixNode, list[int]] = {}
@@ -92,18 +170,37 @@ def reused_kv(prompts: Sequence[Sequence[int]], prefixes: Sequence[RowPrefix]) -
             rows.setdefault(node, []).append(row)
             starts[node] = start
             start += len(node.ids)
-    parts = [
-        ReusedPart(
-            layers_TKX=list(node.layers_TKX),
-            positions_T=torch.arange(starts[node], starts[node] + len(node.ids)),
-            rows=tuple(users),
-        )
-        for node, users in rows.items()
-    ]
+    parts: dict[PrefixNode, ReusedPart] = {}
+    for node, users in rows.items():
+        layers: Sequence[Tensor] = node.layers_TKX
+        if not node.layers_TKX.memory.is_there:
+            before = [parts[each] for each in node.path[:-1]]
+            anew = partial(_computed_anew, node.text, before, [prefixes[row] for row in users], compute)
+            layers = MendedRows(node.layers_TKX, anew)
+        positions_T = torch.arange(starts[node], starts[node] + len(node.ids))
+        parts[node] = ReusedPart(layers_TKX=layers, positions_T=positions_T, rows=tuple(users))
+    return reused_prefixes(prompts, [prefix.num_tokens for prefix in prefixes], list(parts.values()))
+
+
+def _computed_anew(
+    text: Sequence[int], before: Sequence[ReusedPart], users: Sequence[RowPrefix], compute: Compute
+) -> Sequence[Tensor]:
+    """Compute what follows these parts in a text, for all rows that reuse it, and store it."""
+    start = sum(len(part.positions_T) for part in before)
+    reused = reused_prefixes([text], [start], [replace(part, rows=(0,)) for part in before]) if before else None
+    layers_TKX = compute(text[start:], reused)
+    for user in users:
+        user.mend(text, layers_TKX)
+    return layers_TKX
+
+
+def reused_prefixes(
+    prompts: Sequence[Sequence[int]], num_reused: Sequence[int], parts: list[ReusedPart], *, arrives: bool = False
+) -> ReusedKV:
+    """What a batch reuses if each prompt begins with so many tokens that are in the parts; see `ReusedKV`."""
     ends = [len(ids) for ids in prompts]
-    num_new = max(end - prefix.num_tokens for end, prefix in zip(ends, prefixes, strict=True))
+    longest = max(end - num for end, num in zip(ends, num_reused, strict=True))
     positions = [
-        [0] * (num_new - (end - prefix.num_tokens)) + list(range(prefix.num_tokens, end))
-        for end, prefix in zip(ends, prefixes, strict=True)
+        [0] * (longest - (end - num)) + list(range(num, end)) for end, num in zip(ends, num_reused, strict=True)
     ]
-    return ReusedKV(parts=parts, positions_BS=torch.tensor(positions), ends=ends)
+    return ReusedKV(parts=parts, positions_BS=torch.tensor(positions), ends=ends, arrives=arrives)

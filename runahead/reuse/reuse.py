@@ -164,6 +164,26 @@ def check_reuse(model: Model, remedy: str = "use policy=full") -> None:
         )
 
 
+def check_gaps(model: Model, option: str) -> None:
+    """Check that attention depends on the order of tokens alone, as where rows count tokens rather than positions.
+
+    Prompts that reuse segments may have gaps between their positions.
+
+    Args:
+        option: stores rows so.
+
+    Raises:
+        ValueError: it does not.
+    """
+    has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
+    if has_windows or model.has_key_bias:
+        what = "has layers with windows" if has_windows else "adds a bias to its attention by distance (ALiBi)"
+        raise ValueError(
+            f"{option} does not go with segments of model {model.name} ({model.config.model_type}), which {what}: "
+            "their prompts may have gaps between positions; use cache.bits=null"
+        )
+
+
 class _EncodingAttention(CausalAttention):
     """Attention that ends the forward once the last layer's keys and values are stored."""
 

@@ -1,15 +1,17 @@
 """Reused keys and values of a batch of prompts, and the positions of its new tokens."""
 
-# Legend: B batch, K kv heads, C new tokens of a forward, S all new tokens, T tokens of a part, H head dim, V value dim.
+# Legend: B batch, K kv heads, C new tokens of a forward, S all new tokens, T tokens of a part or text, H head dim,
+# V value dim, X = H + V.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import torch
 from torch import Tensor
+
+from runahead.reuse.layer_rows import Layers
 
 FEW_PARTS = 3
 """Most parts that decoding reads in place; concatenating so few saves too little time to be worth the memory."""
@@ -40,11 +42,13 @@ class ReusedKV:
         parts: the parts; no row sees two tokens at the same position.
         positions_BS: positions of the new tokens of the left-padded batch, 0 on padding; on the host.
         ends: position of the first generated token, by row.
+        arrives: the parts arrive together with the prefix of earlier ranks, and are not read before it.
     """
 
     parts: list[ReusedPart]
     positions_BS: Tensor
     ends: list[int]
+    arrives: bool = False
 
     def joined(self) -> ReusedKV:
         """Concatenate the parts that the same rows see, since each part takes a call per layer and generated token.
@@ -59,6 +63,16 @@ class ReusedKV:
         joined = [part for group in groups.values() for part in _joined(group)]
         return replace(self, parts=joined + [part for part in self.parts if part.is_mapped])
 
+    def whole(self, pads: Sequence[int]) -> WholeTexts:
+        """All tokens of each row. `pads` is the left padding of the new tokens."""
+        places = list[list[tuple[ReusedPart | None, Tensor]]]()
+        for row, pad in enumerate(pads):
+            parts = [part for part in self.parts if row in part.rows]
+            given = [*(part.positions_T for part in parts), self.positions_BS[row, pad:]]
+            numbers = torch.cat(given).argsort().argsort().split([len(each) for each in given])
+            places.append(list(zip([*parts, None], numbers, strict=True)))
+        return WholeTexts(places=places, new_pads=list(pads), ends=self.ends)
+
     def row(self, row: int, pad: int) -> ReusedKV:
         """Reused keys and values of one row, without its padding."""
         parts = [replace(part, rows=(0,)) for part in self.parts if row in part.rows]
@@ -69,8 +83,59 @@ class ReusedKV:
         num_new = self.positions_BS.shape[1]
         ends_B1 = torch.tensor(self.ends)[:, None]
         generated_BC = ends_B1 + (index_C - num_new)[None]
+        if num_new == 0:
+            return generated_BC
         given_BC = self.positions_BS[:, index_C.clamp_max(num_new - 1)]
         return torch.where(index_C[None] < num_new, given_BC, generated_BC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeTexts:
+    """Reused and new tokens of a batch, those of each row in the order of their positions.
+
+    Attributes:
+        places: of each row its reused parts, and None for its new tokens, with the numbers of their tokens in the row;
+            on the host.
+        new_pads: left padding of the new tokens, by row.
+        ends: position of the first generated token, by row.
+    """
+
+    places: list[list[tuple[ReusedPart | None, Tensor]]]
+    new_pads: list[int]
+    ends: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each row."""
+        return [sum(len(numbers_T) for _, numbers_T in row) for row in self.places]
+
+    @property
+    def gaps(self) -> list[int]:
+        """Positions before the first generated token at which a row has no token."""
+        return [end - length for end, length in zip(self.ends, self.lengths, strict=True)]
+
+    def kv(self, layer: int, new_SBKX: Tensor, *, room: int) -> Tensor:
+        """Keys and values (L + room, B, K, H + V) of a layer's whole texts, of which the longest has L tokens.
+
+        Args:
+            new_SBKX: of the new tokens of the padded batch.
+            room: uninitialised tokens after them. On padding, which is on the left, there are zeros.
+        """
+        longest = max(self.lengths)
+        whole_TBKX = new_SBKX.new_empty(longest + room, *new_SBKX.shape[1:])
+        for row, (length, new_pad) in enumerate(zip(self.lengths, self.new_pads, strict=True)):
+            row_TKX = whole_TBKX[longest - length : longest, row]
+            whole_TBKX[: longest - length, row] = 0
+            for part, numbers_T in self.places[row]:
+                kv_TKX = new_SBKX[new_pad:, row] if part is None else part.layers_TKX[layer]
+                if len(numbers_T) == 0:
+                    continue
+                start, end = int(numbers_T[0]), int(numbers_T[-1]) + 1
+                if end - start == len(numbers_T):
+                    row_TKX[start:end] = kv_TKX
+                else:
+                    row_TKX[numbers_T.to(row_TKX.device)] = kv_TKX
+        return whole_TBKX
 
 
 def _joined(parts: list[ReusedPart]) -> list[ReusedPart]:
@@ -80,7 +145,7 @@ def _joined(parts: list[ReusedPart]) -> list[ReusedPart]:
     return [replace(parts[0], layers_TKX=_JoinedLayers(parts, order_T), positions_T=positions_T)]
 
 
-class _JoinedLayers(Sequence[Tensor]):
+class _JoinedLayers(Layers):
     """Layers (T, K, H + V) of several parts, each concatenated when it is first used."""
 
     def __init__(self, parts: list[ReusedPart], order_T: Tensor) -> None:
@@ -92,14 +157,8 @@ class _JoinedLayers(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    @overload
-    def __getitem__(self, layer: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, layer: slice) -> list[Tensor]: ...
-    def __getitem__(self, layer: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(layer, slice):
-            return [self[each] for each in range(len(self))[layer]]
-        parts = self._parts[layer]
+    def layer(self, number: int) -> Tensor:
+        parts = self._parts[number]
         if len(parts) > 1:
             joined_TKX = torch.cat(parts)
             if self._order_T is not None:

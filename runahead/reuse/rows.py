@@ -62,8 +62,9 @@ class _Prefixed:
         if not isinstance(row, ReusedCache) or not isinstance(row.own, SlabRow):
             return None
         reused = row.reused
-        start, [end] = int(reused.positions_BS[0, 0]), reused.ends
-        is_whole = end - start == reused.positions_BS.shape[1] and all(
+        [given_S], [end] = reused.positions_BS, reused.ends
+        start = end - len(given_S)
+        is_whole = (len(given_S) == 0 or int(given_S[0]) == start) and all(
             int(part.positions_T[-1]) - int(part.positions_T[0]) == len(part.positions_T) - 1
             and int(part.positions_T[-1]) < start
             for part in reused.parts

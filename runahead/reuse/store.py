@@ -11,32 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from policies.base import Segment
 from runahead.model.model import Model
+from runahead.reuse.folder import SegmentFolder
 from runahead.reuse.segment import FORMAT, SegmentKV, read_segment, write_segment
+from runahead.reuse.tiers import Tier
 
-SUFFIX = ".safetensors"
-PIN = ".pin"
-LOCK = ".lock"
 VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
 """Entries of a model's config that do not change its results."""
-
-
-class Tier(Enum):
-    device = "device"
-    host = "host"
-    disk = "disk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +82,9 @@ class SegmentStore:
             for tier, limit in ((Tier.device, self.limits.device_bytes), (Tier.host, self.limits.host_bytes))
             if tier is Tier.host or self._device.type != "cpu"
         }
-        self._folder = None if folder is None else _made_folder(folder)
+        self._folder = None
+        if folder is not None:
+            self._folder = SegmentFolder(folder, self.limits.disk_bytes, option="policy.store")
 
     def key(self, segment: Segment) -> str:
         """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits."""
@@ -126,7 +115,8 @@ class SegmentStore:
             tier, kv = Tier.disk, self._mapped(segment, key)
             if kv is None:
                 return None
-            self._touch(key)
+            assert self._folder is not None
+            self._folder.touch(key)
         found = kv
         for faster in reversed(missed):
             if self._memory[faster].make_room(key, kv.num_bytes):
@@ -142,11 +132,10 @@ class SegmentStore:
         """
         key = self.key(segment)
         if self._folder is not None and kv.num_bytes <= self.limits.disk_bytes:
-            path = self._folder / f"{key}{SUFFIX}"
-            write_segment(path, kv, key=key, name=segment.name)
+            write_segment(self._folder.path(key), kv, key=key, name=segment.name)
             if segment.pinned:
-                path.with_suffix(PIN).touch()
-            self._make_room_on_disk(keep=key)
+                self._folder.pin(key)
+            self._folder.make_room(keep={key})
         for tier, memory in self._memory.items():
             if memory.make_room(key, kv.num_bytes):
                 on_device = kv.layers_TKX[0].device.type == self._device.type
@@ -157,7 +146,7 @@ class SegmentStore:
         """Bytes in use, by tier."""
         used = {tier.value: memory.num_bytes for tier, memory in self._memory.items()}
         if self._folder is not None:
-            used[Tier.disk.value] = sum(size for _, size, _ in self._files())
+            used[Tier.disk.value] = sum(file.num_bytes for file in self._folder.files())
         return used
 
     def _copy(self, kv: SegmentKV, tier: Tier) -> SegmentKV:
@@ -171,37 +160,7 @@ class SegmentStore:
     def _mapped(self, segment: Segment, key: str) -> SegmentKV | None:
         if self._folder is None:
             return None
-        return read_segment(
-            self._folder / f"{key}{SUFFIX}", key=key, shapes=self._shapes, num_tokens=len(segment.stored)
-        )
-
-    def _touch(self, key: str) -> None:
-        """Set the time of a file's last use, which other processes read."""
-        assert self._folder is not None
-        now = time.time()
-        with suppress(OSError):  # evicted by another process, or a read-only folder
-            os.utime(self._folder / f"{key}{SUFFIX}", (now, now))
-
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of last use, size in bytes and path of each file of the disk tier."""
-        assert self._folder is not None
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            with suppress(OSError):  # evicted by another process
-                about = path.stat()
-                yield about.st_mtime, about.st_size, path
-
-    def _make_room_on_disk(self, *, keep: str) -> None:
-        """Remove the least recently used files until the budget holds. A mapped file stays readable until unmapped."""
-        assert self._folder is not None
-        with FileLock(self._folder / LOCK):
-            files = sorted(self._files())
-            excess = sum(size for _, size, _ in files) - self.limits.disk_bytes
-            for _, size, path in files:
-                if excess <= 0:
-                    return
-                if path.stem != keep and not path.with_suffix(PIN).exists():
-                    path.unlink(missing_ok=True)
-                    excess -= size
+        return read_segment(self._folder.path(key), key=key, shapes=self._shapes, num_tokens=len(segment.stored))
 
 
 class _MemoryTier:
@@ -249,16 +208,3 @@ def model_key(model: Model) -> str:
         facts.append(f"share {model.shard_number} of {model.num_shards}")
     shapes = [(each.num_kv_heads, each.key_dim, each.value_dim, str(each.dtype)) for each in model.kv_shapes]
     return hashlib.sha256(repr((facts, shapes)).encode()).hexdigest()
-
-
-def _made_folder(folder: str | os.PathLike[str]) -> Path:
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it is read-only")
-    except OSError as error:
-        raise ValueError(
-            f"policy.store={os.fspath(folder)} is not a writable folder: {error.strerror}; name another"
-        ) from error
-    return path

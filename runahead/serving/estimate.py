@@ -8,6 +8,13 @@ FORGETTING = 0.95
 """Weight that each prefill leaves to those before it, so that the estimate follows the machine."""
 
 
+ASSUMED_BYTES_PER_S = 1e9
+"""Rate at which stored prefixes reach the first stage, until it is measured: less than a link of 10 Gbit/s carries."""
+
+WAITING = 0.1
+"""Least share of its time that a stage stands still if what it waits for takes as long as its part of a prefill."""
+
+
 class PrefillTimes:
     """Seconds of a prefill, as a * tokens + b * tokens^2 with a, b >= 0.
 
@@ -70,16 +77,35 @@ class TimeEstimate:
         alone: prefills that one stage computes.
         chain: prefills that all stages compute.
         step_s: seconds of a decoding step with as many rows as there were lately; 0 before the first.
+        s_per_byte: seconds per byte of stored prefixes that the last stage sends to all.
     """
 
     def __init__(self) -> None:
         self.alone, self.chain = PrefillTimes(), PrefillTimes()
-        self.step_s = 0.0
+        self.step_s, self.s_per_byte = 0.0, 1 / ASSUMED_BYTES_PER_S
         self._new_tokens: float | None = None
 
     def learn_step(self, seconds: float) -> None:
         """Take in a decoding step."""
         self.step_s = 0.8 * self.step_s + 0.2 * seconds if self.step_s else seconds
+
+    def learn_transfer(self, num_bytes: int, seconds: float, wait_s: float) -> None:
+        """Take in a prefill after stored prefixes.
+
+        Args:
+            num_bytes: of them, that the first stage has received.
+            seconds: of its part of the prefill, during which they arrived.
+            wait_s: of these, in which it stood still.
+        """
+        measured = seconds / num_bytes
+        if wait_s > WAITING * seconds:
+            self.s_per_byte = 0.7 * self.s_per_byte + 0.3 * measured
+        else:  # they were there in time, so they take less
+            self.s_per_byte = min(self.s_per_byte, measured)
+
+    def after_prefixes_s(self, lengths: Sequence[int], reused: Sequence[int], num_bytes: int) -> float:
+        """Seconds of prompts that all stages compute after stored prefixes of so many bytes, which arrive meanwhile."""
+        return max(self.chain.seconds(lengths, reused), num_bytes * self.s_per_byte)
 
     def learn_answer(self, num_tokens: int) -> None:
         """Take in the length of an answer in tokens."""

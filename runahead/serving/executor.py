@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from policies.base import ReusingPrompt, ids_of
-from runahead.cache.base import KVStore
 from runahead.context import ContextPartition
 from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import LiveRows, NewToken
+from runahead.decoding.live_rows import LiveRow, LiveRows, NewToken
 from runahead.engine import Engine
-from runahead.prefill.base import PrefillCancelled, Prefilled
-from runahead.reuse.prefixes import RowPrefix
+from runahead.prefill.base import PrefillCancelled
+from runahead.reuse.forks import each_once
+from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
     PROGRESS_S,
     Alive,
@@ -32,6 +33,7 @@ from runahead.serving.items import (
     Progress,
     Report,
     RowId,
+    Stopping,
     Tokens,
 )
 from runahead.serving.limits import QueueLimits
@@ -85,14 +87,14 @@ class Executor:
         self.live = LiveRows(engine.model, engine.policies, self._keep)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
-        if reuses and self._leads and engine.prefixes is not None:
-            engine.prefixes.tree.on_change = report
+        self._stores = reuses and self._leads and engine.prefixes is not None
+        if engine.prefixes is not None and self._stores:
+            engine.prefixes.tree.listen(report)
+            inbox.on_stop = lambda number: report(Stopping(number))
         # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
         narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
         self._interrupts = decodes and not narrows
-        # A layer's collectives need all ranks of a stage. And what a stage computes from the zeros of one that stopped
-        # before it knows of that, must not be found as a prefix.
-        self._stops = engine.model.shares is None and engine.prefixes is None
+        self._stops = engine.model.shares is None  # a layer's collectives need all ranks of a stage
         self._under_way: list[Prefill] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment
         # A GPU computes later than its work is queued, so there the host knows of no layer that it is computed.
@@ -151,17 +153,24 @@ class Executor:
         partition = ContextPartition(boundaries=item.boundaries)
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
         self._prepare_schemas(item)
+        if self._engine.prefixes is not None and self._stores:
+            self._engine.prefixes.soon(item.soon)
         self._under_way.append(item)
         if item.record_timeline:
             self._told_s = time.monotonic()
+        prompts, prompt_of = each_once(item.prompts)
         prefilled = self._engine.prefill_part(
-            item.prompts,
+            prompts,
             partition,
             num_new=max(options.max_new_tokens for options in item.options),
             meanwhile=self,
             record_timeline=item.record_timeline,
             reuses=self._reuses,
+            stored=[item.stored[prompt_of.index(number)] for number in range(len(prompts))] if item.stored else (),
         )
+        if self._stores and self._inbox.is_stopped(self._under_way[-1].number):
+            # Other stages may have stopped, and what was computed from their zeros must not be found as a prefix.
+            prefilled.cache, prefilled.is_cancelled = None, True
         self._inbox.done(self._under_way.pop().number)
         aside_s, waited_s = self._aside_s - aside_s, self._waited_s - waited_s
         if prefilled.cache is not None:
@@ -172,19 +181,27 @@ class Executor:
                 for prompt, options in zip(item.prompts, item.options, strict=True)
             ]
             ids = [(item.number, row) for row in range(len(rows))]
-            lengths = list(map(len, item.prompts))
-            for row, prefix in enumerate(prefilled.prefixes):
-                lengths[row] -= prefix.num_tokens
-                self._prefixes[ids[row]] = prefix
-            self._store_prompts(item, prefilled, lengths)
+            # Under policies the cache has what is reused, too, as one text with what was computed.
+            lengths = [len(ids_of(each)) if self._engine.policies else len(each) for each in prompts]
+            if (prefixes := prefilled.prefixes) and prefilled.given is None:
+                store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.cache, prefilled.logits_BV)
+                lengths = [length - prefix.num_tokens for length, prefix in zip(lengths, prefixes, strict=True)]
+                self._prefixes |= self._prefixes_of_rows(ids, item, prefixes, prompt_of)
+            elif prefilled.given is not None:  # what the rows reuse is in their own memory, too
+                store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.given, prefilled.logits_BV)
+                prefilled.given = None
+                for prefix in prefixes:
+                    prefix.release()
             if was_idle and not self.live:
                 self._stepped_s = time.monotonic()
-            new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths)
+            new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths, prompt_of)
             cached = {
                 id: sum(use.num_tokens for use in prompt.uses if use.segment.content_key not in prefilled.encoded)
                 for id, prompt in zip(ids, item.prompts, strict=True)
                 if isinstance(prompt, ReusingPrompt)
-            } | {id: prefix.num_tokens for id, prefix in zip(ids, prefilled.prefixes, strict=False)}
+            }
+            if prefilled.prefixes:
+                cached |= {id: prefilled.prefixes[number].num_cached for id, number in zip(ids, prompt_of, strict=True)}
             self._tell(new, cached=cached)
         else:
             for prefix in prefilled.prefixes:
@@ -193,7 +210,7 @@ class Executor:
         if self._leads and prefilled.is_cancelled:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
         report.memory = self._engine.model.memory_after(
-            kv_bytes=report.kv_peak_bytes, num_tokens=len(item.prompts) * report.chunk_tokens
+            kv_bytes=report.kv_peak_bytes, num_tokens=len(prompts) * report.chunk_tokens
         )
         self._report(
             Part(
@@ -205,9 +222,18 @@ class Executor:
                 is_cancelled=prefilled.is_cancelled,
                 report=report,
                 live_bytes=self.live.num_bytes,
+                stored_bytes=0 if self._engine.prefixes is None else self._engine.prefixes.tree.num_bytes,
+                **self._prefix_facts(),
                 spans=[span.shifted(self._clock_offset_s) for span in prefilled.spans if span.kind != "send"],
             )
         )
+
+    def _prefix_facts(self) -> dict[str, Any]:
+        if self._engine.prefixes is None or not self._stores:
+            return {}
+        tree = self._engine.prefixes.tree
+        found = {tier.value: num_tokens for tier, num_tokens in tree.found_tokens.items()}
+        return {"prefix_bytes": tree.bytes_by_tier, "prefix_found_tokens": found}
 
     def _prepare_schemas(self, item: Prefill) -> None:
         """Begin to compile the JSON schemas of rows that this rank will decode."""
@@ -226,22 +252,24 @@ class Executor:
             self._told_s = now
             self._report(Progress(number=item.number, rank=self._ranks.rank, layers=done, of=of))
 
-    def _store_prompts(self, item: Prefill, prefilled: Prefilled, lengths: Sequence[int]) -> None:
-        """Store the prompts of rows, but for those after which there are no numbers."""
-        if not prefilled.prefixes:
-            return
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        is_wrong = prefilled.logits_BV.isnan().any(dim=-1).tolist()
-        for row, (prefix, prompt, length) in enumerate(zip(prefilled.prefixes, item.prompts, lengths, strict=True)):
-            if not is_wrong[row]:
-                prefix.store(ids_of(prompt), prefilled.cache.row_kv(row, max(lengths) - length, length))
+    def _prefixes_of_rows(
+        self, ids: Sequence[RowId], item: Prefill, prefixes: Sequence[RowPrefix], prompt_of: Sequence[int]
+    ) -> dict[RowId, RowPrefix]:
+        """The prefix of each row: the first row of a prompt has the prompt's, the others hold the same."""
+        found: dict[RowId, RowPrefix] = {}
+        for row, (id, number) in enumerate(zip(ids, prompt_of, strict=True)):
+            is_first = prompt_of.index(number) == row
+            found[id] = prefixes[number] if is_first else prefixes[number].fork(ids_of(item.prompts[row]))
+        return found
 
-    def _keep(self, id: RowId, row: Row, cache: KVStore, num_tokens: int) -> None:
+    def _keep(self, left: LiveRow) -> None:
         """Store the text of a row that leaves."""
-        if (prefix := self._prefixes.pop(id, None)) is not None:
-            text, num_stored = row.prompt + row.new_ids, prefix.num_tokens + num_tokens
+        if (prefix := self._prefixes.pop(left.id, None)) is not None:
+            text = left.row.prompt + left.row.new_ids
+            num_stored = prefix.num_tokens + left.num_shared + left.num_tokens
             if num_stored < len(text):  # else the last forward gave no token, as its logits are no numbers
-                prefix.store(text[:num_stored], cache.row_kv(0, 0, num_tokens))
+                own = left.cache.row_kv(0, 0, left.num_tokens)
+                prefix.store(text[:num_stored], own, num_shared=left.num_shared)
             prefix.release()
 
     def _generate(self, item: Generate) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from policies.base import GivenPrompt, ReusingPrompt
@@ -26,16 +26,21 @@ class Prefill:
         number: of the item; unique.
         prompts, options: of each row. A prompt that reuses segments has them encoded where they are not stored.
         boundaries: of the stages' chunks, in tokens of the longest prompt that are computed.
+        stored: number of first tokens of each prompt that all stages reuse, which the last one had stored when rank 0
+            heard of it last; none where that one computes alone, which looks itself.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         record_timeline: ranks report from inside it, and when they were in which layer.
+        soon: what is stored of prompts that will come after it.
     """
 
     number: int
     prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
     boundaries: tuple[int, ...]
+    stored: Sequence[int] = ()
     is_short: bool = False
     record_timeline: bool = True
+    soon: Sequence[Sequence[int]] = ()
 
     @property
     def reuses(self) -> bool:
@@ -106,8 +111,11 @@ class Part:
         is_cancelled: it was stopped before its end.
         report: of the engine, with the memory of the rank's process; None after `Generate`.
         live_bytes: KV caches of the rows that it decodes, those of this prefill among them.
+        stored_bytes: memory of the texts that it keeps for later prompts.
         spans: when it computed, and when it waited or did something else, if that is recorded; seconds of rank 0's
             `time.perf_counter`.
+        prefix_bytes: of the texts that it keeps, by tier.
+        prefix_found_tokens: tokens of prompts that it has found in them so far, by tier.
     """
 
     number: int
@@ -118,7 +126,10 @@ class Part:
     is_cancelled: bool = False
     report: RankReport | None = None
     live_bytes: int = 0
+    stored_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
+    prefix_bytes: dict[str, int] = field(default_factory=dict)
+    prefix_found_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +156,28 @@ class Alive:
     asked_to_end: bool
 
 
-Report = Tokens | Part | Progress | Change | Alive
+@dataclass(frozen=True)
+class Stopping:
+    """The last stage will neither store nor decode what comes of a prefill, so that other stages may stop it."""
+
+    number: int
+
+
+Report = Tokens | Part | Progress | Change | Alive | Stopping
 
 
 class Inbox:
-    """Items of one rank that have arrived. Threads put them in; the main thread takes them out."""
+    """Items of one rank that have arrived. Threads put them in; the main thread takes them out.
+
+    Attributes:
+        on_stop: called with the number of a prefill, by the thread that puts in that it is to stop, once
+            `is_stopped` knows.
+        error: why there are no more items.
+        is_cut_off: a connection is lost.
+    """
 
     def __init__(self) -> None:
+        self.on_stop: Callable[[int], object] = lambda number: None
         self._items: deque[Item] = deque()
         self._cancelled: list[RowId] = []
         self._begun: set[int] = set()
@@ -172,6 +198,8 @@ class Inbox:
             else:
                 self._items.append(item)
             self._changed.notify()
+        if isinstance(item, Stop):
+            self.on_stop(item.number)
 
     def fail(self, error: BaseException, *, is_cut_off: bool = False) -> None:
         """Let the main thread end with an error, or because a connection is lost."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
-from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.forks import each_once
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.items import Generate, Part, Prefill, Progress
+from runahead.serving.known_texts import KnownTexts
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 
@@ -23,6 +24,9 @@ SIMILAR = 0.75
 
 MOST_KEYS = 1 << 16
 """Segments that are remembered as encoded, for predictions: the last ones."""
+
+MOST_SOON = 16
+"""Requests that wait, the next ones, whose prefixes the last stage is told to keep at hand."""
 
 SLACK = 3.0
 """A prefill is due within this many times its seconds. So short ones go first, and no request waits for ever."""
@@ -55,6 +59,8 @@ class Batch:
         progress: last report of each rank from inside the prefill.
         new_tokens: number of new tokens of each row.
         cached: tokens of each prompt that were not computed.
+        shares_prompts: rows of the same prompt share its keys and values.
+        computed: the rows whose prompts are computed: one of each different prompt, or all if `Engine.generate` does.
     """
 
     item: Prefill | Generate
@@ -66,19 +72,28 @@ class Batch:
     began_s: float = field(default_factory=time.monotonic)
     parts: dict[int, Part] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
+    shares_prompts: bool = False
 
     def __post_init__(self) -> None:
         self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
         self.cached = [0] * len(self.owners)
+        self._prompt_of = each_once(self.item.prompts)[1]
+        self.computed = list(range(len(self.owners)))
+        if isinstance(self.item, Prefill):
+            self.computed = [self._prompt_of.index(number) for number in sorted(set(self._prompt_of))]
 
     @property
     def lengths(self) -> list[int]:
         return [len(ids) for ids in self.item.prompts]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens for which the rows have memory, until the last of them has ended."""
-        return num_tokens_of(self.item.prompts, self.item.options)
+        return num_tokens_of(self.item.prompts, self.item.options, self._prompt_of if self.shares_prompts else None)
+
+    def of_computed(self, of_rows: Sequence[int]) -> list[int]:
+        """The numbers of those rows whose prompts are computed, of one number per row."""
+        return [of_rows[row] for row in self.computed]
 
     @property
     def reuses(self) -> bool:
@@ -102,7 +117,7 @@ class RequestQueue:
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
         self._encoded: OrderedDict[str, None] = OrderedDict()
-        self.stored = PrefixTree(math.inf)
+        self.stored = KnownTexts(max(1, engine.policies.num_observed))
 
     @property
     def num_rows(self) -> int:
@@ -115,20 +130,26 @@ class RequestQueue:
         """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
         num_new = max(each.max_new_tokens for each in options)
         check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
-        limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options)
+        prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
+        limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options, prompt_of)
         if limit is not None and num_tokens > limit:
+            count = f"{len(prompts)} x {num_tokens // len(prompts):,}"
+            if prompt_of is not None and len(set(prompt_of)) < len(prompts):
+                count = f"{num_tokens:,}"
             raise ValueError(
-                f"{len(prompts)} x {num_tokens // len(prompts):,} tokens of prompt and answer are more than this "
-                f"server has memory for, which is {limit:,}"
+                f"{count} tokens of prompt and answer are more than this server has memory for, which is {limit:,}"
             )
 
     def fitting(self, prompts: Sequence[GivenPrompt], wanted: int) -> int:
         """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
         longest, bounds = max(map(len, prompts)), [wanted]
-        if self._prompt_limits.max_positions is not None and not self._engine.policies:
+        if self._prompt_limits.max_positions is not None and not self._engine.policies.chooses:
             bounds.append(self._prompt_limits.max_positions - max(map(_end, prompts)))
         if self._limits.max_tokens is not None:
-            bounds.append((self._limits.max_tokens - _num_held(prompts)) // len(prompts) - longest)
+            prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
+            num_prompts, num_answers = _num_places(len(prompts), prompt_of)
+            left = self._limits.max_tokens - _num_held(prompts) - num_prompts * longest
+            bounds.append(left // num_answers)
         threshold = self._prompt_limits.length_threshold
         if threshold is not None:  # which no answer may cross
             bounds += [threshold - len(ids) + 1 for ids in prompts if len(ids) <= threshold]
@@ -174,9 +195,37 @@ class RequestQueue:
 
     def prefill_s(self, requests: Sequence[Request]) -> float:
         """Predicted seconds of a prefill."""
-        is_short = self.is_short(requests)
-        reused = self._reusable(requests) if is_short or not self._has_chain else []
-        return self.times(is_short=is_short).seconds(self._lengths(requests), reused)
+        lengths, reused = self._lengths(requests), self._reusable(requests)
+        if self.is_short(requests) or not self._has_chain:
+            return self._estimate.alone.seconds(lengths, reused)
+        return self._in_chain(lengths, reused)[0]
+
+    def stored_in_chain(self, requests: Sequence[Request]) -> Sequence[int]:
+        """First tokens of each row's prompt that all stages reuse; none if one computes alone, or all do all."""
+        if self.is_short(requests) or not self._has_chain:
+            return ()
+        reused = self._in_chain(self._lengths(requests), self._reusable(requests))[1]
+        return [reused[number] for number in prompts_of_rows(requests)] if reused else ()
+
+    def found_alone(self, requests: Sequence[Request]) -> list[int]:
+        """Tokens of each row's prompt that are known to be stored, where the last stage computes the prompts alone."""
+        numbers = prompts_of_rows(requests)
+        if self._engine.prefixes is None or not (self.is_short(requests) or not self._has_chain):
+            return [0] * len(numbers)
+        found = self._reusable(requests)
+        return [found[number] for number in numbers]
+
+    def _in_chain(self, lengths: Sequence[int], reused: Sequence[int]) -> tuple[float, Sequence[int]]:
+        """Seconds in which all stages compute prompts, whole or after what is stored, and what they reuse then.
+
+        Args:
+            reused: tokens of each prompt that are stored.
+        """
+        whole_s, prefixes = self._estimate.chain.seconds(lengths), self._engine.prefixes
+        if prefixes is None or not any(reused):
+            return whole_s, ()
+        rest_s = self._estimate.after_prefixes_s(lengths, reused, sum(reused) * prefixes.token_bytes)
+        return (rest_s, reused) if rest_s < whole_s else (whole_s, ())
 
     def is_short(self, requests: Sequence[Request]) -> bool:
         """Whether the last stage computes these prompts alone: soon enough for the rows that it decodes, or sooner than
@@ -192,47 +241,43 @@ class RequestQueue:
     def _is_short(self, lengths: Sequence[int], reused: Sequence[int]) -> bool:
         chain = self._estimate.chain
         knows_chain = self._has_chain and (max(lengths) <= chain.longest or any(reused))
-        in_chain_s = chain.seconds(lengths) if knows_chain else 0.0
+        in_chain_s = self._in_chain(lengths, reused)[0] if knows_chain else 0.0
         return self._estimate.alone.seconds(lengths, reused) <= max(self._limits.itl_s, in_chain_s)
 
     def _reusable(self, requests: Sequence[Request]) -> list[int]:
         """Tokens of each prompt that the last stage need not compute; none for all if prefixes are not reused."""
         if self._engine.prefixes is None:
             return []
-        key = self._engine.prefixes.key
-        prompts = (ids_of(prompt) for request in requests for prompt in request.prompts)
-        return [min(self.stored.num_stored(ids, key), len(ids) - 1) for ids in prompts]
-
-    def _reusable_after(self, request: Request, begun: Iterable[GivenPrompt]) -> list[int]:
-        """As `_reusable`, once these prompts are computed, too."""
-        texts = PrefixTree(math.inf)
-        for prompt in begun:
-            texts.insert(ids_of(prompt), [], "").release()
-        now = self._reusable([request])
-        return [
-            max(num, min(texts.num_stored(ids_of(prompt), ""), len(prompt) - 1))
-            for prompt, num in zip(request.prompts, now, strict=True)
-        ]
+        return [num for request in requests for num in self.stored.found(request, self._engine.prefixes.key)]
 
     def _waits_for_prefix(self, request: Request) -> bool:
-        """Whether a long prompt begins like one that is being computed, after which its rest is short."""
+        """Whether a long prompt begins like one that is being computed, after which it takes less than half as long."""
         if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
             return False
-        begun = [ids for batch in self.batches.values() if not batch.is_decoded for ids in batch.item.prompts]
-        return self._is_short(self._lengths([request]), self._reusable_after(request, begun))
+        begun = [owner for batch in self.batches.values() if not batch.is_decoded for owner, _ in batch.owners]
+        later = self.stored.found_after(request, dict.fromkeys(begun), self._engine.prefixes.key)
+        lengths = self._lengths([request])
+        if not self._limits.decode_ranks and self._is_short(lengths, later):
+            return True
+        return 2 * self._in_chain(lengths, later)[0] < self._in_chain(lengths, self._reusable([request]))[0]
 
     def _gains_by_waiting(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
         if self._engine.prefixes is None:
             return False
-        begun = [ids for other in others for ids in other.prompts]
-        now, later = sum(self._reusable([request])), sum(self._reusable_after(request, begun))
+        now = sum(self._reusable([request]))
+        later = sum(self.stored.found_after(request, others, self._engine.prefixes.key))
         return 2 * (later - now) > sum(self._lengths([request])) - now
 
     def _most_new(self, request: Request) -> int:
         """Most tokens of a row of a request that the last stage would compute."""
-        reusable = self._reusable([request]) or [0] * len(request.prompts)
-        return max(len(ids) - num for ids, num in zip(request.prompts, reusable, strict=True))
+        prompts = self._computed(request)
+        reusable = self._reusable([request]) or [0] * len(prompts)
+        return max(len(ids) - num for ids, num in zip(prompts, reusable, strict=True))
+
+    def _computed(self, request: Request) -> Sequence[GivenPrompt]:
+        """The prompts of a request that are computed: each once, unless `Engine.generate` computes that of each row."""
+        return request.prompts if self._engine.may_shard else request.different
 
     @property
     def _has_chain(self) -> bool:
@@ -247,14 +292,24 @@ class RequestQueue:
             self._encoded.popitem(last=False)
 
     def _lengths(self, requests: Sequence[Request]) -> list[int]:
-        """Tokens to compute: of each row, and of each segment that no prompt has used before."""
-        prompts, _ = rows_of(requests)
+        """Tokens to compute: of each prompt, and of each segment that no prompt has used before."""
+        prompts = [prompt for request in requests for prompt in self._computed(request)]
         new = [length for key, length in _segments(prompts).items() if key not in self._encoded]
         return [*map(len, prompts), *new]
 
     def by_deadline(self) -> list[Request]:
         """The requests that wait, that which is due first in front."""
         return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
+
+    def soon(self) -> list[list[int]]:
+        """The stored beginnings of the prompts that are due next, which the last stage then keeps at hand."""
+        if self._engine.prefixes is None:
+            return []
+        key, stored = self._engine.prefixes.key, list[list[int]]()
+        for request in self.by_deadline()[:MOST_SOON]:
+            found = self.stored.found(request, key)
+            stored += [ids_of(each)[:num] for each, num in zip(request.different, found, strict=True) if num]
+        return stored
 
     def choose(self) -> list[Request]:
         """The requests whose prefill begins now; none if there is no room, or enough is being computed."""
@@ -282,7 +337,8 @@ class RequestQueue:
         chosen = [first]
         for other in waiting if not self._engine.policies else []:
             together = [*chosen, other]
-            rows, lengths = sum(len(each.prompts) for each in together), [self._most_new(each) for each in together]
+            rows = sum(len(self._computed(each)) for each in together)
+            lengths = [self._most_new(each) for each in together]
             if (
                 other is first
                 or self.is_short(together) != self.is_short(chosen)
@@ -303,9 +359,19 @@ class RequestQueue:
     def _has_room(self, requests: Sequence[Request]) -> bool:
         """Whether there is room for these requests beside all that are answered."""
         prompts, options = rows_of(requests)
-        num_tokens = num_tokens_of(prompts, options) + sum(batch.num_tokens for batch in self.batches.values())
+        num_tokens = num_tokens_of(prompts, options, prompts_of_rows(requests) if self._engine.shares_prompts else None)
+        num_tokens += sum(batch.num_tokens for batch in self.batches.values())
         is_over = self._limits.max_tokens is not None and num_tokens > self._limits.max_tokens
         return not (self.num_rows + len(prompts) > self._limits.batch or is_over) or not (self.batches or requests[1:])
+
+
+def prompts_of_rows(requests: Sequence[Request]) -> list[int]:
+    """The number of each row's prompt among the different prompts of all requests."""
+    numbers, before = list[int](), 0
+    for request in requests:
+        numbers += [before + number for number in request.prompt_of]
+        before += len(request.different)
+    return numbers
 
 
 def rows_of(requests: Sequence[Request]) -> tuple[list[GivenPrompt], list[GenerationOptions]]:
@@ -314,9 +380,26 @@ def rows_of(requests: Sequence[Request]) -> tuple[list[GivenPrompt], list[Genera
     return prompts, [each for request in requests for each in request.options]
 
 
-def num_tokens_of(prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> int:
-    """Tokens for which rows need memory that are computed at once, with the segments that they reuse."""
-    return len(prompts) * (max(map(len, prompts)) + max(each.max_new_tokens for each in options)) + _num_held(prompts)
+def num_tokens_of(
+    prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions], prompt_of: Sequence[int] | None = None
+) -> int:
+    """Tokens for which rows need memory that are computed at once, with the segments that they reuse.
+
+    Args:
+        prompts, options: of each row.
+        prompt_of: number of each row's prompt, if rows of the same prompt share its memory.
+    """
+    num_prompts, num_answers = _num_places(len(prompts), prompt_of)
+    most_new = max(each.max_new_tokens for each in options)
+    return num_prompts * max(map(len, prompts)) + num_answers * most_new + _num_held(prompts)
+
+
+def _num_places(num_rows: int, prompt_of: Sequence[int] | None) -> tuple[int, int]:
+    """Places for prompts, and for answers: where rows share a prompt each has its own, and its prompt has one, too."""
+    if prompt_of is None:
+        return num_rows, num_rows
+    counts = Counter(prompt_of)
+    return len(counts), len(counts) + sum(count for count in counts.values() if count > 1)
 
 
 def _num_held(prompts: Sequence[GivenPrompt]) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
+from runahead.reuse.forks import each_once
 
 
 class Listener(Protocol):
@@ -41,6 +42,9 @@ class Request:
         rows_left: rows that have not ended; written by the scheduler.
         predicted_ttft_s: seconds from its arrival to its first token, as predicted when it was queued.
         cached_tokens: of each row's prompt, tokens that were not computed for this request; written by the scheduler.
+        found_tokens: of each row's prompt, tokens that were known to be stored when its prefill began; as above.
+        different: the different prompts.
+        prompt_of: of each row, the number of its prompt among these.
     """
 
     prompts: Sequence[GivenPrompt]
@@ -52,9 +56,12 @@ class Request:
     rows_left: int = field(init=False)
     predicted_ttft_s: float = field(init=False, default=0.0)
     cached_tokens: list[int] = field(init=False)
+    found_tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows_left, self.cached_tokens = len(self.prompts), [0] * len(self.prompts)
+        num_rows = self.rows_left = len(self.prompts)
+        self.cached_tokens, self.found_tokens = [0] * num_rows, [0] * num_rows
+        self.different, self.prompt_of = each_once(self.prompts)
 
     @property
     def longest(self) -> int:

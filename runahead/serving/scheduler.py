@@ -24,7 +24,7 @@ from runahead.failures import first_line
 from runahead.ranks.mail import Mail
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
-from runahead.serving.estimate import TimeEstimate
+from runahead.serving.estimate import WAITING, TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.items import (
     PROGRESS_S,
@@ -41,6 +41,7 @@ from runahead.serving.items import (
     Report,
     RowId,
     Stop,
+    Stopping,
     Tokens,
 )
 from runahead.serving.limits import QueueLimits
@@ -111,6 +112,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._queue.running)
+
+    @property
+    def last_part(self) -> Part | None:
+        """The last report of the rank that decodes, of its part of a prefill."""
+        return self._parts.get(self._leader)
 
     @property
     def refuses(self) -> str | None:
@@ -264,38 +270,65 @@ class Scheduler:
         queue.waiting = [each for each in queue.waiting if each not in requests]
         queue.running += requests
         is_short, predicted_s = queue.is_short(requests), queue.prefill_s(requests)
+        in_chain = queue.stored_in_chain(requests)
         owners = [(request, row) for request in requests for row in range(len(request.prompts))]
+        stored_of = dict(zip(owners, in_chain, strict=True)) if in_chain else {}
+        found = iter(in_chain or queue.found_alone(requests))
         for request in requests:
+            request.found_tokens = [next(found) for _ in request.prompts]
             request.listener.on_start()
-        # Policies look at the cache of one row as a whole.
-        for some in [[owner] for owner in owners] if self._engine.policies else [owners]:
+        for some in self._of_items(owners):
             prompts, options = [each.prompts[row] for each, row in some], [each.options[row] for each, row in some]
+            stored = [stored_of[owner] for owner in some] if stored_of else []
             number = next(self._numbers)
             item: Prefill | Generate = Generate(number=number, prompts=prompts, options=options)
             if not self._engine.may_shard:
-                boundaries = self._partition(max(map(len, prompts)), is_short=is_short).boundaries
+                new = [len(ids) - num for ids, num in zip(prompts, stored or [0] * len(prompts), strict=True)]
+                boundaries = self._partition(max(new), is_short=is_short, num_stored=max(stored, default=0)).boundaries
                 item = Prefill(
                     number=number,
                     prompts=prompts,
                     options=options,
                     boundaries=boundaries,
+                    stored=stored,
                     is_short=is_short,
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
+                    soon=queue.soon(),
                 )
             batch = Batch(
-                item=item, owners=some, predicted_s=predicted_s, is_short=is_short, is_alone=not queue.batches
+                item=item,
+                owners=some,
+                predicted_s=predicted_s,
+                is_short=is_short,
+                is_alone=not queue.batches,
+                shares_prompts=self._engine.shares_prompts,
             )
             queue.batches[number] = self._unread[number] = batch
             queue.note_encoded(prompts)
             self._tell(item)
 
-    def _partition(self, num_tokens: int, *, is_short: bool) -> ContextPartition:
-        """The chunks of a prompt. The last stage has so much of its speed as its decoding leaves."""
+    def _of_items(self, owners: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+        """The rows of each item. Policies look at the cache of one prompt as a whole, and then at that of each row."""
+        if not self._engine.policies:
+            return [owners]
+        if self._engine.may_shard:
+            return [[owner] for owner in owners]
+        rows: dict[tuple[Request, int], list[tuple[Request, int]]] = {}
+        for request, row in owners:
+            rows.setdefault((request, request.prompt_of[row]), []).append((request, row))
+        return list(rows.values())
+
+    def _partition(self, num_tokens: int, *, is_short: bool, num_stored: int) -> ContextPartition:
+        """The chunks of a prompt. The last stage has so much of its speed as its decoding leaves.
+
+        Args:
+            num_stored: tokens before them that are not computed.
+        """
         if is_short:
             return ContextPartition(boundaries=(0,) * self._ranks.num_stages + (num_tokens,))
         busy = min(1.0, self.estimate.step_s / self.limits.itl_s) if self._queue.batches else 0.0
         speed = 0.0 if self.limits.decode_ranks else 1.0 - busy
-        return chunks(self._engine, num_tokens, speed, self.estimate.chain.constants)
+        return chunks(self._engine, num_tokens, speed, self.estimate.chain.constants, num_stored=num_stored)
 
     def _hear(self, report: Report | None) -> None:
         if isinstance(report, Tokens):
@@ -310,6 +343,10 @@ class Scheduler:
             self._unread[report.number].progress[report.rank] = report
         elif isinstance(report, Stored | Dropped):
             self._queue.stored.apply(report)
+        elif isinstance(report, Stopping):
+            if report.number in self._unread and self._ranks.size > 1:
+                others = [rank for rank in range(self._ranks.size) if rank != self._leader]
+                self._tell(Stop(report.number), others)
         elif isinstance(report, Alive):
             self._unchecked.discard(report.rank)
             if report.asked_to_end:
@@ -370,18 +407,33 @@ class Scheduler:
             self._last_recorded = PrefillState.of(batch)
         # The rank with the first token ends last, but what it decoded in its waits does not count.
         longest_s = max(each.prefill_s for each in batch.parts.values())
+        is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
+        if isinstance(batch.item, Prefill) and any(batch.item.stored):
+            self._learn_rest(batch, longest_s, is_alone=is_alone)
+            return
         if not batch.reuses:
-            self._queue.times(is_short=batch.is_short).learn(batch.lengths, longest_s, batch.cached)
-        is_alone = (
-            batch.is_alone
-            and not batch.reuses
-            and not any(batch.cached)
-            and all(each.is_alone for each in batch.parts.values())
-        )
+            self._queue.times(is_short=batch.is_short).learn(
+                batch.of_computed(batch.lengths), longest_s, batch.of_computed(batch.cached)
+            )
+        is_alone = is_alone and not batch.reuses and not any(batch.cached)
         if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
-            parts, num_rows = batch.parts, len(batch.owners)
+            parts, num_rows = batch.parts, len(batch.computed)
             seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}
             self._lessons.append((ContextPartition(boundaries=batch.item.boundaries), seconds))
+
+    def _learn_rest(self, batch: Batch, seconds: float, *, is_alone: bool) -> None:
+        """Take in the times of prompts that all stages computed after stored prefixes.
+
+        Args:
+            is_alone: no rank did anything else meanwhile.
+        """
+        first = batch.parts[0]
+        num_bytes = 0 if first.report is None else first.report.kv_received_bytes
+        if is_alone and num_bytes:
+            self.estimate.learn_transfer(num_bytes, first.prefill_s, first.wait_s)
+        assert isinstance(batch.item, Prefill)
+        if batch.cached == list(batch.item.stored) and first.wait_s <= WAITING * first.prefill_s:
+            self.estimate.chain.learn(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))
 
     def _check_ranks(self) -> None:
         """Ask all ranks now and then whether they live, and whether one of them was asked to end."""
@@ -390,11 +442,18 @@ class Scheduler:
             self._checked_s, self._unchecked = time.monotonic(), set(range(self._ranks.size))
             self._tell(Check())
 
-    def _tell(self, item: Item) -> None:
-        """Put an item into the inbox of every rank; a `Cancel` only where it is decided which rows go on."""
-        receivers = list(range(self._ranks.size))
-        if isinstance(item, Cancel):
-            receivers = [0 if self._engine.may_shard else self._leader]
+    def _tell(self, item: Item, receivers: Sequence[int] | None = None) -> None:
+        """Put an item into the inbox of these ranks, by default of every rank.
+
+        By default a `Cancel` goes only where it is decided which rows go on. So does a `Stop` where prefixes are kept:
+        the others hear of it once that rank does not store the prompt any more (`Stopping`).
+        """
+        if receivers is None:
+            receivers = range(self._ranks.size)
+            if isinstance(item, Cancel):
+                receivers = [0 if self._engine.may_shard else self._leader]
+            elif isinstance(item, Stop) and self._engine.prefixes is not None:
+                receivers = [self._leader]
         if self._mail is not None and (others := [rank for rank in receivers if rank != 0]):
             self._mail.post(item, others)
         if 0 in receivers:

@@ -18,7 +18,7 @@ class PrefillState:
 
     Attributes:
         number: of the item.
-        lengths: of its prompts, in tokens.
+        lengths: of its different prompts, in tokens.
         is_short: one stage computes it alone.
         elapsed_s: seconds since rank 0 told it to the ranks.
         predicted_s: of its prefill.
@@ -39,13 +39,28 @@ class PrefillState:
         """The state of a batch now."""
         return cls(
             number=batch.item.number,
-            lengths=batch.lengths,
+            lengths=[batch.lengths[row] for row in batch.computed],
             is_short=batch.is_short,
             elapsed_s=time.monotonic() - batch.began_s,
             predicted_s=batch.predicted_s,
             progress=dict(batch.progress),
             parts=dict(batch.parts),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredState:
+    """Texts whose keys and values are stored for later prompts.
+
+    Attributes:
+        num_tokens: what several texts begin with counts once.
+        num_bytes: of their memory, as the last stage reported with the last prompt.
+        most_bytes: the limit of these.
+    """
+
+    num_tokens: int
+    num_bytes: int
+    most_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +72,13 @@ class ServerState:
         device: where they compute, "cpu" or "cuda".
         prefill: name of the strategy.
         tells_layers: ranks report when they were in which layer.
-        waiting: tokens of each request's prompts, by deadline.
+        waiting: tokens of each request's different prompts, by deadline.
         rows: tokens of prompt and answer of each row that is decoded.
         num_tokens: tokens for which there is memory, of all rows that are computed or decoded.
         prefills: those that run.
         last: the last one that has ended whose timeline was recorded.
         parts: last report of each rank.
+        stored: texts that are kept for later prompts; None if none are.
     """
 
     ranks: list[str]
@@ -75,19 +91,24 @@ class ServerState:
     prefills: list[PrefillState]
     last: PrefillState | None
     parts: Mapping[int, Part]
+    stored: StoredState | None
 
     @classmethod
     def of(
         cls, engine: Engine, queue: RequestQueue, last: PrefillState | None, parts: Mapping[int, Part]
     ) -> ServerState:
         """The state of a queue now."""
-        batches, ranks = queue.batches.values(), engine.ranks
+        batches, ranks, stored = queue.batches.values(), engine.ranks, None
+        if engine.prefixes is not None:
+            num_bytes = max((part.stored_bytes for part in parts.values()), default=0)
+            most_bytes = engine.prefixes.tree.limit_bytes
+            stored = StoredState(num_tokens=queue.stored.num_tokens, num_bytes=num_bytes, most_bytes=most_bytes)
         return cls(
             ranks=[ranks.mesh.name(rank) for rank in range(ranks.size)],
             device=ranks.device.type,
             prefill=engine.prefill.name.name,
             tells_layers=not engine.may_shard,
-            waiting=[sum(map(len, request.prompts)) for request in queue.by_deadline()],
+            waiting=[sum(map(len, request.different)) for request in queue.by_deadline()],
             rows=[
                 (batch.lengths[row], batch.new_tokens[row])
                 for batch in batches
@@ -98,6 +119,7 @@ class ServerState:
             prefills=[PrefillState.of(batch) for batch in batches if not batch.is_decoded],
             last=last,
             parts=dict(parts),
+            stored=stored,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -26,8 +28,13 @@ class KeptAttention(CausalAttention):
         super().__init__(cache, start=tokens.start, pads=tokens.row_pads, phase=tokens.phase, on_layer=on_layer)
         self.tokens, self.steps = tokens, steps
 
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self.steps.input_BCD = x_BCD
+
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
         kept = self.cache.kept_layers[layer]
         assert isinstance(kept, KeptLayer), type(kept)
-        self.steps.run(layer, kept, seen, terms)
+        stored = self.steps.run(layer, kept, seen, terms)
+        if stored is not kept:
+            self.cache.put(layer, stored)
         self.cache.close(layer, room=self.steps.room)

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from policies.base import Phase, Policy, PromptPart
-from policies.retriever import ModelFacts, Retriever
+from policies.base import ModelFacts, Phase, Policy, PromptPart
+from policies.retriever import Retriever
 from runahead.cache.kept import NEW_ROOM, KeptCache
-from runahead.config import Positions
+from runahead.cache.quantised.cache import QuantisedCache
+from runahead.config import CacheOptions, Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
-from runahead.retrieval.retrieval import Retrieval
+from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
 
 
@@ -31,20 +32,65 @@ class RankPolicies:
         others: policies of the ranks before it.
         positions: whether kept tokens keep their positions or are re-encoded to their slots.
         part: the tokens that this rank keeps, where each rank keeps its own; `last` then are the policies for them.
+        storage: how the rank that decodes stores what they keep.
+
+    Raises:
+        ValueError: the storage does not go with them.
     """
 
     last: list[Policy] = field(default_factory=list)
     others: list[Policy] = field(default_factory=list)
     positions: Positions = Positions.original
     part: PromptPart | None = None
+    storage: CacheOptions = field(default_factory=CacheOptions)
+
+    def __post_init__(self) -> None:
+        if self.storage.bits is None:
+            return
+        if self.retriever is not None:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} does not go with policy {type(self.retriever).__name__}, which copies "
+                "single tokens from a pool; use cache.bits=null or a policy that evicts"
+            )
+        if self.ragged:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} needs KV heads that keep equally many tokens, and with this policy "
+                "they do not; use cache.bits=null or another policy, such as snapkv"
+            )
+        if self.positions is Positions.reencoded:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} stores keys as they are rotated in the text; use "
+                "policy.positions=original"
+            )
 
     @classmethod
-    def everywhere(cls, policies: Sequence[Policy], positions: Positions = Positions.original) -> RankPolicies:
+    def everywhere(
+        cls,
+        policies: Sequence[Policy],
+        positions: Positions = Positions.original,
+        storage: CacheOptions | None = None,
+    ) -> RankPolicies:
         """Run the same policies on all ranks, as far as each rank supports them."""
-        return cls(last=list(policies), others=list(policies), positions=positions)
+        return cls(last=list(policies), others=list(policies), positions=positions, storage=storage or CacheOptions())
 
     def __bool__(self) -> bool:
+        """Whether there is more to do than to compute and store all keys and values as they are."""
+        return self.chooses or self.storage.bits is not None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether policies run on any rank."""
         return bool(self.last or self.others)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all keys and values of a prompt are computed and kept: policies, if there are any, retrieve."""
+        return all(isinstance(each, Retriever) for each in (*self.last, *self.others))
+
+    @property
+    def num_observed(self) -> int:
+        """Last tokens of a prompt whose queries must be computed, since what is retrieved depends on them."""
+        return 0 if self.retriever is None else num_observed(self.retriever)
 
     def of(self, *, is_last: bool) -> list[Policy]:
         """The policies that run on a rank."""
@@ -58,7 +104,7 @@ class RankPolicies:
         Each number of tokens in the options, such as a budget, is the rank's share by the length of its chunk.
         """
         policies = [policy.of_part(part) for policy in (self.last if is_last else self.others)]
-        return RankPolicies(last=policies, positions=self.positions, part=part)
+        return RankPolicies(last=policies, positions=self.positions, part=part, storage=self.storage)
 
     @property
     def retriever(self) -> Retriever | None:
@@ -68,15 +114,41 @@ class RankPolicies:
     @property
     def while_decoding(self) -> list[Policy]:
         """The policies that decide after each generated token; one that retrieves keeps all tokens."""
-        return self.last if self.retriever is None else []
+        return [policy for policy in self.last if policy.while_decoding] if self.retriever is None else []
 
-    def cache(self, model: Model, *, batch: int) -> KeptCache:
+    @property
+    def replaying(self) -> Policy | None:
+        """The policy that decides on all layers after a prompt was repeated, on the rank that decodes."""
+        return next((policy for policy in self.last if policy.replay is not None), None)
+
+    @property
+    def deciding(self) -> Policy | None:
+        """The policy that decides on all layers at once after a prompt, on the rank that decodes."""
+        return next((each for each in self.last if each.decides_on_all or each.replay is not None), None)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads may keep different numbers of tokens."""
+        return any(policy.keeps_ragged for policy in (*self.last, *self.others))
+
+    def cache(self, model: Model, *, batch: int, has_turns: bool = False) -> KeptCache:
         """An empty cache for the rank that decodes.
+
+        Args:
+            has_turns: whether other prompts follow, after which the policies choose again.
 
         Raises:
             ValueError: the policies cannot run on this model, or a retrieving policy's pool is too small.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
+        if self.storage.bits is not None:
+            return QuantisedCache(
+                kept.layers,
+                bits=self.storage.bits,
+                residual=self.storage.residual,
+                residual_bits=self.storage.residual_bits,
+                keys_by_token=bool(self.last if has_turns else self.while_decoding),
+            )
         if self.retriever is None:
             return kept
         return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part))
@@ -108,7 +180,12 @@ class RankPolicies:
                 f"model {model.name} ({model.config.model_type}) adds a bias to its attention by distance (ALiBi), and "
                 "cache policies change which key is where; use policy=full"
             )
+        self._check_marks(model)
         self.rotaries(model)
+        for policy in policies:
+            if policy.narrows or isinstance(policy, Retriever):
+                remedy = "use a policy that only evicts, such as snapkv"
+                model.require_own_kv(f"policy {type(policy).__name__}", remedy)
         for policy in policies:
             if policy.compares_by_kv_head and model.copies_kv_heads:
                 kv_heads = model.config.num_key_value_heads
@@ -126,7 +203,26 @@ class RankPolicies:
                         f"{error}, but policy {type(policy).__name__} turns queries to later positions; use another "
                         "policy, such as snapkv"
                     ) from error
+            if policy.needs_output_projection:
+                try:
+                    _ = model.output_projections
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}, but policy {type(policy).__name__} weighs values after them; use another policy, "
+                        "such as snapkv"
+                    ) from error
+            if policy.needs_attention_input:
+                try:
+                    _ = model.attention_input_dims
+                except ValueError as error:
+                    raise ValueError(
+                        f"{error}, but policy {type(policy).__name__} scores tokens by these; use another policy, such "
+                        "as snapkv"
+                    ) from error
+        self._check_deciding()
+        self._check_ragged(model)
         self._check_retrieval(model)
+        self._require_files(policies, model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:
             if policy.narrows and has_windows:
@@ -134,6 +230,64 @@ class RankPolicies:
                     f"policy {type(policy).__name__} drops tokens between layers, but layers of model {model.name} "
                     "look at windows of the text as it is; use a policy that only evicts, such as snapkv"
                 )
+
+    def check_stages(self, num_stages: int) -> None:
+        """Check that the last stage of a chain, which keeps all tokens, knows what the policies need of each.
+
+        Raises:
+            ValueError: it does not.
+        """
+        for policy in self.last:
+            if policy.needs_attention_input and policy.replay is None and num_stages > 1:
+                remedy = "prefill=single" if policy.keeps_ragged else "prefill=single or decode=sharded"
+                raise ValueError(
+                    f"policy {type(policy).__name__} scores tokens by hidden states, which {num_stages} stages do not "
+                    f"send each other; use {remedy}"
+                )
+
+    def _check_marks(self, model: Model) -> None:
+        """Check that a policy that follows a model's marks has some, and that with marks no other one decides."""
+        for policy in (*self.last, *self.others):
+            name = type(policy).__name__
+            if not policy.follows_marks:
+                model.require_unmarked(f"policy {name}", "use policy=dms or policy=full")
+            elif model.marks is None:
+                raise ValueError(
+                    f"policy {name} evicts the tokens that a model marks, and model {model.name} "
+                    f"({model.config.model_type}) marks none; use another policy, such as snapkv"
+                )
+        if self.storage.bits is not None:
+            model.require_unmarked(f"cache.bits={self.storage.bits}", "use cache.bits=null")
+        if self.positions is Positions.reencoded:
+            model.require_unmarked("policy.positions=reencoded", "use policy.positions=original")
+
+    def _check_deciding(self) -> None:
+        """Check that a policy that decides after the prompt finds all of it."""
+        if self.deciding is not None and any(policy.narrows for policy in self.others):
+            raise ValueError(
+                f"policy {type(self.deciding).__name__} decides on the whole prompt, of which earlier ranks may drop "
+                "no tokens; use policy.ranks.others=full"
+            )
+
+    def _check_ragged(self, model: Model) -> None:
+        """Check that a policy whose heads keep different numbers of tokens has nothing to share them with."""
+        for policies in (self.last, self.others):
+            for policy in policies:
+                if not policy.keeps_ragged:
+                    continue
+                name = type(policy).__name__
+                if len(policies) > 1:
+                    raise ValueError(f"policy {name} must be the only one, since others take heads of equal length")
+                if self.positions is Positions.reencoded:
+                    raise ValueError(
+                        f"policy {name} keeps other tokens in each head, at their positions; use "
+                        "policy.positions=original"
+                    )
+                if model.num_shards > 1:
+                    raise ValueError(
+                        f"policy {name} decides on all KV heads of a layer together, and {model.num_shards} ranks "
+                        "share those of this model; use ranks.tensor=1, or another policy"
+                    )
 
     def _check_retrieval(self, model: Model) -> None:
         """Check that at most one policy retrieves, that it comes last, and that the model supports it."""
@@ -148,22 +302,33 @@ class RankPolicies:
                 f"policy {type(retriever).__name__} decides what attention sees of all that is kept, so it must be the "
                 "only one that does, and the last step of a sequence"
             )
+        if retriever.turn_tokens and len(policies) > 1:
+            raise ValueError(
+                f"policy.turn_tokens={retriever.turn_tokens} is for a policy that retrieves alone; those before it in "
+                "a sequence cut a turn back by its attention to all tokens; leave policy.turn_tokens out"
+            )
         if self.positions is Positions.reencoded:
             raise ValueError(
                 f"policy {type(retriever).__name__} keeps all tokens at their positions; use policy.positions=original"
             )
-        heads = [(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes]
-        retriever.require(
-            ModelFacts(
-                name=model.name,
-                fingerprint=model.fingerprint,
-                heads=heads,
-                share=model.shard_number,
-                num_shares=model.num_shards,
-            )
-        )
         if retriever.looks_ahead_on(model.device):
             _ = model.query_prediction
+
+    def _require_files(self, policies: Sequence[Policy], model: Model) -> None:
+        """Let policies that have a file for one model check and read it."""
+        policies = [policy for policy in policies if type(policy).require is not Policy.require]
+        if not policies:
+            return
+        facts = ModelFacts(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            heads=[(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes],
+            input_dims=model.attention_input_dims if any(each.needs_attention_input for each in policies) else [],
+            share=model.shard_number,
+            num_shares=model.num_shards,
+        )
+        for policy in policies:
+            policy.require(facts)
 
     def by_layer(
         self, partition: ContextPartition, num_layers: int, *, keep_parts: bool = False

@@ -11,14 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, PromptPart
+from policies.base import LayerView, Phase, Policy, PromptPart, Signals
+from policies.retriever import Retriever
+from runahead.attention.marked import marked_keys
 from runahead.attention.partial import AttentionTerms
-from runahead.attention.probabilities import QuerySignals
+from runahead.attention.probabilities import JoinedSignals, QuerySignals
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.model.model import Model
+from runahead.model.output_projection import projected_lengths
+from runahead.thinning.ragged import cut_back
 
 
 class PolicySteps:
@@ -26,7 +30,7 @@ class PolicySteps:
 
     Args:
         model: the model.
-        policies: run one after the other.
+        policies: run one after the other; those that do not decide on generated tokens are left out for these.
         tokens: the forward's new tokens, which policies may narrow.
         prompt_tokens: length of the padded prompt, or of this rank's part, for budgets that are shares of it.
         room: new tokens for which a layer has room after tokens were dropped.
@@ -34,7 +38,12 @@ class PolicySteps:
             prompt but the last one if the policies need to see the whole prompt.
         cache: updates its indices after each layer, on a rank that decodes.
         part: as in `LayerView`.
+
+    Attributes:
+        input_BCD: as in `LayerView`, of the layer that runs next; set before it does.
     """
+
+    input_BCD: Tensor | None = None
 
     def __init__(
         self,
@@ -48,14 +57,23 @@ class PolicySteps:
         cache: KeptCache | None = None,
         part: PromptPart | None = None,
     ) -> None:
-        self.policies, self.tokens, self.prompt_tokens = policies, tokens, prompt_tokens
+        is_given = tokens.phase is Phase.prefill
+        # What retrieves drops and scores nothing: the cache has its index.
+        chosen = [policy for policy in policies if not isinstance(policy, Retriever)]
+        self.policies = [policy for policy in chosen if is_given or policy.while_decoding]
+        self.tokens, self.prompt_tokens = tokens, prompt_tokens
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
         self._model = model
-        asked = [policy.queries_from for policy in policies if policy.queries_from is not None]
+        asked = [policy.queries_from for policy in self.policies if policy.queries_from is not None]
         self._queries_from = min(asked, default=None)
         self._rotations = model.rotations if asked else []
+        projects = any(policy.needs_output_projection for policy in self.policies)
+        self._projections = model.output_projections if projects else None
+        self._kinds_V = model.token_kinds if any(policy.needs_token_kinds for policy in self.policies) else None
+        if any(policy.needs_attention_input for policy in self.policies):
+            _ = model.attention_input_dims  # from then on forwards show them
 
-    def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> None:
+    def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> KeptLayer:
         """Run the policies on a layer, after the new tokens' attention to it.
 
         A layer with a sliding window is skipped: it attends to recent tokens only, at their original distances.
@@ -63,15 +81,33 @@ class PolicySteps:
         Args:
             kept: the layer as it is stored.
             seen: the layer as the queries saw it.
+
+        Returns:
+            the layer as it is stored then: another one where its heads keep different numbers of tokens.
         """
         if terms.rule is not None and not terms.rule.sees_everything:
-            return
+            return kept
         positions_BC = self.tokens.positions_BC(seen.q_BNCH.shape[2], seen.q_BNCH.device)
-        before, q_BNCH, (k_BKnH, v_BKnV) = kept.num_slots, seen.q_BNCH, seen.read()
-        lse_BNC = None
-        if self.part is not None:  # the queries have seen tokens of other ranks, too, before these
-            k_BKnH, v_BKnV = (x[:, :, x.shape[2] - before :] for x in (k_BKnH, v_BKnV))
-            lse_BNC = seen.lse() if self.policies else None
+        before = kept.num_slots
+        if self.policies and not self._rests(layer, kept):
+            kept = self._run_all(layer, kept, seen, terms, positions_BC)
+        if self.cache is not None and self.evicts:
+            was_cut = kept.num_slots < before
+            self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
+        return kept
+
+    def _rests(self, layer: int, kept: KeptLayer) -> bool:
+        """Whether no policy has anything to do, so that the keys of a ragged layer, say, need not be copied."""
+        if self.tokens.phase is Phase.prefill:
+            return False
+        tokens_BK = kept.tokens_BK
+        return all(policy.rests(layer, tokens_BK, self.prompt_tokens) for policy in self.policies)
+
+    def _run_all(
+        self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms, positions_BC: Tensor
+    ) -> KeptLayer:
+        q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, self._keys_and_values(kept, seen)
+        lse_BNC = None if self.part is None else seen.lse()
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
         for policy in self.policies:
             view = LayerView(
@@ -83,27 +119,82 @@ class PolicySteps:
                 new_positions_BC=positions_BC,
                 prompt_tokens=self.prompt_tokens,
                 pads=kept.pads,
+                positions_BKn=kept.positions_BKn(),
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
                 carried_BKn=kept.carried_BKn(),
-                signals=QuerySignals(
-                    q_BNCH,
-                    k_BKnH,
-                    terms,
-                    queries_BC=positions_BC,
-                    keys_BKn=kept.positions_BKn(),
-                    lse_BNC=lse_BNC,
-                    ahead=ahead,
+                signals=self._with_readers(
+                    seen,
+                    QuerySignals(
+                        q_BNCH,
+                        k_BKnH,
+                        terms,
+                        queries_BC=positions_BC,
+                        keys_BKn=kept.positions_BKn(),
+                        lse_BNC=lse_BNC,
+                        ahead=ahead,
+                        project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
+                        layer=layer,
+                        first_head=self._model.shard_number * q_BNCH.shape[1],
+                    ),
                 ),
                 mean_over_shares=self._model.mean_over_shards,
                 part=self.part,
+                num_generated=self._num_generated,
+                new_kinds_BC=self._new_kinds(),
+                input_BCD=self.input_BCD,
+                unseen_BKn=self._unseen(k_BKnH, kept.positions_BKn(), positions_BC, terms),
             )
-            slots_BKm = self._step(policy, view, kept)
+            slots_BKm, kept = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:
+                if k_BKnH.is_meta:
+                    slots_BKm = slots_BKm.to("meta")
                 k_BKnH, v_BKnV = (x.take_along_dim(slots_BKm[..., None], dim=2) for x in (k_BKnH, v_BKnV))
-        if self.cache is not None and self.evicts:
-            was_cut = kept.num_slots < before
-            self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
+        return kept
+
+    @staticmethod
+    def _unseen(k_BKnH: Tensor, positions_BKn: Tensor, positions_BC: Tensor, terms: AttentionTerms) -> Tensor | None:
+        """Whether each slot holds a marked token that queries after the new tokens do not see; see `LayerView`."""
+        if terms.marked_window is None:
+            return None
+        is_past_BKn = positions_BKn + terms.marked_window <= positions_BC[:, None, -1:] + 1
+        return marked_keys(k_BKnH, positions_BKn) & is_past_BKn
+
+    @staticmethod
+    def _with_readers(seen: SeenKV, own: QuerySignals) -> Signals:
+        """Signals of a layer's queries, together with those of the layers that read it."""
+        readers = [own.of_reader(each.layer, each.q_BNCH, each.terms) for each in seen.readers]
+        return JoinedSignals([own, *readers]) if readers else own
+
+    def _keys_and_values(self, kept: KeptLayer, seen: SeenKV) -> tuple[Tensor, Tensor]:
+        """Keys (B, K, n, H) and values (B, K, n, V) of a layer's slots; their shapes alone if no policy needs more."""
+        if any(policy.needs_keys for policy in self.policies):
+            k_BKnH, v_BKnV = seen.read()
+            if self.part is not None:  # the queries have seen tokens of other ranks, too, before these
+                k_BKnH, v_BKnV = (x[:, :, x.shape[2] - kept.num_slots :] for x in (k_BKnH, v_BKnV))
+            return k_BKnH, v_BKnV
+        slots, shape = (len(kept.pads), kept.shape.num_kv_heads, kept.num_slots), kept.shape
+        k_BKnH, v_BKnV = (torch.empty(*slots, dim, device="meta") for dim in (shape.key_dim, shape.value_dim))
+        return k_BKnH, v_BKnV
+
+    def _projecting(self, layer: int, v_BKnV: Tensor, num_heads: int) -> Callable[[int], Tensor] | None:
+        if self._projections is None:
+            return None
+        return partial(projected_lengths, v_BKnV, self._projections[layer], num_heads)
+
+    def _new_kinds(self) -> Tensor | None:
+        if self._kinds_V is None:
+            return None
+        ids_BC, left_Bc = self.tokens.ids_BC, self.tokens.left_Bc
+        assert ids_BC is not None, "attention of a forward sees its ids"
+        return self._kinds_V[ids_BC if left_Bc is None else ids_BC.gather(1, left_Bc)]
+
+    @property
+    def _num_generated(self) -> int:
+        """Number of tokens generated since the prompt, with this one; 0 in a prompt."""
+        if self.tokens.phase is Phase.prefill:
+            return 0
+        return self.tokens.start + 1 - (self.prompt_tokens if self.part is None else self.part.num_tokens)
 
     def _count_queries(
         self, layer: int, kept: KeptLayer, q_BNCH: Tensor, positions_BC: Tensor
@@ -127,8 +218,8 @@ class PolicySteps:
             next_B = next_B + self.part.num_after
         return partial(kept.queries.ahead, rotary, next_B)
 
-    def _step(self, policy: Policy, view: LayerView, kept: KeptLayer) -> Tensor | None:
-        """Run one policy. Returns the slots (B, K, m) or (B, 1, m) that it kept, None if it kept all."""
+    def _step(self, policy: Policy, view: LayerView, kept: KeptLayer) -> tuple[Tensor | None, KeptLayer]:
+        """Run one policy. Returns the slots (B, K, m) or (B, 1, m) that it kept, None if it kept all, and the layer."""
         carried_BKn = policy.carry(view)
         if carried_BKn is not None:
             kept.carry(carried_BKn)
@@ -136,7 +227,10 @@ class PolicySteps:
         slots_BKm = policy.keep(view) if self.evicts else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
-            kept.keep(slots_BKm, room=self.room)
+            if policy.keeps_ragged:
+                kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
+            else:
+                kept.keep(slots_BKm, room=self.room)
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)
-        return slots_BKm
+        return slots_BKm, kept

@@ -173,6 +173,7 @@ def test_resume_runs_only_what_is_missing(
     assert [len(line["runs"]) for line in lines.read(results)] == [2, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.slow
 def test_other_options_are_other_measurements(alone: None, model: Path, tmp_path: Path) -> None:
     results = tmp_path / "bench.jsonl"
     arguments = [*options(model, results, "bench.variants=[single]", "bench.resume=true"), "bench.lengths=[96]"]
@@ -259,6 +260,7 @@ def machine_problem() -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(machine_problem()), reason=machine_problem())
 def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
     results = tmp_path / "bench.jsonl"

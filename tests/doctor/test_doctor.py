@@ -72,6 +72,7 @@ def examined(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_every_check_of_two_ranks_has_its_finding(examined: tuple[Path, str]) -> None:
     page = page_in(examined[0])
     groups = list(dict.fromkeys(each["group"] for each in page["findings"]))
@@ -86,6 +87,7 @@ def test_every_check_of_two_ranks_has_its_finding(examined: tuple[Path, str]) ->
         assert (examined[0] / f"{what}.drill.rank0.fault.json").is_file()
 
 
+@pytest.mark.slow
 def test_all_methods_and_bounds_are_measured(examined: tuple[Path, str]) -> None:
     [race] = page_in(examined[0])["races"]
     assert (race["ranks"], race["length"]) == (2, 96)
@@ -94,6 +96,7 @@ def test_all_methods_and_bounds_are_measured(examined: tuple[Path, str]) -> None
     assert len({token for token in race["tokens"].values() if token is not None}) == 1
 
 
+@pytest.mark.slow
 def test_text_picture_and_json_are_written(examined: tuple[Path, str]) -> None:
     out, printed = examined
     assert (out / "doctor.txt").read_text(encoding="utf-8") == printed
@@ -123,6 +126,7 @@ def test_an_environment_trap_is_named_with_its_remedy(model: Path, tmp_path: Pat
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=1 on all ranks" in said
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_version_is_named(model: Path, tmp_path: Path) -> None:
     """Two processes as a launcher starts them, in one of which transformers says that it is another version."""
     fake = tmp_path / "fake"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.evaluation.contenders import contenders
-from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
+from benchmarks.evaluation.options import RULER_FILES, RULER_TASKS, TASK_NAMES, EvaluateRun, ineffective_settings
 from benchmarks.evaluation.pictures import PYRAMID_FROM, TITLES
 from benchmarks.evaluation.tasks import TASKS
+from benchmarks.evaluation.tasks.ruler import PROMPTS
 from launch.evaluate import EVALUATE, HELP, main
+from policies.adakv import AdaKV
+from policies.criticalkv import CriticalKV
+from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from policies.window import Window
@@ -20,7 +24,7 @@ from runahead.config import Positions
     [
         (
             "tasks=[perplexity,speed]",
-            "tasks has speed, which is not one of perplexity, copy, passkey, needle, throughput",
+            "tasks has speed, which is not one of perplexity, copy, passkey, needle, ruler, key_value, throughput",
         ),
         ("tasks=[copy,copy]", "tasks=[copy,copy] must name at least one task, and each only once"),
         ("tasks=[]", "tasks=[] must name at least one task"),
@@ -35,6 +39,12 @@ from runahead.config import Positions
         ("passkey.depths=[0.5,2]", "passkey.depths=[0.5, 2.0] must be a list of shares from 0 to 1"),
         ("needle.lengths=[]", "needle.lengths=[] must be a list of whole numbers of at least 1"),
         ("needle.question=none", "needle.question=none is not one of separate, with_context"),
+        ("ruler.question=none", "ruler.question=none is not one of separate, with_context"),
+        ("ruler.tasks=[vt,niah]", "ruler.tasks has niah, which is not one of niah_single_1, niah_single_2"),
+        ("ruler.lengths=[0]", "ruler.lengths=[0] must be a list of whole numbers of at least 1"),
+        ("ruler.new_tokens=-1", "ruler.new_tokens=-1 must be at least 0"),
+        ("key_value.pairs=[]", "key_value.pairs=[] must be a list of whole numbers of at least 1"),
+        ("key_value.search_samples=0", "key_value.search_samples=0 must be at least 1"),
         ("throughput.kv_tokens=100", "throughput.kv_tokens=100 must hold at least one row of 768 tokens"),
         ("throughput.kv_bytes=0", "throughput.kv_bytes=0 must be at least 1"),
         ("speed.rounds=1", "unknown option speed.rounds"),
@@ -58,6 +68,7 @@ def test_a_wrong_option_is_one_sentence(option: str, says: str, capfd: pytest.Ca
         (["snapkv"], [8], "snapkv with a budget of 8 tokens: policy.budget=8 has no room for the window"),
         (["full", "full"], [0.5], "policies has full more than once; leave one out"),
         ([{"name": "window", "positions": "new"}], [0.5], "positions=new is not one of original, reencoded"),
+        ([{"name": "full", "bits": 5}], [], "cache.bits=5 must be 4 or 2"),
     ],
 )
 def test_a_policy_that_cannot_be_is_one_sentence(entries: list[object], budgets: list[float], says: str) -> None:
@@ -84,6 +95,25 @@ def test_policies_with_a_budget_come_under_every_one_and_others_once() -> None:
     assert of[4] == [PyramidInfer(mean_keep=0.2, recent_ratio=0.1, min_tokens=1)] and of[5] == [PyramidInfer(budget=64)]
 
 
+def test_a_budget_of_a_wrapper_is_that_of_what_it_wraps() -> None:
+    given = {"name": "adakv", "scorer": {"name": "snapkv", "window": 8}, "alpha": 0.5}
+    own = {"name": "adakv", "scorer": {"name": "snapkv", "budget": 64}}
+    found = contenders(["adakv", given, own], [0.2])
+    assert [each.label for each in found] == [
+        "adakv",
+        "adakv(scorer=snapkv(window=8), alpha=0.5)",
+        "adakv(scorer=snapkv(budget=64))",
+    ]
+    assert [each.budget for each in found] == [0.2, 0.2, None]
+    assert [each.policies.last for each in found] == [
+        [AdaKV(scorer=SnapKV(budget=0.2))],
+        [AdaKV(scorer=SnapKV(budget=0.2, window=8), alpha=0.5)],
+        [AdaKV(scorer=SnapKV(budget=64))],
+    ]
+    [critical] = contenders([{"name": "criticalkv", "scorer": "h2o"}], [0.2])
+    assert critical.policies.last == [CriticalKV(scorer=H2O(budget=0.2))]
+
+
 def test_options_of_a_policy_are_its_own() -> None:
     window = {"name": "window", "budget": 64, "positions": "reencoded"}
     sequence = {"name": "sequence", "steps": ["pyramidinfer", window | {"budget": 32}]}
@@ -96,6 +126,22 @@ def test_options_of_a_policy_are_its_own() -> None:
     assert found[1].policies.last == [PyramidInfer(), Window(budget=32)]
     assert found[2].policies.last == [PyramidInfer(schedule="cosine")]  # type: ignore[arg-type]
     assert found[3].policies.last == [PyramidInfer(mean_keep=0.5, recent_ratio=0.3, min_tokens=1)]
+
+
+def test_policies_retrieve_from_texts_of_any_length_unless_told_otherwise() -> None:
+    given = {"name": "quest", "min_tokens": 100}
+    in_sequence = {"name": "sequence", "steps": ["pyramidinfer", {"name": "quest", "fetch": 0.2}]}
+    found = contenders(["infinigen", given, in_sequence], [])
+    retrievers = [each.policies.retriever for each in found]
+    assert [each and each.min_tokens for each in retrievers] == [0, 100, 0]
+    assert [each.label for each in found[:2]] == ["infinigen", "quest(min_tokens=100)"]
+    assert found[0].settings == {"name": "infinigen"}
+
+
+def test_a_policy_may_store_few_bits() -> None:
+    found = contenders(["snapkv", {"name": "snapkv", "bits": 4}, {"name": "full", "bits": 2}], [0.5])
+    assert [each.policies.storage.bits for each in found] == [None, 4, 2]
+    assert [each.name for each in found] == ["snapkv, 50%", "snapkv(bits=4), 50%", "full(bits=2)"]
 
 
 def test_the_defaults_of_the_file_are_those_of_the_dataclasses() -> None:
@@ -116,11 +162,14 @@ def test_settings_without_effect_are_told() -> None:
     run = EVALUATE.compose(["tasks=[passkey]", "copy.samples=2", "text.file=x.txt", "passkey.samples=2"])
     assert ineffective_settings(run) == [
         "copy.* has no effect without copy among tasks",
-        "text.file has no effect without perplexity, copy or needle among tasks",
+        "text.file has no effect without perplexity, copy, needle or ruler among tasks",
     ]
+    run = EVALUATE.compose(["tasks=[ruler]", "ruler.tasks=[vt,qa_1]", "ruler.squad=a.json", "ruler.hotpotqa=b.json"])
+    assert ineffective_settings(run) == ["ruler.hotpotqa has no effect without qa_2 among ruler.tasks"]
 
 
 def test_every_task_is_known_everywhere() -> None:
     assert tuple(TASKS) == TASK_NAMES
     assert TITLES.keys() == TASKS.keys() and set(PYRAMID_FROM) == set(TASKS)
+    assert {*PROMPTS, *RULER_FILES} == set(RULER_TASKS)
     assert all(name in HELP for name in TASKS)

@@ -125,11 +125,12 @@ def test_the_fact_is_at_its_depth_and_the_length_is_kept(
     task = kind(EvaluateRun(passkey=options, needle=options), material)
     keys = set()
     for case in task.cases:
-        context, question, key = task._made(case)
+        item = task.item(case)
+        context, question, key = item.context, item.question, item.details["key"]
         told = material.tokenizer.decode(context)
         keys.add(key)
         assert 0.8 * case["length"] < len(context) + len(question) <= case["length"]
-        assert told.count(task.fact.format(key=key)) == 1 and task.question not in told
+        assert told.count(task.fact.format(key=key)) == 1 and task.asked not in told
         before, _, after = [len(material.ids(part)) for part in told.partition(task.fact.format(key=key))]
         assert abs(before / (before + after) - depth) < 0.2
     assert len(keys) == 4
@@ -151,7 +152,8 @@ def test_found_is_what_the_answer_says(
     """The model's part is played: what it is fed is written down, and it answers the key, or the key plus one."""
     options = RetrievalOptions(lengths=[200], depths=[0.5], question=question)
     task = Passkey(EvaluateRun(passkey=options), material)
-    context, asked, key = task._made(task.cases[0])
+    item = task.item(task.cases[0])
+    context, asked, key = item.context, item.question, item.details["key"]
     fed: list[tuple[list[int], bool]] = []
     feed, generate = Conversation.feed, Conversation.generate
 
@@ -169,7 +171,8 @@ def test_found_is_what_the_answer_says(
     outcome = task.run(runtime, contender(SNAPKV), task.cases[0])
     assert outcome.score == float(offset == 0)
     separate = [(context, True), (asked, False)]
-    assert fed == (separate if question is Question.separate else [(context + asked, True)])
+    reference = (material.ids(item.reference), True)  # in a fork, to which no policy applies
+    assert fed == [*(separate if question is Question.separate else [(context + asked, True)]), reference]
     assert outcome.kv.num_tokens == len(context) + (0 if question is Question.separate else len(asked))
 
 

@@ -52,7 +52,9 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="kill -9 of a rank", size=4, rank=2, moment="prefill", prefill="kv_runahead copy", layer=1),
             marks=pytest.mark.slow,
         ),
-        Drill(kind="kill -9 of a rank", size=4, tensor=2, rank=3, moment="prefill", layer=3),
+        pytest.param(
+            Drill(kind="kill -9 of a rank", size=4, tensor=2, rank=3, moment="prefill", layer=3), marks=pytest.mark.slow
+        ),
         pytest.param(
             Drill(kind="stop of a rank", size=4, tensor=2, rank=1, moment="send", prefill="kv_runahead copy", layer=2),
             marks=pytest.mark.slow,
@@ -70,7 +72,9 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
         ),
         pytest.param(Drill(kind="link cut", rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
-        Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"),
+        pytest.param(
+            Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"), marks=pytest.mark.slow
+        ),
         Drill(kind="full disk", file="report"),
     ],
     ids=lambda chosen: f"{chosen.kind}, {chosen.moment}, {chosen.hosts} hosts",

@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["model=random", f"model.config={folder}", "ranks.device=cpu", "ranks.threads=1"]
 
 
+@pytest.mark.slow
 def test_many_prompts_in_one_run(model: list[str]) -> None:
     line = endurance(seed=1, count=30, longest=400, num_fresh=1, overrides=[*model, "generation.max_new_tokens=2"])
     assert line["problems"] == []

@@ -27,7 +27,10 @@ from partitioner.plan import PLAN
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes
+from policies.duo_gates import GATES
+from policies.fit_kvzap import FIT
 from policies.prompt_cache.encode import ENCODE
+from policies.retrieval_heads import HEADS
 from policies.skew import SKEW
 from runahead import context
 from tests.fuzz.harness import Outcome, judged, run_main
@@ -267,7 +270,7 @@ def checked_by(program: Program[Any], use: Callable[[Any], object]) -> Callable[
 
 def use_infer(run: Any) -> None:
     ineffective_settings(run)
-    rank_policies(run.policy)
+    rank_policies(run.policy, run.cache)
     if run.partition.ratios is not None:
         partition = context.from_ratios(run.partition.ratios)
         for length in (1, 7, 100_000):
@@ -326,6 +329,16 @@ RUN_POLICIES: dict[str, dict[str, str]] = {
     "keydiff": {"budget": "12"},
     "tova": {"budget": "12"},
     "expected_attention": {"budget": "12", "future_tokens": "16"},
+    "chunkkv": {"budget": "12", "window": "4", "chunk": "3"},
+    "r_kv": {"budget": "12", "window": "4", "kernel": "3"},
+    "lagkv": {"budget": "12", "sinks": "2", "lag": "4"},
+    "kvzip": {"budget": "12", "chunk_tokens": "16"},
+    "zigzagkv": {"budget": "12", "window": "4"},
+    "dms": {},
+    "scissorhands": {"budget": "12", "recent": "3", "window": "4"},
+    "keyformer": {"budget": "12"},
+    "k_centers": {"budget": "12"},
+    "fastgen": {"frequent": "4", "local": "4", "window": "4"},
     "pyramidinfer": {"min_tokens": "4"},
     "infinigen": {"min_tokens": "0"},
     "quest": {"min_tokens": "0", "page": "4", "fetch": "8"},
@@ -407,7 +420,10 @@ TARGETS = (
     _program_target(PLAN, "partitioner/plan.py", lambda run: None, 4, ("tokens=9", "device=h100")),
     _program_target(SEARCH, "partitioner/search.py", lambda run: None, 6, ("table=x.json",)),
     _program_target(ENCODE, "policies/prompt_cache/encode.py", lambda run: None, 3, ("schema=x.xml",)),
+    _program_target(HEADS, "policies/retrieval_heads.py", lambda run: None, 2, ("out=x",)),
+    _program_target(GATES, "policies/duo_gates.py", lambda run: None, 2, ("out=x",)),
     _program_target(SKEW, "policies/skew.py", lambda run: None, 3, ("out=x",)),
+    _program_target(FIT, "policies/fit_kvzap.py", lambda run: None, 3, ("out=x",)),
     Target(
         name="sizes in bytes",
         reads="policies/byte_size.py num_bytes",

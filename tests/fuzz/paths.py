@@ -20,7 +20,9 @@ from launch.inputs.prompts import read_prompts
 from partitioner.calibration import read_measured
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
+from policies.head_scores import HeadScores
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
+from policies.score_maps import ScoreMaps
 from policies.skewing import Skew
 from runahead.config import ModelOptions
 from runahead.files import ensure_writable
@@ -58,6 +60,8 @@ READERS: dict[str, Callable[[str], object]] = {
     "partition.table": LookupTable.load,
     "policy.schema": _schema,
     "policy.skew": Skew.load,
+    "policy.heads": HeadScores.load,
+    "policy.predictor": ScoreMaps.load,
     "bench.compute": read_compute,
     "bench.results": comparison.read,
     "lines": lambda path: summary.read(Path(path)),

@@ -1,4 +1,4 @@
-"""Files of tensors that we write ourselves: queries for skewing, and K,V of segments."""
+"""Files of tensors that we write ourselves: queries for skewing, maps to scores, and K,V of segments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from policies.skewing import KIND, Skew, skewing_basis
+from policies.score_maps import FILES as SCORE_FILES
+from policies.score_maps import ScoreMaps
+from policies.skewing import FILES, Skew, skewing_basis
 from runahead.cache.slabs import KVShape
 from runahead.reuse.segment import FORMAT, SegmentKV, read_segment
 from tests.fuzz.harness import Outcome, judged
@@ -28,6 +30,13 @@ def skew_file() -> bytes:
     draw = torch.Generator().manual_seed(0)
     queries = [torch.randn(2, 4, 4, generator=draw) for _ in range(2)]
     return Skew(queries=queries, at_position_0=True).packed(FINGERPRINT)
+
+
+@cache
+def score_file() -> bytes:
+    draw = torch.Generator().manual_seed(0)
+    weights, biases = ({layer: torch.randn(*shape, generator=draw) for layer in (0, 2)} for shape in ((2, 4), (2,)))
+    return ScoreMaps(weights=weights, biases=biases).packed(FINGERPRINT)
 
 
 @cache
@@ -51,7 +60,8 @@ def other_tensors() -> list[bytes]:
         save({f"layer.{layer}": tensor.clone() for layer in range(2)}, metadata=about)
         for tensor in odd.values()
         for about in (
-            {"kind": KIND, "fingerprint": FINGERPRINT, "at_position_0": "true"},
+            {"kind": FILES.kind, "fingerprint": FINGERPRINT, "at_position_0": "true"},
+            {"kind": SCORE_FILES.kind, "fingerprint": FINGERPRINT},
             {"format": FORMAT, "key": KEY, "segment": "a"},
         )
     ]
@@ -90,6 +100,18 @@ def check_skew(content: bytes, folder: Path) -> Outcome:
     return judged(lambda: Skew.load(path, FINGERPRINT), use, names=[str(path)], folder=folder)
 
 
+def check_scores(content: bytes, folder: Path) -> Outcome:
+    path = folder / "kvzap.safetensors"
+    path.write_bytes(content)
+
+    def use(maps: ScoreMaps) -> None:
+        for layer, weight_KD in maps.weights.items():
+            assert maps.scores(layer, torch.ones(1, 3, weight_KD.shape[1])).shape == (1, len(weight_KD), 3)
+        ScoreMaps.load(path)
+
+    return judged(lambda: ScoreMaps.load(path, FINGERPRINT), use, names=[str(path)], folder=folder)
+
+
 def check_segment(content: bytes, folder: Path) -> Outcome:
     """A damaged file counts as absent: it is computed again."""
     path = folder / f"{KEY}.safetensors"
@@ -113,6 +135,13 @@ TARGETS = (
         inputs=st.deferred(lambda: tensor_files(skew_file())),
         check=check_skew,
         share=6,
+    ),
+    Target(
+        name="files of score maps",
+        reads="policies/score_maps.py ScoreMaps.load",
+        inputs=st.deferred(lambda: tensor_files(score_file())),
+        check=check_scores,
+        share=4,
     ),
     Target(
         name="files of a prompt cache's store",

@@ -17,6 +17,7 @@ from policies.full import Full
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from policies.quest import Quest
+from policies.sparq import SparQ
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions
@@ -39,6 +40,8 @@ POLICIES: dict[str, Policy] = {
         min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1, pool={"bytes": 400 * 5 * 2 * 2 * 64 * 4}
     ),
     "quest": Quest(min_tokens=0, fetch=64),
+    "quest, a turn retrieves": Quest(min_tokens=0, fetch=64, turn_tokens=8),
+    "sparq": SparQ(min_tokens=0, fetch=64),
     "exact_topk": ExactTopK(min_tokens=0, fetch=64),
     "offload": Offload(),
 }
@@ -84,14 +87,14 @@ def test_a_fixed_number_needs_no_look_by_the_host(name: str, monkeypatch: pytest
     conversation = Conversation(model(CUDA), RankPolicies.everywhere([POLICIES[name]]))
     conversation.feed(torch.randint(211, (1, 600)))
     conversation.follow(torch.tensor([[1, 2, 3]]))  # tables and buffers are made
-    called, originals = [], {name: getattr(Retrieval, name) for name in ("look_ahead", "fetched", "store_token")}
+    called, originals = [], {name: getattr(Retrieval, name) for name in ("look_ahead", "fetched", "store_new")}
     for name in originals:
 
-        def strictly(self: Retrieval, *args: Any, does: Any = originals[name], name: str = name) -> Any:
+        def strictly(self: Retrieval, *args: Any, does: Any = originals[name], name: str = name, **more: Any) -> Any:
             called.append(name)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return does(self, *args)
+                return does(self, *args, **more)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -113,7 +116,9 @@ def test_half_precision_where_all_is_fetched_is_the_full_cache(name: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["infinigen", "infinigen, alpha", "infinigen, full pool", "quest", "exact_topk"])
+@pytest.mark.parametrize(
+    "name", ["infinigen", "infinigen, alpha", "infinigen, full pool", "quest", "sparq", "exact_topk"]
+)
 def test_half_precision_retrieves(name: str, dtype: torch.dtype) -> None:
     conversation = Conversation(model(CUDA, dtype), RankPolicies.everywhere([POLICIES[name]]))
     conversation.feed(torch.randint(211, (2, 700)), pads=[0, 300])

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
+from policies.base import ModelFacts, Phase, Policy
+from policies.duo_attention import DuoAttention
+from policies.razor_attention import RazorAttention
+from policies.streaming_heads import StreamingHeads
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
+from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
 from tests.families import throughout
 
@@ -33,6 +38,8 @@ class Run:
         """Logits behind the prompt, which goes in chunks of these lengths; policies cut back behind the last one."""
         for chunk in chunks or [self.ids_BS.shape[1]]:
             logits_BV = self.chunk(chunk, evicts=self.seen + chunk == self.prompt_tokens)
+        with throughout(self.model.dtype):
+            decide_on_prompt(self.model, RankPolicies(last=self.steps), self.kept, self.ids_BS, self.pads)
         return logits_BV
 
     def chunk(self, num_tokens: int, *, evicts: bool = True) -> Tensor:
@@ -73,3 +80,25 @@ class Run:
             )
         self.seen += ids_BC.shape[1]
         return logits_BV
+
+
+class EveryThird(StreamingHeads):
+    """Every third head retrieves, counted with its layer: in a model with one head all of a layer do, or none."""
+
+    def retrieving(self, layer: int, num_kv_heads: int) -> list[bool]:
+        return [(layer + head) % 3 == 0 for head in range(num_kv_heads)]
+
+    def require(self, model: ModelFacts) -> None:
+        """It needs no file."""
+
+
+class Razor(EveryThird, RazorAttention):
+    pass
+
+
+class Duo(EveryThird, DuoAttention):
+    pass
+
+
+STREAMING = {"razor_attention": Razor, "duo_attention": Duo}
+"""Policies whose heads a file tells of a model, without one."""

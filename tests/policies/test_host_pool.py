@@ -17,6 +17,7 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout
+from tests.policies.test_indices import RETRIEVED_TURN
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model
 
@@ -68,11 +69,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 
     fetch = HostLayer.fetch
 
-    def late(self: HostLayer, rows_X: Tensor | None) -> Any:
-        slab_TBKX, _ = fetch(self, rows_X)
+    def late(self: HostLayer, rows_X: Tensor | None, *, room: int, heads: tuple[int, int] | None) -> Any:
+        slab_TBKX, _ = fetch(self, rows_X, room=room, heads=heads)
         assert isinstance(self.copies, LateCopies)
         self.copies.fetched.pop()
-        self.copies.hide(slab_TBKX[:-1])
+        self.copies.hide(slab_TBKX[: len(slab_TBKX) - room])
         return slab_TBKX, self.copies.mark()
 
     monkeypatch.setattr("runahead.retrieval.retrieval.copies_for", copies_for)
@@ -106,6 +107,45 @@ def test_it_is_what_is_read_in_place_bit_by_bit(
         with throughout(torch.float64):
             assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
     assert sorted(copies[0].waited) == list(range(12 * sum(ours.retrieval.in_pool)))  # for each copy once
+
+
+@pytest.mark.parametrize("name", ["exact_topk", "quest", "retroinfer", "sparq", "offload"])
+def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
+    name: str, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SOME[name] | {"turn_tokens": 9}
+    ours = Turns(tiny_model("llama"), [policy(name, options)])
+    ours.prefill()
+    theirs = plain(name, options, (NUM_TOKENS,), monkeypatch)
+
+    def brought(self: HostLayer) -> Any:
+        raise AssertionError("all of it is copied")
+
+    monkeypatch.setattr(HostLayer, "brought", brought)
+    for tokens in (RETRIEVED_TURN, RETRIEVED_TURN[:2]):
+        with throughout(torch.float64):
+            more = torch.tensor([tokens])
+            assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+        assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
+
+
+@pytest.mark.parametrize("name", ["exact_topk", "quest"])
+@pytest.mark.parametrize("late", [-1.0, 0.3, 1.0])
+def test_a_late_choice_is_corrected_head_by_head(
+    name: str, late: float, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit as in place; only heads that choose again are fetched again."""
+    options = SOME[name] | {"late": late}
+    ours = Turns(tiny_model("llama"), [policy(name, options)], PADDED)
+    ours.prefill()
+    theirs = plain(name, options, PADDED, monkeypatch)
+    for tokens in (GENERATED, [17]):
+        assert torch.equal(ours.decode(tokens), theirs.decode(tokens))
+        with throughout(torch.float64):
+            more = torch.tensor([RETRIEVED_TURN])
+            assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+    corrections = len(copies[0].fetched) - 3 * 7  # of 3 layers, after each of 5 tokens and for 2 after a turn
+    assert corrections == {-1.0: 0, 0.3: corrections, 1.0: 3 * 3}[late]  # for 3 tokens that follow another
 
 
 def test_layers_that_are_always_read_whole_stay_on_the_device(copies: list[LateCopies]) -> None:

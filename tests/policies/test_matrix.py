@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from policies import POLICIES
+from policies.adakv import AdaKV
 from policies.base import Policy
+from policies.criticalkv import CriticalKV
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
+from policies.snapkv import SnapKV
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.thinning.ragged import RaggedLayer
 from tests.families import prompt, throughout
+from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.policy_odd_tokens import OddTokens
-from tests.policies.running import Run
+from tests.policies.running import STREAMING, Run
 from tests.ranks.tasks import tiny_model
 
 FAMILIES = [
@@ -40,9 +45,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "keydiff": {},
     "tova": {"evict_every": 8},
     "expected_attention": {"sinks": 2, "evict_every": 8, "future_tokens": 16},
+    "lagkv": {"sinks": 2, "evict_every": 8, "lag": 4},
+    "chunkkv": {"window": 4, "chunk": 5},
+    "r_kv": {"window": 4, "kernel": 3, "evict_every": 8},
+    "kvzip": {"sinks": 2, "chunk_tokens": 15},
+    "zigzagkv": {"window": 4, "kernel": 3},
+    "kvzap": {"sinks": 2, "recent": 3, "evict_every": 8},
+    "scissorhands": {"recent": 3, "evict_every": 8, "window": 6},
+    "keyformer": {"tau_tokens": 3},
+    "k_centers": {"sinks": 2, "evict_every": 8},
+    "fastgen": {"window": 4, "sinks": 2, "frequent": 6, "local": 6},
+    "razor_attention": {"sinks": 2},
+    "duo_attention": {"sinks": 3},
     "pyramidinfer": {"min_tokens": 8},
 }
-KEEPING = [name for name, kind in POLICIES.items() if not issubclass(kind, Retriever)]
+KEEPING = [name for name, kind in POLICIES.items() if not (issubclass(kind, Retriever) or kind.follows_marks)]
+KEEP_NEW = ["snapkv", "pyramidkv", "chunkkv", "adakv", "criticalkv", "kvzip", "zigzagkv", "fastgen", "full"]
+"""Those that keep all generated tokens."""
 NUM_TOKENS, BUDGET = 40, 16
 PADDED = (NUM_TOKENS, 23, 7)
 GENERATED = [5, 7, 11, 13]
@@ -51,8 +70,20 @@ GENERATED = [5, 7, 11, 13]
 def policy(name: str, budget: int | float = BUDGET) -> Policy:
     if name == "odd_tokens":
         return OddTokens(budget=budget)
+    if name == "adakv":
+        return AdaKV(scorer=SnapKV(**OPTIONS["snapkv"], budget=budget))
+    if name == "criticalkv":
+        return CriticalKV(scorer=SnapKV(**OPTIONS["snapkv"], budget=budget))
+    if name == "fastgen":  # what it keeps depends on what it has to recover
+        return POLICIES[name](**OPTIONS[name], recovered=0.3 if budget == BUDGET else 1.0)
+    if name in STREAMING:  # some heads keep all
+        recent = budget if isinstance(budget, float) else budget - OPTIONS[name]["sinks"]
+        recent = 1000 if name == "duo_attention" and isinstance(recent, float) else recent
+        return STREAMING[name](**OPTIONS[name], recent=recent)
     if name == "pyramidinfer":  # its budget is the mean over layers
         return PyramidInfer(**OPTIONS[name], mean_keep=0.6 if budget == BUDGET else 1.0)
+    if name == "kvzap":
+        return MadeUpKVzap(**OPTIONS[name], budget=budget)
     return POLICIES[name](**OPTIONS[name], **({} if name == "full" else {"budget": budget}))
 
 
@@ -72,7 +103,10 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def test_every_policy_is_in_the_matrix() -> None:
-    """Those that retrieve have one of their own: test_retrieval.py."""
+    """Those that retrieve have one of their own, test_retrieval.py; what needs a model that marks tokens, test_dms.py.
+
+    One that wraps others is in it, too: adakv.
+    """
     assert [*OPTIONS] == KEEPING
 
 
@@ -81,8 +115,16 @@ def test_a_policy_of_ones_own_is_one_short_file() -> None:
     assert len(source.splitlines()) <= 40
 
 
-every_policy = pytest.mark.parametrize("name", [*KEEPING, "odd_tokens"])
-every_family = pytest.mark.parametrize("family", FAMILIES)
+BY_HEAD = ["kvzip", "zigzagkv", "fastgen", *STREAMING]
+"""Policies that give a layer what its heads need."""
+OF_EACH_LAYER = [*(name for name in KEEPING if name not in BY_HEAD), "odd_tokens", "adakv", "criticalkv"]
+"""Policies whose budget is that of each layer."""
+every_policy = pytest.mark.parametrize("name", [*KEEPING, "odd_tokens", "adakv", "criticalkv"])
+OFTEN = ("llama", "gpt_bigcode", "deepseek_v3", "gpt_oss")
+"""Families that go with every policy; the others do in the slow set."""
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.slow]) for each in FAMILIES]
+)
 every_batch = pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 
 
@@ -142,7 +184,9 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
             torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)  # float64
 
 
-@pytest.mark.parametrize("name", [name for name in KEEPING if name != "pyramidinfer"])  # it narrows each chunk
+@pytest.mark.parametrize(
+    "name", [name for name in [*KEEPING, "adakv", "criticalkv"] if name != "pyramidinfer"]
+)  # it narrows each chunk
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @every_batch
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple[int, ...]) -> None:
@@ -156,7 +200,7 @@ def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple
 
 
 @every_family
-@every_policy
+@pytest.mark.parametrize("name", OF_EACH_LAYER)
 @every_batch
 def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model, batch = tiny_model(family), len(lengths)
@@ -167,8 +211,10 @@ def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, le
     for layer, (shape, rule) in enumerate(zip(model.kv_shapes, model.rules, strict=True)):
         left_alone = name == "full" or (rule is not None and not rule.sees_everything)
         slots = NUM_TOKENS if left_alone else _slots(name, layer, model.num_layers)
-        assert run.kept.layers[layer].num_slots == slots, layer
-        expected += shape.bytes_per_token(batch) * slots
+        stored = run.kept.layers[layer]
+        assert stored.tokens_per_head == slots, layer
+        of_rows = [min(slots, length) for length in lengths] if isinstance(stored, RaggedLayer) else [slots] * batch
+        expected += shape.bytes_per_token() * sum(of_rows)
     kv_bytes = sum(layer.slab_TBKX.nbytes for layer in run.kept.layers)
     assert kv_bytes == expected
     assert kv_bytes == before if name == "full" else kv_bytes < before
@@ -176,7 +222,7 @@ def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, le
 
 
 @every_family
-@every_policy
+@pytest.mark.parametrize("name", [name for name in OF_EACH_LAYER if name != "adakv"])
 @every_batch
 def test_every_head_keeps_as_many_tokens_as_there_is_room_for(name: str, family: str, lengths: tuple[int, ...]) -> None:
     """Different ones of its row, in order; padding only where a row has no more tokens."""
@@ -212,7 +258,7 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
     tight.prefill()
     tight.decode(5)
     assert tight.next_prompt(more).isfinite().all()
-    if name not in ("full", "pyramidkv", "pyramidinfer"):
+    if name not in ("full", "pyramidkv", "pyramidinfer", *BY_HEAD):
         assert set(tight.kept.slots_by_layer) == {BUDGET}
 
 
@@ -231,7 +277,8 @@ def test_another_turn_sees_what_was_kept_and_itself(name: str, family: str, leng
 
 
 @pytest.mark.parametrize(
-    "name", ["window", "streaming_llm", "h2o", "keydiff", "tova", "expected_attention", "odd_tokens"]
+    "name",
+    [name for name in [*KEEPING, "odd_tokens"] if name not in (*KEEP_NEW, "pyramidinfer", *STREAMING)],
 )
 def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
     model = tiny_model("llama")
@@ -245,7 +292,7 @@ def test_the_store_stays_near_the_budget_while_decoding(name: str) -> None:
     assert {BUDGET} in sizes
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "full"])
+@pytest.mark.parametrize("name", KEEP_NEW)
 def test_generated_tokens_are_kept(name: str) -> None:
     run = Run(tiny_model("llama"), [policy(name)], [prompt(NUM_TOKENS)])
     run.prefill()

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from policies.base import Policy
+from policies.chunkkv import ChunkKV
 from policies.h2o import H2O
+from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
@@ -23,7 +25,8 @@ from tests.ranks.tasks import tiny_model
 
 # Legend: N query heads, S prompt tokens.
 
-BUDGET, WINDOW, KERNEL, SINKS = 16, 4, 3, 3
+BUDGET, WINDOW, KERNEL, SINKS, CHUNK = 16, 4, 3, 3, 5
+BUDGET, WINDOW, KERNEL, SINKS, CHUNK, VOTERS = 16, 4, 3, 3, 5, 12
 LENGTHS = (40, 23, 9)
 FAMILIES = ["llama", "gpt2", "gpt_bigcode"]
 """Two query heads per KV head, a KV head for each, one for all."""
@@ -56,10 +59,32 @@ def snapkv(attention: Tensor, heads: range, *, by_mean: bool) -> list[float]:
     return [*scores, *([2.0] * WINDOW)]  # the window itself stays
 
 
+def chunkkv(attention: Tensor, heads: range) -> list[float]:
+    """Of a token that of its chunk, counted from the prompt's first token; the last chunk may be shorter."""
+    before = attention.shape[-1] - WINDOW
+    votes = [float(attention[heads.start : heads.stop, before:, token].mean()) for token in range(before)]
+    chunks = [votes[first : first + CHUNK] for first in range(0, before, CHUNK)]
+    return [*(fmean(chunk) for chunk in chunks for _ in chunk), *([2.0] * WINDOW)]
+
+
 def h2o(attention: Tensor, heads: range) -> list[float]:
     length = attention.shape[-1]
     received = [fmean(float(attention[h, :, token].sum()) for h in heads) for token in range(length)]
     return [2.0 * length if token >= length - BUDGET // 2 else received[token] for token in range(length)]
+
+
+def scissorhands(attention: Tensor, heads: range) -> list[float]:
+    """Minus the number of voters that give a token less than 1/t, of t tokens that they see."""
+    length = attention.shape[-1]
+    voters = range(max(0, length - VOTERS), length)
+    neglected = [
+        fmean(
+            sum(float(attention[h, query, token]) * (query + 1) < 1 for query in voters if query >= token)
+            for h in heads
+        )
+        for token in range(length)
+    ]
+    return [1.0 if token >= length - WINDOW else -number for token, number in enumerate(neglected)]
 
 
 def tova(attention: Tensor, heads: range) -> list[float]:
@@ -77,6 +102,8 @@ POLICIES = {
         SnapKV(budget=BUDGET, window=WINDOW, kernel=KERNEL, pooling="avg"),  # type: ignore[arg-type]
         lambda attention, heads: snapkv(attention, heads, by_mean=True),
     ),
+    "chunkkv": (ChunkKV(budget=BUDGET, window=WINDOW, chunk=CHUNK), chunkkv),
+    "scissorhands": (Scissorhands(budget=BUDGET, recent=WINDOW, window=VOTERS), scissorhands),
     "h2o": (H2O(budget=BUDGET), h2o),
     "tova": (TOVA(budget=BUDGET), tova),
 }

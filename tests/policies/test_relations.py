@@ -75,6 +75,7 @@ def nll(kept: Conversation, ids_T: Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_T))
 
 
+@pytest.mark.slow
 def test_the_less_is_dropped_at_first_the_better() -> None:
     """Table 3 of PyramidInfer, at the same mean over layers. Two samples show it in recall, not in perplexity."""
     less, uniform, more = losses("power"), losses("uniform"), losses("more")
@@ -83,6 +84,7 @@ def test_the_less_is_dropped_at_first_the_better() -> None:
     assert less.text < more.text + 0.05
 
 
+@pytest.mark.slow
 def test_recall_shows_what_perplexity_hides() -> None:
     full, pyramid = losses(None), losses("power")
     assert pyramid.text < full.text + 0.1

@@ -32,15 +32,24 @@ NAMES = [name for name, kind in POLICIES.items() if issubclass(kind, Retriever)]
 ALL = {
     "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
     "quest": {"fetch": 1.0, "first_layer": 0},
+    "sparq": {"fetch": 1.0},
+    "clusterkv": {"fetch": 1.0, "first_layer": 0},
+    "squeezed_attention": {"fetch": 1.0, "first_layer": 0},
+    "retroinfer": {"fetch": 1.0, "first_layer": 0},
     "exact_topk": {"fetch": 1.0},
     "offload": {},
 }
 SOME = {
     "infinigen": {"fetch": 10, "first_layer": 1},
     "quest": {"fetch": 10, "page": 4, "first_layer": 0},
+    "sparq": {"fetch": 10, "dims": 3},
+    "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
+    "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
+    "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "exact_topk": {"fetch": 10},
     "offload": {},
 }
+INDEXED = [name for name in NAMES if name != "offload"]
 NUM_TOKENS = 40
 PADDED = (NUM_TOKENS, 23, 7)
 GENERATED = [5, 7, 11, 13]
@@ -82,8 +91,19 @@ class Turns:
         return self.conversation.cache.retrieval
 
 
+SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer")
+"""Names that go with a family of each kind, and with all of them in the slow set."""
+OFTEN = ("gpt_bigcode", "deepseek_v3", "gemma2")
+
 every_name = pytest.mark.parametrize("name", NAMES)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_case = pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(name, family, marks=[pytest.mark.slow] if name in SELDOM and family not in OFTEN else [])
+        for name in NAMES
+        for family in FAMILIES
+    ],
+)
 
 
 def fit(family: str, lengths: tuple[int, ...]) -> Model:
@@ -93,8 +113,7 @@ def fit(family: str, lengths: tuple[int, ...]) -> Model:
     return model
 
 
-@every_name
-@every_family
+@every_case
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model = fit(family, lengths)
@@ -105,8 +124,7 @@ def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: 
     assert set(shares) <= {1.0, None} and 1.0 in shares
 
 
-@every_name
-@every_family
+@every_case
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     model = fit(family, PADDED)
     # Fewer than a short row has, and free for more than one: the best slots of a group's queries are needed alike.
@@ -125,8 +143,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
         torch.testing.assert_close(logits[row], theirs[0], atol=1e-9, rtol=0)  # float64
 
 
-@every_name
-@every_family
+@every_case
 def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
     """More slots are chosen than it has tokens: it sees all of them, and no padding."""
     model, lengths = fit(family, (NUM_TOKENS, 7)), (NUM_TOKENS, 7)
@@ -138,7 +155,7 @@ def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
     torch.testing.assert_close(ours.decode(GENERATED)[1], full.decode(GENERATED)[1], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["infinigen", "exact_topk", "quest"])
+@pytest.mark.parametrize("name", INDEXED)
 def test_of_few_tokens_all_are_seen_and_later_all_are_known(name: str) -> None:
     """The index takes in what came before it was needed: from then on it is as if it had been there from the start."""
     late, full = (
@@ -152,7 +169,7 @@ def test_of_few_tokens_all_are_seen_and_later_all_are_known(name: str) -> None:
     assert found.index.num_slots == NUM_TOKENS + 5 and found.steps == 2
 
 
-@pytest.mark.parametrize("name", ["infinigen", "exact_topk", "quest"])
+@pytest.mark.parametrize("name", INDEXED)
 def test_what_is_left_out_shows(name: str) -> None:
     ours, full = Turns(tiny_model("llama"), [policy(name, SOME[name])]), Turns(tiny_model("llama"), [Full()])
     ours.prefill(), full.prefill()
@@ -162,7 +179,7 @@ def test_what_is_left_out_shows(name: str) -> None:
 @every_name
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
-    options = SOME[name] | ({"observed": 8} if name == "infinigen" else {})
+    options = SOME[name] | ({"observed": 8} if name in ("infinigen", "squeezed_attention") else {})
     whole, pieces = (Turns(tiny_model(family), [policy(name, options)]) for _ in range(2))
     torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
     torch.testing.assert_close(whole.decode(GENERATED), pieces.decode(GENERATED), atol=1e-9, rtol=0)
@@ -191,7 +208,7 @@ def test_exact_top_k_is_attention_to_the_keys_with_the_highest_scores() -> None:
     cache, retrieval, layer = turns.conversation.cache, turns.retrieval, 1
     assert cache is not None
     q_BNH = torch.randn(1, 4, model.kv_shapes[layer].key_dim, dtype=torch.float64, generator=torch.manual_seed(3))
-    fetched = retrieval.fetched(layer, q_BNH, NUM_TOKENS, [0])
+    fetched = retrieval.fetched(layer, q_BNH.unsqueeze(2), NUM_TOKENS, [0])
     assert fetched is not None and fetched.slots_BKm is not None
     k_BKnH, _ = cache.layers[layer].slab().read(0, NUM_TOKENS)
     scores = torch.einsum("kgh,knh->kgn", q_BNH[0].unflatten(0, (2, 2)), k_BKnH[0]) * q_BNH.shape[-1] ** -0.5
@@ -557,10 +574,10 @@ def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
     generator = torch.manual_seed(0)
     k_BKnH, q_BNH = torch.randn(2, 2, 37, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
     pages = Pages(k_BKnH[:, :, :21], page=5, pads=[0, 0], scaling=0.5)
-    pages.append(k_BKnH[:, :, 21:22])
-    pages.append(k_BKnH[:, :, 22:])
+    pages.append(k_BKnH[:, :, 21:22], k_BKnH[:, :, 21:22])
+    pages.append(k_BKnH[:, :, 22:], k_BKnH[:, :, 22:])
     scores = q_BNH.unflatten(1, (2, 2)) @ k_BKnH.mT * 0.5
-    bounds = pages.bounds(q_BNH)
+    bounds = pages.scores(q_BNH)
     assert bounds.shape == (2, 2, 2, 8)
     for page in range(8):
         inside = scores[..., page * 5 : page * 5 + 5].amax(-1)

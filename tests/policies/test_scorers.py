@@ -17,6 +17,7 @@ from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.pyramidinfer import PyramidInfer
+from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
@@ -44,6 +45,7 @@ def view_of(
         new_positions_BC=torch.arange(n) - torch.tensor(pads)[:, None],
         prompt_tokens=n,
         pads=list(pads),
+        positions_BKn=(torch.arange(n) - torch.tensor(pads)[:, None])[:, None],
         k_BKnH=k_BKnH,
         v_BKnV=k_BKnH.flip(-1) * 2,
         carried_BKn=None,
@@ -56,6 +58,13 @@ def kept(policy: Scorer, view: LayerView) -> list[list[list[int]]]:
     assert slots_BKm is not None
     found: list[list[list[int]]] = slots_BKm.tolist()
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_has_no_gap(dtype: torch.dtype) -> None:
+    """Positions above 256 are not exact in bfloat16."""
+    view = view_of(torch.zeros(1, 1, 3001, 4, dtype=dtype))
+    assert kept(StreamingLLM(budget=1100, sinks=3), view) == [[[0, 1, 2, *range(3001 - 1097, 3001)]]]
 
 
 class TestKeyDiff:

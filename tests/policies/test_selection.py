@@ -78,6 +78,9 @@ def test_signals_are_sums_of_attention_probabilities(
         voters = (last.sum(dim=-1)[:, 0] > 0).sum(dim=-1).clamp_min(1)  # queries on padding have no say
         mean = last.sum(dim=2) / voters[:, None, None]
         torch.testing.assert_close(ours.votes(votes), mean, atol=1e-5, rtol=1e-5)
+        seen = last > 0
+        neglected = (last < 1 / seen.sum(dim=-1, keepdim=True)) & seen
+        assert torch.equal(ours.neglects(votes), neglected.sum(dim=2).float())
 
 
 def keep(policy: Policy, n: int, num_new: int | None = None, seed: int = 0, layer: int = 0, layers: int = 1) -> Tensor:
@@ -92,6 +95,7 @@ def keep(policy: Policy, n: int, num_new: int | None = None, seed: int = 0, laye
         new_positions_BC=torch.arange(n - (num_new or n), n)[None],
         prompt_tokens=n,
         pads=[0],
+        positions_BKn=torch.arange(n)[None, None],
         k_BKnH=k_BKnH,
         v_BKnV=k_BKnH,
         carried_BKn=None,

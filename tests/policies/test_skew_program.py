@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,11 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.config import ModelName, ModelOptions
 from tests.families import build, prompt
+from tests.policies.program_runs import Exited, no_exit  # noqa: F401 (a fixture)
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level
 
-
-class Exited(BaseException):
-    """In place of os._exit."""
-
-
-@pytest.fixture(autouse=True)
-def no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure ends the test, not the tests."""
-
-    def leave(status: int) -> None:
-        raise Exited(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_exit")
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +54,10 @@ def arguments(folder: Path, sample: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def ended(args: list[str]) -> int:
+def ended(args: list[str], program: Callable[[list[str]], int] = main) -> int:
     """Exit status."""
     try:
-        return main(args)
+        return program(args)
     except Exited as exited:
         return int(exited.args[0])
 

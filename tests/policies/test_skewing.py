@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.skewing import (
-    KIND,
+    FILES,
     Skew,
     column_weights,
     query_products,
@@ -99,7 +99,7 @@ def test_a_file_holds_what_was_put_in(tmp_path: Path, at_position_0: bool) -> No
         assert (basis_KHH.mT @ basis_KHH - torch.eye(8)).abs().max() < 1e-6
 
 
-ABOUT = {"kind": KIND, "fingerprint": "abc", "at_position_0": "true"}
+ABOUT = {"kind": FILES.kind, "fingerprint": "abc", "at_position_0": "true"}
 
 
 def packed(tensors: dict[str, Tensor], **about: str) -> bytes:

@@ -16,11 +16,17 @@ from torch import Tensor
 from launch.infer import INFER, main
 from launch.inputs.options import ineffective_settings
 from policies.base import LayerView, Phase, Policy
+from policies.chunkkv import ChunkKV
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
+from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
+from policies.keyformer import Keyformer
+from policies.lagkv import LagKV
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
+from policies.r_kv import RKV
+from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
@@ -49,6 +55,12 @@ BOUNDED: list[Policy] = [
     KeyDiff(budget=24),
     TOVA(budget=24),
     ExpectedAttention(budget=24, evict_every=16, future_tokens=16),
+    LagKV(budget=24, sinks=3, lag=4, evict_every=16),
+    ChunkKV(budget=24, window=4, chunk=5),
+    RKV(budget=24, window=4, kernel=3, evict_every=16),
+    Scissorhands(budget=24, recent=3, window=6),
+    Keyformer(budget=24, tau_tokens=8),
+    KCenters(budget=24, sinks=3, evict_every=16),
     PyramidInfer(budget=20, min_tokens=4, sinks=2),
 ]
 every_bounded = pytest.mark.parametrize("policy", BOUNDED, ids=lambda policy: type(policy).__name__)

@@ -10,14 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Model
 from runahead.reuse.reuse import encode_segment
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits, Tier
 from tests.families import build, largest_difference, throughout
-from tests.prompt_cache.serving import random_ids, serve, written_out_logits
+from tests.prompt_cache.serving import chatting, random_ids, serve, written_out_logits
 from tests.ranks.tasks import tiny_model
 
 TOKENS = 16
@@ -90,6 +92,30 @@ def test_what_memory_pushes_out_is_on_disk_and_comes_back_the_same(tmp_path: Pat
     assert tiers(store, a, b) == "hd"
     again = store.find(a)
     assert again is not None and again.tier is Tier.host and same(again.kv, kv_of(a))
+
+
+def test_both_dialects_of_a_schema_are_kept_in_the_same_bytes(tmp_path: Path) -> None:
+    theirs = (
+        '<schema name="s">to <module name="trip">for <parameter name="who" length="2"/><union scaffold="b">'
+        '<module name="a">sea</module><module name="b">hills</module></union></module></schema>'
+    )
+    ours = theirs.replace("parameter", "param").replace("length", "len").replace(' scaffold="b"', "")
+    ours = ours.replace("</schema>", '<scaffold modules="trip b"/></schema>')
+    model = Model(build("llama", vocab_size=400), name="llama")
+    for name, schema in (("theirs", theirs), ("ours", ours)):
+        segments = PromptCache(Schema.from_xml(schema), chatting("{{ messages[0]['content'] }}")).segments
+        store = SegmentStore(model, tmp_path / name, StoreLimits(disk_bytes=10**7))
+        for each in segments:
+            with throughout(model.dtype):
+                store.put(each, encode_segment(model, each))
+    files = sorted(path.name for path in (tmp_path / "theirs").glob("*.safetensors"))
+    assert len(files) == 5 and files == sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
+    for name in files:
+        one, other = (tmp_path / folder / name for folder in ("theirs", "ours"))
+        assert one.stat().st_size == other.stat().st_size
+        tensors = load_file(other)
+        for key, tensor in load_file(one).items():
+            torch.testing.assert_close(tensor, tensors[key], rtol=0, atol=1e-12)
 
 
 def test_without_room_in_memory_files_are_read_where_they_lie(tmp_path: Path) -> None:

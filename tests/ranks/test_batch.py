@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import Transfer
+from runahead.config import Speculate, Transfer
 from tests.conftest import RankPools
 from tests.families import ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.partitions import boundaries
@@ -119,6 +119,26 @@ def test_rank_0_is_told_tokens_when_it_decodes_itself_and_when_it_is_idle(rank_p
     for bounds in ((0, 70, 70, 70), (0, 0, 0, 70), (0, 0, 70, 70)):
         (_, steps), *_ = rank_pools.run(3, tasks.generate, "llama", [BATCH[0]], options, bounds)
         assert steps == [[token] for token in expected]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_drafts_change_no_token_behind_a_chain(rank_pools: RankPools, family: str) -> None:
+    """The last rank alone drafts and decodes, over windows of what it received, and rank 0 hears of every token."""
+    prompts = [prompt(6, seed=1) * 10, prompt(5, seed=2) * 8]
+    options = GenerationOptions(
+        max_new_tokens=NUM_NEW,
+        ignore_eos=True,
+        speculate=Speculate.lookup,
+        speculate_match=1,
+        speculate_always=True,
+    )
+    (batch, steps), *others = rank_pools.run(2, tasks.generate, family, prompts, options, (0, 25, 60))
+    expected = [oracle_tokens(family, tuple(ids), NUM_NEW) for ids in prompts]
+    told = [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
+    assert told == [each.new_token_ids for each in batch.generations] == expected
+    assert all(other.generations == batch.generations and not heard for other, heard in others)
+    assert batch.ranks[0].speculation is None and batch.ranks[1].speculation is not None
+    assert batch.ranks[1].speculation.drafted > 0
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -20,10 +20,14 @@ from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.keyformer import Keyformer
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer, Select
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
+from policies.r_kv import RKV
+from policies.retroinfer import RetroInfer
+from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
@@ -210,11 +214,15 @@ POLICIES: dict[str, list[Policy]] = {
     "h2o": [H2O(budget=16)],
     "tova": [TOVA(budget=16)],
     "expected_attention": [ExpectedAttention(budget=16, evict_every=8, future_tokens=16)],
+    "r_kv": [RKV(budget=16, window=4, evict_every=6)],
+    "scissorhands": [Scissorhands(budget=16, recent=3, window=6)],
+    "keyformer": [Keyformer(budget=16, tau_tokens=8)],
     "pyramidinfer": [PyramidInfer(mean_keep=0.6, min_tokens=8)],
     "pyramidinfer, fixed": [PyramidInfer(budget=24, mean_keep=0.6, min_tokens=8)],
     "quest": [Quest(fetch=16, min_tokens=0, page=4)],
     "exact_topk": [ExactTopK(fetch=12, min_tokens=0, sample_every=2)],
     "offload": [Offload()],
+    "retroinfer": [RetroInfer(fetch=16, min_tokens=0, cluster=4, block=6, recent=4)],
     "infinigen": [InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.8, recent=4, first_ahead=1, ahead=True, observed=16)],
     "infinigen, own queries": [InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.8, recent=4, ahead=False, observed=16)],
     "both": [PyramidInfer(mean_keep=0.6, min_tokens=8), SnapKV(budget=16, window=4)],

@@ -7,20 +7,32 @@ from itertools import pairwise
 
 import pytest
 
+from policies.adakv import AdaKV
 from policies.base import Policy
+from policies.chunkkv import ChunkKV
+from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
+from policies.kvzip import KVzip
+from policies.lagkv import LagKV
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
+from policies.r_kv import RKV
+from policies.retroinfer import RetroInfer
+from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
+from policies.sparq import SparQ
+from policies.squeezed_attention import SqueezedAttention
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
+from policies.zigzagkv import ZigZagKV
 from runahead import PrefillOptions
-from runahead.config import PrefillName, Transfer
+from runahead.config import CacheOptions, PrefillName, Transfer
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -38,6 +50,15 @@ EVICTING = [
     PyramidKV(budget=16, window=4),
     KeyDiff(budget=16),
     TOVA(budget=16),
+    ChunkKV(budget=16, window=4, chunk=5),
+    RKV(budget=16, window=4, evict_every=6),
+    LagKV(budget=16, sinks=2, lag=5, evict_every=4),
+    AdaKV(scorer=SnapKV(budget=16, window=4)),
+    KVzip(budget=16),
+    ZigZagKV(budget=16, window=4, kernel=3),
+    Scissorhands(budget=16, recent=3, window=4),
+    KCenters(budget=16, evict_every=4),
+    CriticalKV(scorer=SnapKV(budget=16, window=4)),
 ]
 
 
@@ -77,7 +98,7 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
     rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
 ) -> None:
     """It has all K,V, and the queries of the window that votes if that is within its chunk."""
-    if isinstance(policy, SnapKV) and bounds[-1] - bounds[-2] < policy.window:
+    if bounds[-1] - bounds[-2] < getattr(getattr(policy, "scorer", policy), "window", 1):
         pytest.skip("part of the window is another rank's")
     policies = RankPolicies.everywhere([policy])
     prompts = [prompt(NUM_TOKENS), prompt(44, seed=3)]
@@ -85,6 +106,25 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
     together = generate(rank_pools, bounds, policies, num_new=24, prompts=prompts)
     assert_same_answer(together, alone)
     assert max(alone.ranks[0].kept_tokens) < NUM_TOKENS
+
+
+@pytest.mark.parametrize(("family", "policies"), [("llama", [SnapKV(budget=48, window=4)]), ("mistral", [])])
+def test_the_last_rank_stores_few_bits_and_receives_all(
+    rank_pools: RankPools, family: str, policies: list[Policy]
+) -> None:
+    """Groups are those of one rank, also in a model with windows, in which early tokens need not have been sent."""
+    exact, quantised = (
+        RankPolicies.everywhere(policies, storage=CacheOptions(bits=bits, residual=8)) for bits in (None, 4)
+    )
+    prompts = [prompt(NUM_TOKENS), prompt(52, seed=3)]
+    alone = generate(rank_pools, (0, NUM_TOKENS), quantised, family, num_new=12, prompts=prompts)
+    together = generate(rank_pools, (0, 35, NUM_TOKENS), quantised, family, num_new=12, prompts=prompts)
+    full = generate(rank_pools, (0, 35, NUM_TOKENS), exact, family, num_new=12, prompts=prompts)
+    assert_same_answer(together, alone)
+    assert logits(together) == logits(full)
+    assert together.ranks[1].kv_kept_bytes == alone.ranks[0].kv_kept_bytes < 0.75 * alone.ranks[0].kv_peak_bytes
+    if family == "llama":
+        assert together.ranks[0].kv_sent_bytes == full.ranks[0].kv_sent_bytes
 
 
 @pytest.mark.parametrize(
@@ -101,8 +141,20 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
         Quest(min_tokens=0, fetch=12, page=4, first_layer=0),
         ExactTopK(min_tokens=0, fetch=12),
         Offload(),
+        SparQ(min_tokens=0, fetch=12, dims=3),
+        RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
+        SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
     ],
-    ids=["infinigen", "infinigen, full pool", "quest", "exact_topk", "offload"],
+    ids=[
+        "infinigen",
+        "infinigen, full pool",
+        "quest",
+        "exact_topk",
+        "offload",
+        "sparq",
+        "retroinfer",
+        "squeezed_attention",
+    ],
 )
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])
 def test_retrieving_on_the_last_rank_is_what_one_rank_does(

@@ -52,7 +52,7 @@ def generate(ranks: Ranks, ids: list[int], ratios: list[float], transfer: Transf
     return generation.new_token_ids, [logit for _, logit in generation.first_token_logits_top5]
 
 
-@pytest.fixture(scope="module", params=[1_500, pytest.param(3_100, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[500, *(pytest.param(n, marks=pytest.mark.slow) for n in (1_500, 3_100))])
 def prompt(request: pytest.FixtureRequest) -> list[int]:
     """The beginning of the text, of so many tokens."""
     tokenizer = loading.load_tokenizer(ModelOptions())
@@ -68,23 +68,18 @@ def expected(prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     assert folder is not None and AutoTokenizer.from_pretrained(folder) is not None
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([prompt])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with torch.inference_mode():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-                eos_token_id=-1,
-                pad_token_id=0,
-            )
-    finally:
-        torch.set_num_threads(threads)
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
     return output.sequences[0, len(prompt) :].tolist(), output.logits[0][0]
 
 

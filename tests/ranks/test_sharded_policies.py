@@ -11,15 +11,24 @@ import torch
 from torch import Tensor
 
 from policies.base import Policy, PromptPart
+from policies.chunkkv import ChunkKV
+from policies.clusterkv import ClusterKV
+from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
+from policies.keyformer import Keyformer
+from policies.lagkv import LagKV
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
+from policies.r_kv import RKV
+from policies.retroinfer import RetroInfer
+from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
@@ -33,6 +42,7 @@ from runahead.context import ContextPartition
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import largest_difference, oracle_logits, oracle_tokens, prompt, throughout
+from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.ranks import policy_tasks, sharded_policy_tasks
 from tests.ranks.sharded_policy_tasks import Seen
 from tests.ranks.tasks import tiny_model
@@ -54,12 +64,21 @@ EVICTING: dict[str, Policy] = {
     "pyramidkv": PyramidKV(budget=24, window=6, kernel=3),
     "keydiff": KeyDiff(budget=20, evict_every=2),
     "tova": TOVA(budget=20),
+    "chunkkv": ChunkKV(budget=20, window=6, chunk=5),
+    "r_kv": RKV(budget=20, window=4, kernel=3, evict_every=4),
+    "scissorhands": Scissorhands(budget=20, recent=3, window=6, drop_share=0.3),
+    "keyformer": Keyformer(budget=20, evict_every=2, tau_tokens=4),
+    "k_centers": KCenters(budget=20, sinks=2, evict_every=2),
+    "criticalkv": CriticalKV(scorer=SnapKV(budget=20, window=6, kernel=3)),
+    "lagkv": LagKV(budget=20, sinks=2, lag=5, evict_every=2),
     "expected_attention": ExpectedAttention(budget=20, sinks=2, evict_every=4, future_tokens=16),
+    "kvzap": MadeUpKVzap(budget=20, sinks=2, recent=3, evict_every=2),
 }
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=4)
 RETRIEVING: dict[str, Policy] = {
     "exact_topk": ExactTopK(min_tokens=0, fetch=12, sinks=2, recent=4),
     "quest": Quest(min_tokens=0, fetch=16, page=4, first_layer=1, sinks=2, recent=4),
+    "clusterkv": ClusterKV(min_tokens=0, fetch=16, cluster=4, block=5, first_layer=1, sinks=2, recent=4),
     "infinigen": InfiniGen(min_tokens=0, fetch=12, sinks=2, recent=4, first_layer=1, observed=8),
     "infinigen by scores": InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.5, sinks=2, recent=4, observed=8),
     "infinigen, ahead": InfiniGen(min_tokens=0, fetch=12, sinks=2, recent=4, observed=8, ahead=True, first_ahead=1),
@@ -77,8 +96,9 @@ ROOMY: dict[str, Policy] = {
     "quest": Quest(min_tokens=0, fetch=400),
     "infinigen": InfiniGen(min_tokens=0, fetch=1.0, observed=8),
     "offload": Offload(),
+    "retroinfer": RetroInfer(min_tokens=0, fetch=8, cluster=1, first_layer=0, sinks=2, recent=4),
 }
-"""With room for all tokens."""
+"""With room for all tokens, or with an estimate of the others that is exact."""
 
 
 def run(

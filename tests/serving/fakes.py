@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +82,9 @@ class FakeCache(KVStore):
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         return [FakeCache([row]) for row in self.layers]
 
+    def fork(self) -> FakeCache:
+        return FakeCache([copy(row) for row in self.layers])
+
 
 class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
@@ -106,7 +109,7 @@ class FakeEngine:
         error: raised by the next prefill or step.
     """
 
-    may_shard, takes_stage_alone, prefixes = False, True, None
+    may_shard, takes_stage_alone, shares_prompts, prefixes = False, True, False, None
 
     def __init__(self) -> None:
         self.tokenizer = byte_level()
@@ -117,7 +120,9 @@ class FakeEngine:
         )
         self.model = FakeModel(
             config=config,
+            num_layers=config.num_hidden_layers,
             uneven_limit=None,
+            rotates_by_length=False,
             length_threshold=None,
             name="fake",
             device=torch.device("cpu"),

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,8 @@ import torch
 from policies.reuse import GivenPrompt, Segment
 from runahead import Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
+from runahead.context import ContextPartition
+from runahead.prefill.base import PrefillCancelled
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
 from runahead.reuse.prefix_tree import PrefixTree
@@ -30,10 +32,12 @@ from runahead.serving.scheduler import Scheduler, follow
 from runahead.serving.state import ServerState
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
+from tests.ranks.prefix_tasks import deep_model
 from tests.ranks.tasks import tiny_model
 from tests.ranks.tensor_tasks import arranged, shared_model
 
 FAMILY = "llama"
+LAST = DecodeOptions(name=DecodeName.last)
 
 
 def cancel_rows(
@@ -83,6 +87,102 @@ def stop(
     return tokens, stopped, executor.live.num_bytes
 
 
+@dataclass(kw_only=True)
+class Dropped:
+    """Outcome of `prefill_after_drops`: tokens and cached tokens of each prompt, and hits that are still held."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    num_held: int = 0
+
+
+def prefill_after_drops(
+    ranks: Ranks, prefill: PrefillOptions, prompts: list[list[int]], options: GenerationOptions
+) -> Dropped:
+    """Carry out prefills by all stages whose prefixes were there when they were told, but not all of them later.
+
+    The first prompt is the one that the others begin with. For the third one nothing is left of it, for the fourth one
+    its first 20 tokens are, and for the fifth one the tree has room for no token.
+    """
+    model, tree = tiny_model(FAMILY), PrefixTree(1 << 40)
+    engine, outcome = Engine(model, ranks, prefill=prefill, decode=LAST, tree=tree), Dropped()
+    assert engine.prefixes is not None
+
+    def hear(report: Report) -> None:
+        if isinstance(report, Tokens):
+            for (number, _), token in report.tokens.items():
+                outcome.tokens[number].append(token)
+            outcome.cached += report.cached.values()
+
+    executor = Executor(engine, Inbox(), hear, QueueLimits(itl_s=1e3))
+    with throughout(model.dtype):
+        for number, ids in enumerate(prompts):
+            if number >= 2:
+                tree.limit_bytes = 0
+                tree.make_room()
+                tree.limit_bytes = 0 if number == 4 else 1 << 40
+            if number == 3 and ranks.stage == ranks.num_stages - 1:
+                engine.prefill_part([ids[:20]], _alone(ranks, 20), num_new=1, reuses=True).prefixes[0].release()
+                done = engine.prefill_part([ids[:20]], _alone(ranks, 20), num_new=1, reuses=True)
+                done.prefixes[0].store(ids[:20], done.cache.row_kv(0, 0, 20))
+                done.prefixes[0].release()
+            stored = 0 if number == 0 else sum(one == other for one, other in zip(ids, prompts[0], strict=False))
+            item = Prefill(
+                number=number,
+                prompts=[ids],
+                options=[options],
+                boundaries=chunks(engine, len(ids) - stored, 1.0, (0.0, 0.0)).boundaries,
+                stored=[stored] if stored else (),
+            )
+            outcome.tokens.append([])
+            executor.carry_out(item)
+            executor.decode_all()
+    outcome.num_held = sum(node.num_hits for node in tree.nodes())
+    return outcome
+
+
+def _alone(ranks: Ranks, num_tokens: int) -> ContextPartition:
+    return ContextPartition(boundaries=(0,) * ranks.num_stages + (num_tokens,))
+
+
+class Stopping:
+    """Nothing else inside a prefill but its end after the first layer."""
+
+    def after_layer(self, done: int, of: int) -> None:
+        raise PrefillCancelled
+
+    def after_segment_layer(self) -> None:
+        pass
+
+    def until(self, arrived: Callable[[float], bool], what: str, peers: object) -> None:
+        pass
+
+
+def stop_after_prefix(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[int]], knows: list[int]) -> list[int]:
+    """First token of the third prompt, and as it is if all of it is computed.
+
+    All stages compute it after the first prompt, as the second one, which some stop.
+    """
+    model, found = deep_model(), list[int]()
+    engine = Engine(model, ranks, prefill=prefill, decode=LAST, tree=PrefixTree(1 << 40))
+    with throughout(model.dtype):
+        for number, ids in enumerate(prompts):
+            stored = [len(prompts[0])] if number else []
+            partition = chunks(engine, len(ids) - sum(stored), 1.0, (0.0, 0.0))
+            meanwhile = Stopping() if number == 1 and ranks.rank in knows else None
+            done = engine.prefill_part([ids], partition, num_new=1, meanwhile=meanwhile, reuses=True, stored=stored)
+            assert done.is_cancelled == (meanwhile is not None)
+            for prefix in done.prefixes:
+                if number == 0 and done.cache is not None:
+                    prefix.store(ids, done.cache.row_kv(0, 0, len(ids)))
+                prefix.release()
+        whole = engine.prefill_part([ids], chunks(engine, len(ids), 1.0, (0.0, 0.0)), num_new=1)
+        for each in (done, whole):
+            if each.logits_BV is not None:
+                found += each.logits_BV.argmax(dim=-1).tolist()
+    return found
+
+
 class Kept:
     """A listener that keeps what it hears.
 
@@ -128,8 +228,10 @@ class Load:
         after: by request, the one after whose second token it comes; the others come at once.
         cancel: by request, the number of tokens after which it is cancelled; 0 is when its prefill begins.
         short: prompts up to this length are computed by one stage.
+        chain_token_s: seconds per token of prompts that all stages compute, as they are estimated; 0 is unknown.
         store_bytes: size of the store of reused segments; None is the default.
         tree_bytes: of prefixes that are reused.
+        num_answers: to each prompt, with seeds that count up.
     """
 
     prompts: Sequence[GivenPrompt]
@@ -145,11 +247,13 @@ class Load:
     short: int = 0
     store_bytes: int | None = None
     tree_bytes: int = 0
+    chain_token_s: float = 0.0
+    num_answers: int = 1
 
 
 @dataclass(kw_only=True)
 class Served:
-    """What rank 0 saw: tokens per request, what the listeners heard, items that were told, the state at the end; per
+    """What rank 0 saw: tokens per answer, what the listeners heard, items that were told, the state at the end; per
     rank, bytes that stay in live rows, decoding steps and prefills that were carried out inside a prefill, and segments
     that were encoded. `cached` are tokens per request that were found in the store."""
 
@@ -195,6 +299,8 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
     estimate = TimeEstimate()
     # A second per token beyond what is short, so that lengths alone decide.
     estimate.alone.learn([100], 100.0 * load.limits.itl_s / (load.short + 0.5))
+    if load.chain_token_s:
+        estimate.chain.learn([100], 100.0 * load.chain_token_s)
     scheduler = Scheduler(engine, load.limits, estimate)
     requests: list[Request] = []
     later = dict[int, list[int]]()
@@ -213,16 +319,17 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
             when[2] = submitting(number)
         if load.cancel.get(number):
             when[load.cancel[number]] = cancelling(number)
-        listener = Kept(1, when)
+        listener = Kept(load.num_answers, when)
         if load.cancel.get(number) == 0:
             listener.when_started = cancelling(number)
-        requests.append(Request(prompts=[ids], options=[options], listener=listener))
+        rows = [replace(options, seed=options.seed + row) for row in range(load.num_answers)]
+        requests.append(Request(prompts=[ids] * load.num_answers, options=rows, listener=listener))
     kept = [request.listener for request in requests]
     tell = scheduler._tell
 
-    def noted(item: Item) -> None:
+    def noted(item: Item, receivers: Sequence[int] | None = None) -> None:
         served.items.append(item)
-        tell(item)
+        tell(item, receivers)
 
     scheduler._tell = noted  # type: ignore[method-assign]
     for times in (estimate.alone, estimate.chain):
@@ -233,7 +340,7 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
     waits = threading.Thread(target=_drain_at_the_end, args=(scheduler, kept), daemon=True)
     waits.start()
     scheduler.run()
-    served.tokens = [each.rows[0] for each in kept]
+    served.tokens = [tokens for each in kept for tokens in each.rows]
     served.heard = [each.heard for each in kept]
     served.state = scheduler.state()
     served.cached = [request.cached_tokens[0] for request in requests]

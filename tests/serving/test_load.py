@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
+import torch
 
 from benchmarks.studies import serving as study
 from benchmarks.studies.serving import Outcome, Turn, ask, load, percentiles, summary
+from runahead import Engine, Ranks
+from runahead.config import Device, RanksOptions
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.limits import QueueLimits
+from tests.ranks.tasks import tiny_model
 from tests.serving.fakes import serving
 
 SLO = {"ttft": 1.0, "ttft_per_token": 0.0, "itl": 0.5}
@@ -33,6 +38,35 @@ def test_a_sweep_writes_a_line_per_rate_and_a_picture(tmp_path, capsys):
         assert line["rank_s"]["0 prefill"] > 0 < line["rank_s"]["0 decoding"]
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
     assert "goodput" in capsys.readouterr().out
+
+
+def test_two_servers_are_measured_in_turn_by_what_they_reuse(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "PAUSE_S", 0.05)
+    model, lines = tiny_model("llama", torch.float32), tmp_path / "lines.jsonl"
+    ranks = Ranks.start(RanksOptions(device=Device.cpu))
+    keeping, plain = Engine(model, ranks, tree=PrefixTree(1 << 30)), Engine(model, ranks)
+    with serving(engine=keeping) as first, serving(engine=plain) as second:
+        common = ["--url", first.url, "--server", "tree", "--lines", str(lines), "--out", str(tmp_path)]
+        common += ["--length", "40", "--seconds", "0.4", "--new_tokens", "3", "--vocabulary", "90", "--rates", "10"]
+        common += ["--workloads", "turns", "document", "--rounds", "2"]
+        with pytest.raises(SystemExit, match="--against tree=http://a must be NAME=http://..., with another name"):
+            study.STUDY.main([*common, "--against", "tree=http://a"])
+        study.STUDY.main([*common, "--against", f"none={second.url}"])
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    about = [(line["workload"], line["round"], line["server"]) for line in found]
+    assert about == list(product(["turns", "document"], [0, 1], ["tree", "none"]))
+    for tree, none in zip(found[::2], found[1::2], strict=True):
+        assert tree["requests"] == tree["answered"] == none["answered"] > 0
+        assert tree["prompt_tokens"] == none["prompt_tokens"] and none["cached_tokens"] == 0
+        num = tree["requests"]
+        if tree["workload"] == "turns":  # of 10, 20, 30 and 40 tokens
+            assert tree["prompt_tokens"] == 25 * num and tree["cached_tokens"] == 60 * (num // 4)
+        else:
+            assert tree["cached_tokens"] >= 40 * (num - 1)
+    assert any(line["requests"] > 1 for line in found if line["workload"] == "document")
+    cells = study._cells(found[-1])
+    assert cells["hits"] == "0%" and cells["computed"] == f"{found[-1]['prompt_tokens']:,}"
+    assert len(capsys.readouterr().out.splitlines()) == 9
 
 
 def test_sessions_begin_at_their_time_and_turns_wait_for_their_answer():

@@ -16,12 +16,18 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
 from openai import OpenAI
 
 from launch.server.keys import Keys
 from launch.server.page.files import FILES
+from runahead import Engine, Ranks
+from runahead.config import Device, RanksOptions
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.limits import QueueLimits
 from runahead.timeline.trace import Span
+from tests.families import prompt
+from tests.ranks.tasks import tiny_model
 from tests.serving.browser import Browser, Tab
 from tests.serving.fakes import Served, serving, until
 
@@ -119,9 +125,9 @@ def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> Non
         until(lambda: state_of(served)["waiting"] == [7])
         length = len(served.engine.batches[0][0])
         [running] = state_of(served)["prefills"]
-        assert running["lengths"] == [length] * 2 and not running["is_short"]
+        assert running["lengths"] == [length] and not running["is_short"]
         assert running["done"] == []
-        assert running["predicted_s"] == pytest.approx(2 * 100 * length)
+        assert running["predicted_s"] == pytest.approx(100 * length)
         assert state_of(served)["num_tokens"] == 2 * (length + 400)
 
         served.engine.step_s = 0.005
@@ -133,7 +139,7 @@ def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> Non
         served.engine.step_s = 0.0
         assert first.result().status_code == second.result().status_code == 200
         last = state_of(served)["last"]  # the second was a short one, by what the first took
-        assert last["lengths"] == [length] * 2
+        assert last["lengths"] == [length]
         [part] = last["parts"]
         assert part["spans"] == [
             ["compute", 0, 0.0, 0.5],
@@ -200,6 +206,49 @@ def test_the_official_client_takes_progress_for_a_chunk_without_text() -> None:
         assert chunks[0].prompt_progress["total"] > 0
 
 
+DOCUMENT = prompt(40)
+
+
+@contextmanager
+def keeping_texts() -> Iterator[Served]:
+    """A server with a model and a prefix tree, after a prompt of 40 tokens and one of 43 that begins with these."""
+    model = tiny_model("llama", torch.float32)
+    engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)), tree=PrefixTree(1 << 30))
+    with serving(engine=engine) as served:
+        for ids in (DOCUMENT, [*DOCUMENT, 3, 4, 5]):
+            body = {"prompt": ids, "max_tokens": 4, "ignore_eos": True, "n": 2}
+            assert post(served, TEXT, body).status_code == 200
+        yield served
+
+
+def metrics_of(served: Served) -> dict[str, float]:
+    lines = CLIENT.get(served.url + "/metrics").text.splitlines()
+    found = [line.split() for line in lines if line.startswith("runahead:prefix_cache_")]
+    return {name.removeprefix("runahead:prefix_cache_"): float(value) for name, value in found}
+
+
+def test_what_was_found_of_prompts_is_told_in_progress_metrics_and_state() -> None:
+    with keeping_texts() as served:
+        until(lambda: metrics_of(served)["hits_total"] == 40 and metrics_of(served)["queries_total"] == 83)
+        body = {"prompt": [*DOCUMENT, 3, 4, 7], "max_tokens": 2, "stream": True, "return_progress": True}
+        lines = post(served, TEXT, body).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        told = [each["prompt_progress"] for each in events if "prompt_progress" in each]
+        assert all((each["total"], each["cache"]) == (43, 42) for each in told)
+        assert told[0]["processed"] >= 42 and told[-1]["processed"] == 43
+        until(lambda: metrics_of(served)["queries_total"] == 126)
+        metrics, state = metrics_of(served), state_of(served)
+        assert metrics["hits_total"] == 82
+        assert state["prompts"] == {"tokens": 126, "found": 82}
+        assert state["stored"]["tokens"] == metrics["tokens"] >= 44
+        assert state["stored"]["bytes"] == metrics["bytes"] > 0 and state["stored"]["most_bytes"] == 1 << 30
+
+
+def test_a_server_that_keeps_no_texts_tells_of_none() -> None:
+    with serving() as served:
+        assert state_of(served)["stored"] is None and set(metrics_of(served)) == {"hits_total", "queries_total"}
+
+
 def test_progress_is_for_streams_alone() -> None:
     with serving() as served:
         response = post(served, TEXT, {"prompt": "a", "return_progress": True})
@@ -256,6 +305,7 @@ def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
         tab.until(lambda: tab.text("read") == f"{total // 3} of {total} tokens")
         gate.set()
         tab.until(lambda: has_ended(tab))
+        assert "Found of prompts" not in tab.text("facts")
         assert re.fullmatch(r"TTFT [\d.]+ m?s, [\d.]+ m?s per token; 256 tokens, the most allowed", tab.text("times"))
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 256}
         whole = post(served, CHAT, body).json()["choices"][0]["message"]["content"]
@@ -269,6 +319,15 @@ def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
         assert tab.errors == []
         asked = {url.removeprefix(served.url) for url in tab.requests}
         assert {"/", "/page.css", "/page.js", "/state", CHAT} <= asked <= {*FILES, "/state", CHAT}
+
+
+def test_the_page_shows_how_much_of_prompts_was_found(browser: Browser) -> None:
+    with keeping_texts() as served:
+        tab = browser.open(served.url)
+        tab.until(lambda: "Found of prompts" in tab.text("facts") and "40 of 83 tokens (48%)" in tab.text("facts"))
+        tokens = state_of(served)["stored"]["tokens"]
+        assert re.search(rf"Stored texts\s+{tokens} tokens, [\d.]+ KiB of at most 1.0 GiB", tab.text("facts"))
+        assert tab.errors == []
 
 
 def test_an_answer_can_be_stopped(browser: Browser) -> None:

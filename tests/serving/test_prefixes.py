@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,20 +15,28 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase
-from runahead import Engine, GenerationOptions, Ranks
+from policies.exact_topk import ExactTopK
+from policies.infinigen import InfiniGen
+from policies.retriever import Retriever
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsCache
-from runahead.config import Device, RanksOptions
+from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Transfer
+from runahead.context import ContextPartition
 from runahead.reuse import rows as reuse_rows
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
 from runahead.reuse.rows import SharingRows, rows_cache
+from runahead.reuse.tiers import Tier
+from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Prefill, Report, Tokens
+from runahead.serving.items import Inbox, Part, Prefill, Report, Stop, Stopping, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
+from runahead.serving.scheduler import Scheduler
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import WINDOW, largest_difference, prompt, throughout
 from tests.ranks.tasks import generate, tiny_model
@@ -34,6 +44,7 @@ from tests.serving import rank_tasks
 from tests.serving.fakes import FakeEngine
 from tests.serving.rank_tasks import Load
 from tests.serving.test_queue import begin
+from tests.unit.prefix_tasks import damage
 
 GREEDY = GenerationOptions(max_new_tokens=7, ignore_eos=True)
 DOCUMENT = prompt(2 * WINDOW + 11)
@@ -52,17 +63,23 @@ class Serving:
         tokens: new tokens of each prompt, by number and row.
         cached: tokens that each prompt reuses, by number.
         known: the tree as rank 0 knows it.
+        soon: what is told to come with the next prefill.
+        stopping: prefills that it says to stop.
     """
 
-    def __init__(self, family: str, limit_bytes: float = ROOMY) -> None:
+    def __init__(self, family: str, limit_bytes: float = ROOMY, policies: RankPolicies | None = None) -> None:
         self.model, self.tree = tiny_model(family), PrefixTree(limit_bytes)
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
-        self.engine, self.plain = Engine(self.model, ranks, tree=self.tree), Engine(self.model, ranks)
+        self.engine = Engine(self.model, ranks, tree=self.tree, policies=policies)
+        self.plain = Engine(self.model, ranks, policies=policies)
         self.executor = Executor(self.engine, Inbox(), self._hear, QueueLimits(itl_s=1e3))
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.cached: dict[int, list[int]] = {}
         self.known = PrefixTree(inf)
         self.prompts: list[list[list[int]]] = []
+        self.soon: list[list[int]] = []
+        self.parts: list[Part] = []
+        self.stopping: list[int] = []
 
     def _hear(self, report: Report) -> None:
         if isinstance(report, Tokens):
@@ -72,12 +89,18 @@ class Serving:
                 self.cached.setdefault(number, []).append(num_cached)
         elif isinstance(report, Stored | Dropped):
             self.known.apply(report)
+        elif isinstance(report, Part):
+            self.parts.append(report)
+        elif isinstance(report, Stopping):
+            self.stopping.append(report.number)
 
-    def prefill(self, *prompts: list[int], num_new: int = 7) -> None:
+    def prefill(self, *prompts: Any, num_new: int = 7) -> None:
         options = [replace(GREEDY, max_new_tokens=num_new)] * len(prompts)
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
-        item = Prefill(number=len(self.prompts), prompts=list(prompts), options=options, boundaries=boundaries)
+        item = Prefill(
+            number=len(self.prompts), prompts=list(prompts), options=options, boundaries=boundaries, soon=self.soon
+        )
         self.executor.carry_out(item)
 
     def step(self, times: int) -> None:
@@ -118,6 +141,21 @@ def test_rows_that_reuse_prefixes_are_decoded_among_others(family: str) -> None:
         serving.require_answers()
 
 
+def test_rows_in_few_bits_reuse_prompts_and_no_answers() -> None:
+    """Which were computed from few bits, so they are not what a prompt of the same tokens gives."""
+    serving = Serving("mistral", policies=RankPolicies(storage=CacheOptions(bits=4, residual=8)))
+    with throughout(serving.model.dtype):
+        serving.prefill(DOCUMENT)
+        serving.step(2)
+        serving.prefill(DOCUMENT + prompt(5, seed=1), num_new=12)
+        serving.step(5)
+        answer = serving.tokens[1, 0]
+        assert len(answer) == 7
+        serving.prefill(DOCUMENT + answer + prompt(40, seed=4))
+        assert serving.cached == {1: [0], 2: [len(DOCUMENT)], 3: [len(DOCUMENT)]}
+        serving.require_answers()
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "gemma2", *slowly("gpt_oss", "bloom", "llama4_text", "deepseek_v3")]
 )
@@ -150,6 +188,29 @@ def test_rows_that_share_parts_attend_as_each_would_alone_and_read_them_once(fam
             assert calls == [*own, (3, 30), (2, len(DOCUMENT) - 30)] * model.num_layers
 
 
+def test_a_conversation_of_six_turns_computes_each_token_once() -> None:
+    """Given tokens and answers together; the last token of an answer is computed with the next prompt."""
+    serving, computed = Serving("llama"), list[int]()
+    forward = serving.model.forward
+
+    def counting(ids_BC: Tensor, *rest: Any, **more: Any) -> Tensor:
+        computed.append(ids_BC.numel())
+        return forward(ids_BC, *rest, **more)
+
+    text: list[int] = []
+    with throughout(serving.model.dtype), mock.patch.object(serving.model, "forward", counting):
+        for turn in range(1, 7):
+            known = max(0, len(text) - 1)
+            text += prompt(5 + 3 * turn, seed=turn)
+            serving.prefill(text, num_new=turn + 1)
+            serving.executor.decode_all()
+            assert serving.cached[turn] == [known]
+            text = text + serving.tokens[turn, 0]
+            assert sum(computed) == len(text) - 1
+    with throughout(serving.model.dtype):
+        serving.require_answers()
+
+
 def test_a_row_that_is_cancelled_stores_what_it_has() -> None:
     serving = Serving("llama")
     with throughout(serving.model.dtype):
@@ -160,6 +221,47 @@ def test_a_row_that_is_cancelled_stores_what_it_has() -> None:
         serving.prefill(DOCUMENT + serving.tokens[1, 0] + [5])
         assert serving.cached[2] == [len(DOCUMENT) + 3]
         serving.require_answers()
+
+
+@pytest.mark.parametrize("when", ["after a layer", "after the last one"])
+def test_of_a_prefill_that_was_stopped_nothing_is_stored_or_decoded(when: str) -> None:
+    """Other stages may have stopped before their last layer, and sent zeros, once this one has said that it knows."""
+    serving = Serving("llama")
+    inbox, prefill_part = serving.executor._inbox, serving.engine.prefill_part
+    item = Prefill(number=9, prompts=[DOCUMENT], options=[GREEDY], boundaries=(0, len(DOCUMENT)))
+
+    def stopping(*rest: Any, **more: Any) -> Any:
+        prefilled = prefill_part(*rest, **more)
+        assert not serving.stopping
+        inbox.put(Stop(9))
+        return prefilled
+
+    inbox.put(item)
+    with throughout(serving.model.dtype):
+        if when == "after a layer":
+            inbox.put(Stop(9))
+            serving.executor.carry_out(inbox.take())
+        else:
+            with mock.patch.object(serving.engine, "prefill_part", stopping):
+                serving.executor.carry_out(inbox.take())
+        assert serving.stopping == [9] and not serving.executor.live and not list(serving.tree.nodes())
+        assert [part.is_cancelled for part in serving.parts] == [True] and not serving.tokens
+        serving.prefill(DOCUMENT)
+        serving.require_answers()
+
+
+def test_a_stop_is_told_to_other_stages_once_the_last_one_will_not_store() -> None:
+    told: list[tuple[Any, list[int]]] = []
+    scheduler: Any = object.__new__(Scheduler)
+    scheduler._engine = SimpleNamespace(may_shard=False, prefixes=object())
+    scheduler._ranks, scheduler._leader, scheduler._inbox = SimpleNamespace(size=3), 2, Inbox()
+    scheduler._mail = SimpleNamespace(post=lambda item, to: told.append((item, list(to))))
+    scheduler._unread = {4: object()}
+    scheduler._tell(Stop(4))
+    assert told == [(Stop(4), [2])]
+    scheduler._hear(Stopping(5))  # all ranks have ended it
+    scheduler._hear(Stopping(4))
+    assert told[1:] == [(Stop(4), [1])]
 
 
 def test_a_small_tree_forgets_and_rank_0_knows() -> None:
@@ -203,13 +305,120 @@ def test_a_short_rest_is_computed_where_the_prefix_lies(rank_pools: RankPools, s
     assert without.tokens == alone and without.cached == [0] * 4
 
 
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [(1, ExactTopK(fetch=10, min_tokens=0)), (2, InfiniGen(fetch=10, first_layer=1, min_tokens=0, observed=8))],
+    ids=lambda each: type(each).__name__,
+)
+def test_requests_under_a_policy_that_retrieves_reuse_prefixes(
+    rank_pools: RankPools, size: int, policy: Retriever
+) -> None:
+    """A rest that the last stage computes, one that all do, and several answers to one prompt."""
+    load = Load(
+        prompts=[DOCUMENT, *FOLLOWING],
+        options=OPTIONS,
+        limits=QueueLimits(itl_s=1e-3),
+        after={1: 0, 2: 0, 3: 2},
+        short=12,
+        chain_token_s=1e-4,
+        policies=RankPolicies.everywhere([policy]),
+        tree_bytes=ROOMY,
+        num_answers=2,
+    )
+    by_rank = rank_pools.run(size, rank_tasks.serve, load)
+    without = rank_pools.run(size, rank_tasks.serve, replace(load, tree_bytes=0))
+    assert by_rank[0].tokens == without[0].tokens and without[0].cached == [0] * 4
+    least_new = max(1, load.policies.num_observed)  # type: ignore[union-attr]
+    assert by_rank[0].cached == [0, *(min(len(DOCUMENT), len(ids) - least_new) for ids in FOLLOWING)]
+    assert [each.left_bytes for each in by_rank] == [0] * size
+
+
+WAYS = [PrefillOptions(), PrefillOptions(carrier=Carrier.copy, transfer=Transfer.direct)]
+
+
+@pytest.mark.parametrize(("size", "decode_ranks"), [(2, 0), (3, 0), (2, 1)])
+def test_a_long_rest_is_computed_by_all_after_the_prefix(rank_pools: RankPools, size: int, decode_ranks: int) -> None:
+    load = Load(
+        prompts=[DOCUMENT, *FOLLOWING],
+        options=OPTIONS,
+        limits=QueueLimits(itl_s=0.5, decode_ranks=decode_ranks),
+        after={1: 0, 2: 0, 3: 2},
+        short=12,
+        chain_token_s=0.01,
+        tree_bytes=ROOMY,
+    )
+    by_rank = rank_pools.run(size, rank_tasks.serve, load)
+    served = by_rank[0]
+    assert served.tokens == [
+        rank_pools.run(1, generate, load.family, [ids], options)[0][0].generations[0].new_token_ids
+        for ids, options in zip(load.prompts, load.options, strict=True)
+    ]
+    items = {len(ids): item for item in served.items if isinstance(item, Prefill) for ids in item.prompts}
+    first, short, long, last = (items[len(ids)] for ids in load.prompts)
+    assert short.is_short == last.is_short == (not decode_ranks) and not first.is_short and not long.is_short
+    assert (list(first.stored), list(long.stored), long.boundaries[-1]) == ([], [len(DOCUMENT)], 30)
+    assert served.cached == [0, *[len(DOCUMENT)] * 3]
+    assert [each.left_bytes for each in by_rank] == [0] * size
+
+
+@pytest.mark.parametrize("prefill", WAYS, ids=["relay", "direct copies"])
+def test_rests_of_many_lengths_follow_each_other_through_the_chain(
+    rank_pools: RankPools, prefill: PrefillOptions
+) -> None:
+    texts = [DOCUMENT, *(DOCUMENT + prompt(length, seed=length) for length in (20, 40, 80, 160, 30, 60))]
+    load = Load(
+        prompts=texts,
+        options=[GREEDY] * len(texts),
+        limits=QueueLimits(itl_s=1e-3),
+        after=dict.fromkeys(range(1, len(texts)), 0),
+        short=1,
+        chain_token_s=1e-4,
+        prefill=prefill,
+        tree_bytes=ROOMY,
+    )
+    served = rank_pools.run(3, rank_tasks.serve, load)[0]
+    assert served.tokens == [
+        rank_pools.run(1, generate, load.family, [ids], GREEDY)[0][0].generations[0].new_token_ids for ids in texts
+    ]
+    assert sum(any(item.stored) for item in served.items if isinstance(item, Prefill)) >= 4
+    assert all(cached >= len(DOCUMENT) for cached in served.cached[1:])
+
+
+TEXTS = [DOCUMENT, *FOLLOWING, DOCUMENT[:30] + prompt(20, seed=9)]
+
+
+@pytest.mark.parametrize("prefill", WAYS, ids=["relay", "direct copies"])
+def test_what_was_dropped_since_rank_0_heard_of_it_is_computed_anew(
+    rank_pools: RankPools, prefill: PrefillOptions
+) -> None:
+    """Also where it is more than the tree may have."""
+    expected = [rank_pools.run(1, generate, "llama", [ids], GREEDY)[0][0].generations[0].new_token_ids for ids in TEXTS]
+    dropped = rank_pools.run(3, rank_tasks.prefill_after_drops, prefill, TEXTS, GREEDY)[-1]
+    assert dropped.tokens == expected
+    assert dropped.cached == [0, 43, 0, 20, 0] and dropped.num_held == 0
+
+
+@pytest.mark.parametrize("knows", [[0], [2], [0, 1, 2], *slowly([1], [0, 2])], ids=str)
+@pytest.mark.parametrize("prefill", WAYS, ids=["relay", "direct copies"])
+def test_no_rank_waits_for_a_prefix_of_one_that_stopped(
+    rank_pools: RankPools, prefill: PrefillOptions, knows: list[int]
+) -> None:
+    few = replace(prefill, layers_in_flight=2)
+    token, expected = rank_pools.run(3, rank_tasks.stop_after_prefix, few, TEXTS[:3], knows)[-1]
+    assert token == expected
+
+
 def queue_with_prefixes(num_stages: int = 1, **limits: Any) -> RequestQueue:
-    """A queue whose prefills take a second per computed token on one stage, and half of that on all."""
+    """A queue whose prefills take a second per computed token on one stage, and half of that on all.
+
+    A byte of what is stored takes 1 ms on its way to all stages, which is 10 ms per token.
+    """
     engine: Any = FakeEngine()
-    engine.prefixes, engine.ranks = SimpleNamespace(key="a"), SimpleNamespace(num_stages=num_stages)
+    engine.prefixes, engine.ranks = SimpleNamespace(key="a", token_bytes=10), SimpleNamespace(num_stages=num_stages)
     estimate = TimeEstimate()
     estimate.alone.learn([100], 100.0)
     estimate.chain.learn([100], 50.0)
+    estimate.s_per_byte = 1e-3
     return RequestQueue(engine, QueueLimits(**limits), estimate)
 
 
@@ -230,6 +439,64 @@ def test_what_is_stored_counts_as_computed() -> None:
     assert queue.prefill_s([request(ids)]) == pytest.approx(50.0)
 
 
+def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
+    queue, ids = queue_with_prefixes(), prompt(100)
+    queue.stored.apply(Stored(key="a", ids=tuple(ids)))
+    assert queue.soon() == []
+    for each in (request(prompt(30, seed=5)), request([*ids[:40], 3]), request(ids)):
+        queue.add(each)
+    assert queue.soon() == [ids[:40], ids[:-1]]  # due in this order; nothing is stored of the first one
+
+
+def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> None:
+    serving = Serving("llama")
+    token_bytes = sum(shape.bytes_per_token() for shape in serving.model.kv_shapes)
+    tree = PrefixTree(70 * token_bytes, host_bytes=110 * token_bytes)
+    serving.tree = serving.engine.prefixes.tree = tree  # type: ignore[union-attr]
+    tree.open(serving.engine.prefixes.key, serving.model.kv_shapes, serving.model.device)  # type: ignore[union-attr]
+    tree.listen(serving._hear)
+    first = prompt(50, seed=1)
+    with throughout(serving.model.dtype):
+        for seed in (1, 2):
+            serving.prefill(prompt(50, seed=seed), num_new=2)
+            serving.executor.decode_all()
+        serving.soon = [first]
+        for seed in (3, 4):
+            serving.prefill(prompt(50, seed=seed), num_new=2)
+            serving.executor.decode_all()
+        serving.prefill([*first, 9])
+        assert serving.cached[5] == [50] and tree.found_tokens == {Tier.host: 50}
+        serving.require_answers()
+    [part] = [each for each in serving.parts if each.number == 5]
+    assert part.prefix_found_tokens == {"host": 50} and part.prefix_bytes.keys() == {"device", "host"}
+
+
+def test_a_prefix_found_damaged_in_a_prefill_is_computed_anew_while_others_are_decoded(tmp_path: Path) -> None:
+    serving = Serving("llama")
+
+    def restart() -> None:
+        tree = PrefixTree(ROOMY, folder=tmp_path)
+        serving.tree = serving.engine.prefixes.tree = tree  # type: ignore[union-attr]
+        tree.open(serving.engine.prefixes.key, serving.model.kv_shapes, serving.model.device)  # type: ignore[union-attr]
+        tree.listen(serving._hear)
+
+    with throughout(serving.model.dtype):
+        restart()
+        serving.prefill(DOCUMENT)
+        serving.executor.decode_all()
+        serving.tree.save()
+        damage(tmp_path, 1)
+        restart()
+        serving.executor._limits = QueueLimits(itl_s=1e-9)  # a step inside every layer
+        serving.prefill(prompt(20, seed=5), num_new=12)
+        with pytest.warns(UserWarning, match="is damaged, and was removed"):
+            serving.prefill(DOCUMENT + prompt(9, seed=6))
+        assert len(serving.tokens[2, 0]) > 4
+        serving.prefill(DOCUMENT + prompt(3, seed=7))
+        assert serving.cached == {1: [0], 2: [0], 3: [0], 4: [len(DOCUMENT)]}
+        serving.require_answers()
+
+
 def test_times_of_prompts_are_those_of_what_was_computed() -> None:
     times = PrefillTimes()
     for length, reused in ((100, 0), (300, 0), (400, 300), (90, 30)):
@@ -247,6 +514,84 @@ def test_requests_that_begin_alike_are_computed_one_after_another() -> None:
     assert queue.choose() == [same[0], other]
     queue.stored.apply(Stored(key="a", ids=tuple(DOCUMENT)))
     assert queue.choose() == [same[0], same[1], same[2]]  # of which each has a short rest
+
+
+def test_the_soonest_of_three_ways_is_chosen() -> None:
+    queue, ids = queue_with_prefixes(2, itl_s=5.0), prompt(100)
+    estimate, asked = queue._estimate, [request(ids)]
+    assert not queue.is_short(asked) and queue.stored_in_chain(asked) == ()
+    assert queue.prefill_s(asked) == pytest.approx(50.0)
+    queue.stored.apply(Stored(key="a", ids=tuple(ids[:60])))
+    assert not queue.is_short(asked) and list(queue.stored_in_chain(asked)) == [60]  # 40 s alone, 20 s by all
+    assert queue.prefill_s(asked) == pytest.approx(20.0)
+    estimate.s_per_byte = 0.03  # 18 s for 60 tokens, beside 20 s of compute
+    assert queue.prefill_s(asked) == pytest.approx(20.0)
+    estimate.s_per_byte = 0.05
+    assert queue.prefill_s(asked) == pytest.approx(30.0) and list(queue.stored_in_chain(asked)) == [60]
+    estimate.s_per_byte = 0.07
+    assert queue.is_short(asked) and queue.stored_in_chain(asked) == ()  # 40 s alone, 42 s until all has arrived
+    estimate.alone = PrefillTimes()
+    estimate.alone.learn([100], 1e4)
+    estimate.s_per_byte = 0.1
+    assert not queue.is_short(asked) and queue.stored_in_chain(asked) == ()  # 60 s, and 50 s for the whole prompt
+    assert queue.prefill_s(asked) == pytest.approx(50.0)
+    queue.stored.apply(Stored(key="a", ids=tuple(ids[:99])))
+    estimate.s_per_byte = 1e-3
+    assert list(queue.stored_in_chain(asked)) == [99] and queue.prefill_s(asked) == pytest.approx(0.99)
+
+
+def test_the_rate_of_what_is_stored_is_learned_where_a_stage_waits_for_it() -> None:
+    estimate = TimeEstimate()
+    assert estimate.after_prefixes_s([100], [50], 10**9) == pytest.approx(1.0)  # what is assumed
+    for _ in range(30):
+        estimate.learn_transfer(10**6, seconds=0.01, wait_s=0.005)
+    assert estimate.after_prefixes_s([100], [50], 10**6) == pytest.approx(0.01, rel=1e-3)
+    estimate.learn_transfer(10**6, seconds=0.5, wait_s=0.001)  # computed for longer than it took to arrive
+    assert estimate.after_prefixes_s([100], [50], 10**6) == pytest.approx(0.01, rel=1e-3)
+    estimate.learn_transfer(10**6, seconds=0.002, wait_s=0.0)
+    assert estimate.after_prefixes_s([100], [50], 10**6) == pytest.approx(0.002, rel=1e-3)
+    estimate.chain.learn([100], 1.0)
+    assert estimate.after_prefixes_s([100], [50], 10**6) == pytest.approx(0.5)  # it arrives meanwhile
+
+
+def test_chunks_after_a_prefix_divide_the_work_of_attention_to_it_too() -> None:
+    whole = ContextPartition(boundaries=(0, 600, 1000))
+    after = with_slower_last(whole, 1.0, 0.0, 1.0, num_stored=10**6)  # each token costs the same
+    assert after.boundaries == (0, 360, 1000)
+    assert with_slower_last(whole, 1.0, 1.0, 0.0, num_stored=500) == whole
+    assert with_slower_last(whole, 0.0, 0.0, 1.0, num_stored=500).boundaries == (0, 999, 1000)
+
+
+def test_texts_are_looked_up_once_per_change_and_requests_are_compared_once() -> None:
+    queue, walks = queue_with_prefixes(2, itl_s=3.0), list[int]()
+    num_stored = PrefixTree.num_stored
+
+    def counting(self: PrefixTree, ids: Sequence[int], key: str) -> int:
+        walks.append(len(ids))
+        return num_stored(self, ids, key)
+
+    def look() -> int:
+        """Number of walks through trees while all that a report leads to is done three times."""
+        walks.clear()
+        for _ in range(3):
+            queue.choose()
+            queue.by_deadline()
+            queue.predicted_ttft_s(waiting[0])
+        return len(walks)
+
+    waiting = [request(DOCUMENT + prompt(5 + seed, seed=seed)) for seed in range(6)]
+    begin(queue, [request(DOCUMENT)]).parts[0] = mock.Mock()  # rank 0 has computed its part
+    with mock.patch.object(PrefixTree, "num_stored", counting):
+        for each in waiting:
+            queue.add(each)
+        assert look() == 6  # each is compared with the one that is computed
+        assert look() == 0
+        queue.stored.apply(Stored(key="a", ids=tuple(DOCUMENT[:20])))
+        assert look() == 6 and look() == 0
+        queue.stored.apply(Dropped(key="a", ids=tuple(DOCUMENT[:20]), num_left=10))
+        assert queue.stored.found(waiting[0], "a") == [10]
+        assert look() == 5 and look() == 0  # the first one was looked up above
+    assert queue.stored.num_tokens == 10
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -29,7 +29,8 @@ def queue_of(**limits: Any) -> RequestQueue:
 
 def request(length: int, *, num_rows: int = 1, arrived_s: float = 0.0, num_new: int = 100) -> Request:
     options = [GenerationOptions(max_new_tokens=num_new)] * num_rows
-    return Request(prompts=[[5] * length] * num_rows, options=options, listener=Kept(num_rows), arrived_s=arrived_s)
+    prompts = [[5 + row] * length for row in range(num_rows)]
+    return Request(prompts=prompts, options=options, listener=Kept(num_rows), arrived_s=arrived_s)
 
 
 def begin(queue: RequestQueue, requests: list[Request]) -> Batch:

@@ -165,10 +165,11 @@ def test_sharded_decoding_does_not_tell_its_layers(rank_pools: RankPools) -> Non
     assert state is not None and not state.tells_layers and state.last is None
 
 
-def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools) -> None:
+@pytest.mark.parametrize("tree_bytes", [0, 1 << 40], ids=["", "with a tree"])
+def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools, tree_bytes: int) -> None:
     endless = [replace(each, max_new_tokens=450) for each in OPTIONS[:4]]
     options = [endless[0], *OPTIONS[1:3], endless[3], *OPTIONS[4:]]
-    load = replace(MANY, options=options, cancel={0: 30, 3: 0}, after=LATE | {6: 4, 7: 4})
+    load = replace(MANY, options=options, cancel={0: 30, 3: 0}, after=LATE | {6: 4, 7: 4}, tree_bytes=tree_bytes)
     served = rank_pools.run(2, rank_tasks.serve, load)
     expected = alone(rank_pools)
     for number, tokens in enumerate(served[0].tokens):

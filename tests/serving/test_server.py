@@ -138,12 +138,29 @@ def test_help_and_page_name_every_option():
         (["serve.prefix_cache_bytes=9", "decode=sharded"], "prefix_cache_bytes=9 does not go with decode=sharded; use"),
         (["serve.prefix_cache_bytes=9", "ranks.tensor=2"], "does not go with ranks.tensor=2"),
         (["serve.prefix_cache_bytes=9", "policy=streaming_llm", "policy.budget=64"], "does not go with cache policies"),
-        (["serve.prefix_cache_bytes=9", "serve.decode_ranks=1"], "has no effect with serve.decode_ranks=1"),
+        (
+            ["serve.prefix_cache_bytes=9", "policy=sequence", "policy.steps=[snapkv,exact_topk]"],
+            "prefix_cache_bytes=9 does not go with cache policies that drop tokens; use policy=full or one that",
+        ),
+        (
+            ["serve.prefix_cache_bytes=9", "serve.prefix_host_bytes=-1"],
+            "prefix_host_bytes=-1 must be a number of bytes",
+        ),
+        (["serve.prefix_cache_bytes=9", "serve.prefix_disk_bytes=0"], "prefix_disk_bytes=0 must be at least 1"),
+        (["serve.prefix_cache_bytes=9", "serve.prefix_folder=''"], "serve.prefix_folder= must name a folder"),
+        ("serve.prefix_folder=x", "serve.prefix_folder=x has no effect without serve.prefix_cache_bytes"),
+        ("serve.prefix_host_bytes=9", "serve.prefix_host_bytes=9 has no effect without serve.prefix_cache_bytes"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(argument, message):
     with pytest.raises(ValueError, match=message):
         SERVE.read([argument] if isinstance(argument, str) else argument)
+
+
+def test_prefixes_go_with_policies_that_retrieve():
+    for policy in (["policy=exact_topk"], ["policy=per_rank", "policy.ranks.last={name:quest,page:4}"]):
+        run = SERVE.compose(["serve.prefix_cache_bytes=9", *policy])
+        assert run.policy["name"] in policy[0]
 
 
 def test_two_ranks_answer_stream_cancel_and_drain(model):
@@ -267,6 +284,24 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
             assert "data: [DONE]" in list(lines)
+
+
+@pytest.mark.slow
+def test_a_server_finds_what_the_one_before_has_kept(model, tmp_path):
+    kept = "serve.prefix_cache_bytes=100000000", f"serve.prefix_folder={tmp_path / 'prefixes'}"
+    ask = {"prompt": TEXT * 5, "max_tokens": 8}
+    usages, answers = [], []
+    for _ in range(2):
+        with job(*options(model, "serve.itl_s=0.05", *kept)) as server:
+            answer = server.post(ask).json()
+            usages.append(answer["usage"])
+            answers.append(answer["choices"][0]["text"])
+            assert server.metric('runahead:prefix_cache_tier_bytes{tier="device"}') > 0
+            assert list(json.loads(server.client.get("/state").text)["prefixes"]) == ["device", "disk"]
+            os.kill(server.ranks[0].pid, signal.SIGTERM)
+            assert [rank.wait(60) for rank in server.ranks] == [0, 0]
+    assert answers[0] == answers[1]
+    assert [each["prompt_tokens_details"]["cached_tokens"] for each in usages] == [0, usages[0]["prompt_tokens"] - 1]
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_a_wrong_option_is_told_in_the_log(cluster: Cluster, model: list[str], t
     assert written(tmp_path / name) == {"start-0/rank-0.err"}
 
 
+@pytest.mark.slow
 def test_a_killed_node_ends_the_job_with_the_line_of_the_other(
     cluster: Cluster, model: list[str], tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_killed_node_ends_the_job_with_the_line_of_the_other(
     }
 
 
+@pytest.mark.slow
 def test_scancel_leaves_nothing_behind(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     job = submit_long(cluster, model, tmp_path)
     assert len(job.processes("n2")) == 2  # torchrun and a rank
@@ -183,6 +185,7 @@ def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[
     assert not [name for name in written(tmp_path) if name.endswith(".part")]
 
 
+@pytest.mark.slow
 def test_a_benchmark_has_its_rounds_once(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     few = ("bench.variants=[single]", "bench.lengths=[64]", "bench.pairs=2", "bench.warmup=0", "bench.probe_repeats=1")
     where = ("--nodes=1", "--exclusive=user")  # beside the job that waits

@@ -19,8 +19,8 @@ from runahead.config import DecodeName, ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Composing takes a tenth of a second, which is Hydra's; hypothesis would call it slow.
-few = settings(max_examples=25, deadline=None)
+# Composing takes a tenth of a second, which is Hydra's.
+few = settings(max_examples=settings().max_examples // 3)
 
 # What an operating system lets through as an argument: any text without NUL.
 ARGUMENTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
@@ -180,6 +180,11 @@ MISTAKES = [
     (
         ["decode=sharded", "policy=snapkv", "policy.positions=reencoded"],
         "policy.positions=reencoded counts all that are kept; use policy.positions=original or decode=last",
+    ),
+    (["decode=sharded", "policy=adakv"], "needs KV heads that keep equally many tokens"),
+    (
+        ["decode=sharded", "policy=per_rank", "policy.ranks.last={name:adakv,alpha:0.5}"],
+        "needs KV heads that keep equally many tokens, and with this policy they do not; use decode=last",
     ),
     (["report=${nothing}"], "report=${nothing} cannot be used"),
     (["prompt.fi\nle=x"], "did you mean prompt.file?"),

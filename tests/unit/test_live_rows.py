@@ -12,7 +12,7 @@ from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, Engine, GenerationOptions
-from runahead.config import Device, RanksOptions
+from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import LiveRows
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -125,6 +125,24 @@ def test_under_a_policy_rows_are_decoded_one_by_one_as_alone(policy):
             decoding.step(1)
         decoding.step(12)
     assert [decoding.tokens[row] for row in range(4)] == expected
+
+
+def test_rows_in_few_bits_are_decoded_together_as_alone(monkeypatch):
+    engine = engine_of("llama", RankPolicies(storage=CacheOptions(bits=4, residual=4)))
+    forward, batches = engine.model.forward, []
+    with throughout(engine.model.dtype):
+        expected, decoding = alone(engine), Decoding(engine)
+        for row in range(4):
+            decoding.join(row)
+            decoding.step(1)
+        monkeypatch.setattr(
+            engine.model,
+            "forward",
+            lambda ids_BC, *args, **more: batches.append(len(ids_BC)) or forward(ids_BC, *args, **more),
+        )
+        decoding.step(12)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+    assert batches[0] == 3  # one had ended
 
 
 def test_memory_returns_when_rows_leave():

@@ -101,8 +101,10 @@ def test_cfg_job_shows_what_configs_of_ones_own_lead_to(own):
 def test_mistakes_in_the_flags(own):
     assert mistake("--config-dir", own / "nowhere") == f"--config-dir {own}/nowhere is not a folder; check the path"
     assert mistake("--config-dir") == "--config-dir needs a folder, as in --config-dir <folder>"
-    assert "there is no config of that name; there are bench, doctor, encode" in mistake("--config-name", "mine")
-    assert "mine, my_search, plan, search, serve, skew" in mistake("-cd", own, "-cn", "yours")
+    assert "there is no config of that name; there are bench, doctor, duo_gates, encode" in mistake(
+        "--config-name", "mine"
+    )
+    assert "mine, my_search, plan, retrieval_heads, search, serve, skew" in mistake("-cd", own, "-cn", "yours")
     assert "is not one of" in (told := mistake("-cd", own, "policy=smaller")) and "small, snapkv" in told
     assert "is not one of" in mistake("-cd", own, "policy=../policy/small")
 

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.infer import INFER
-from launch.inputs.policies import NAMES, options_of, rank_policies
+from launch.inputs.policies import NAMES, RAGGED, keeps_ragged, options_of, rank_policies
 from launch.program.compose import CONF
 from policies import POLICIES
+from policies.adakv import AdaKV
+from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import Pooling, SnapKV
@@ -21,6 +24,9 @@ from policies.streaming_llm import StreamingLLM
 from runahead.thinning.rank_policies import RankPolicies
 
 ROOT = Path(__file__).resolve().parents[2]
+
+WITH_FILES = ("kvzap",)
+"""Policies that need a file for the model; tests/policies/test_kvzap.py makes one."""
 
 
 def policies(*overrides: str) -> RankPolicies:
@@ -31,10 +37,36 @@ def test_every_policy_has_a_name_on_the_command_line() -> None:
     assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
 
 
+def test_policies_with_heads_of_different_lengths_are_known_before_they_are_made() -> None:
+    made = {
+        name: policies(f"policy={name}")
+        for name in NAMES
+        if name not in ("sequence", "per_rank", "file", "prompt_cache", *WITH_FILES)
+    }
+    assert {name for name, found in made.items() if found.ragged} == RAGGED
+
+
+@pytest.mark.parametrize(
+    ("step", "is_ragged"),
+    [
+        ("adakv", True),
+        ({"name": "kvzip"}, True),
+        ("snapkv", False),
+        ({"name": "kvzap", "predictor": "x"}, False),
+        ({"name": "kvzap", "predictor": "x", "threshold": -4.0}, True),
+        ({"name": "sequence", "steps": ["pyramidinfer", {"name": "kvzap", "threshold": 0.0}]}, True),
+        ({"name": "per_rank", "ranks": {"last": "kvzip"}}, True),
+        ({"name": "per_rank", "ranks": {"last": "h2o", "others": None}}, False),
+    ],
+)
+def test_so_are_those_with_options_that_make_them_so(step: Any, is_ragged: bool) -> None:
+    assert keeps_ragged(step) is is_ragged
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="policy=retroinfer is not one of full, window"):
-        POLICIES["retroinfer"]
-    assert "retroinfer" not in POLICIES and [1] not in POLICIES
+    with pytest.raises(KeyError, match="policy=magicpig is not one of full, window"):
+        POLICIES["magicpig"]
+    assert "magicpig" not in POLICIES and [1] not in POLICIES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +109,7 @@ def test_nothing_said_keeps_everything() -> None:
     assert not policies("policy=full")
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("full", *WITH_FILES)])
 def test_a_name_alone_is_the_policy_with_its_defaults(name: str) -> None:
     assert policies(f"policy={name}") == RankPolicies.everywhere([POLICIES[name]()])
 
@@ -90,6 +122,12 @@ def test_options_reach_their_policy() -> None:
     assert policies("policy=pyramidinfer", "policy.mean_keep=0.7") == (
         RankPolicies.everywhere([PyramidInfer(mean_keep=0.7)])
     )
+
+
+def test_a_policy_around_another_has_its_options_in_one_line() -> None:
+    found = policies("policy=adakv", "policy.scorer={name:expected_attention,budget:0.25}", "policy.alpha=0.5")
+    assert found == RankPolicies.everywhere([AdaKV(scorer=ExpectedAttention(budget=0.25), alpha=0.5)])
+    assert policies("policy=adakv") == RankPolicies.everywhere([AdaKV(scorer=SnapKV(), alpha=0.2)])
 
 
 def test_a_sequence_has_steps_with_options_of_their_own() -> None:
@@ -110,7 +148,7 @@ def test_ranks_may_differ() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=retroinfer"], "policy=retroinfer is not one of"),
+        (["policy=magicpig"], "policy=magicpig is not one of"),
         (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
         (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=window|"),
         (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
@@ -122,8 +160,15 @@ def test_ranks_may_differ() -> None:
         (["policy=snapkv", "policy.window=wide"], "policy.window=wide is not a whole number"),
         (["policy=pyramidinfer", "policy.schedule=steep"], "policy.schedule=steep is not one of"),
         (["policy=sequence"], "needs steps"),
+        (
+            ["policy=adakv", "policy.scorer=pyramidinfer"],
+            "policy.scorer=pyramidinfer does not score tokens; use snapkv",
+        ),
+        (["policy=adakv", "policy.scorer=retro"], "policy.scorer=retro is not one of"),
+        (["policy=adakv", "policy.alpha=1.5"], "policy.alpha=1.5 must be a share"),
+        (["policy=adakv", "policy.budget=64"], "adakv has no option budget; it has scorer, alpha"),
         (["policy=sequence", "policy.steps=[h2o,pyramidinfer]"], "more than one policy that accumulates"),
-        (["policy=sequence", "policy.steps=[retroinfer]"], "policy.steps=retroinfer is not one of"),
+        (["policy=sequence", "policy.steps=[magicpig]"], "policy.steps=magicpig is not one of"),
         (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
         (["policy=per_rank"], "needs policy.ranks.last"),
@@ -140,6 +185,8 @@ def test_ranks_may_differ() -> None:
         (["policy=pyramidinfer", "policy.budget=0.5"], "whole number of tokens for pyramidinfer; shares"),
         (["policy.name=h3o"], "policy=h3o is not one of full, window"),
         (["policy=h2o", "prefill=tsp"], "needs prefill=kv_runahead or prefill=single"),
+        (["policy=kvzap"], "needs policy.predictor=<file.safetensors>, made for the model; make it with python -m"),
+        (["policy=kvzap", "policy.predictor=a, b"], "policy.predictor=a, b: there is no such file; make it with"),
     ],
 )
 def test_mistakes_are_told_in_one_line(overrides: list[str], says: str) -> None:

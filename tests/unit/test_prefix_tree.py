@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.reuse import prefix_tree
+from runahead.reuse import layer_rows, prefix_tree
 from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixNode, PrefixTree, Stored
 
 Ids = tuple[int, ...]
@@ -211,7 +211,7 @@ def counts_views(patch: pytest.MonkeyPatch) -> None:
         def nbytes(self) -> int:
             return self._view.nbytes
 
-    patch.setattr(prefix_tree, "Tensor", SimpleNamespace(untyped_storage=OfView))
+    patch.setattr(layer_rows, "Tensor", SimpleNamespace(untyped_storage=OfView))
 
 
 def copies_nothing(patch: pytest.MonkeyPatch) -> None:

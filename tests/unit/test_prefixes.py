@@ -203,7 +203,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         (PrefillOptions(chunk_tokens=8), last, {}, "prefill.chunk_tokens=8; leave it out"),
         (PrefillOptions(), DecodeOptions(name=DecodeName.sharded), {}, "decode=sharded; use decode=last"),
         (PrefillOptions(), last, {"num_shares": 2}, "ranks.tensor=2"),
-        (PrefillOptions(), last, {"has_policies": True}, "cache policies"),
+        (PrefillOptions(), last, {"drops_tokens": True}, "cache policies"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_prefix_reuse(prefill, decode, **more)

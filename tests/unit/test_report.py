@@ -17,7 +17,7 @@ import torch
 
 from launch.outputs.summary import dtype_hint, summary
 from runahead import files
-from runahead.config import DType, PrefillOptions
+from runahead.config import CacheOptions, DType, PrefillOptions
 from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, TokenLogprobs, report_json
 
@@ -61,6 +61,7 @@ OF_A_RUN: dict[str, Any] = {
     "prefill": PrefillOptions(),
     "partition": "ratios",
     "policy": {"name": "full"},
+    "cache": CacheOptions(),
     "warmup": 0,
     "model": "smollm2",
     "dtype": "float32",
@@ -97,9 +98,9 @@ def test_report_of_one_prompt_has_every_field_on_top():
     assert fields_of_one["partition"] == {"name": "ratios", "boundaries": [0, 6, 10]}
     assert set(fields_of_one["versions"]) == {"python", "torch", "transformers", "runahead"}
     assert [rank["chunk_tokens"] for rank in fields_of_one["ranks"]] == [6, 4]
-    # Of policies that retrieve, of prompts that reuse K,V, of ranks that share a model, and
-    # of models that were loaded.
-    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory"}
+    # Of policies that retrieve, of prompts that reuse K,V, of ranks that share a model, of
+    # drafts, and of models that were loaded.
+    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory", "speculation"}
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 
@@ -292,3 +293,9 @@ def test_a_read_only_file_is_refused(tmp_path):
     path.chmod(0o444)
     with pytest.raises(ValueError, match="read-only"):
         ensure_writable(path)
+
+
+def test_the_precision_of_stored_numbers_is_reported_if_it_is_not_the_models() -> None:
+    text = report_json([batch(generation())], **OF_A_RUN | {"cache": CacheOptions(bits=4)})
+    assert json.loads(text)["cache"] == {"bits": 4, "residual": 128, "residual_bits": 16}
+    assert "cache" not in report(batch(generation()))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import Message, TransferSchedule
+from runahead.kv_transfer.schedule import STORED
 from tests.partitions import boundaries
 
 NUM_LAYERS = 3
@@ -37,12 +38,14 @@ class Job:
 
     Attributes:
         joined: pass the prefix on as one message, as over NCCL, rather than chunk by chunk, as over Gloo.
+        num_stored: tokens before the first that the last stage has stored; then every layer looks back to the first.
     """
 
     partition: ContextPartition
     reach: list[Callable[[int], int]]
     transfer: Transfer
     joined: bool = False
+    num_stored: int = 0
 
     @property
     def schedules(self) -> dict[int, TransferSchedule]:
@@ -51,16 +54,23 @@ class Job:
                 self.partition,
                 rank,
                 self.transfer,
-                lambda layer, start: self.reach[layer](start),
+                self.first_needed,
                 joined=self.joined,
+                num_stored=self.num_stored,
             )
             for rank in self.partition.chain
         }
 
+    def first_needed(self, layer: int, start: int) -> int:
+        if not self.num_stored:
+            return self.reach[layer](start)
+        last = self.partition.chunk(self.partition.chain[-1])
+        return -self.num_stored if start < last.start else 0
+
     def needs(self, rank: int, layer: int) -> set[int]:
-        """Tokens before its chunk that a rank attends to."""
+        """Tokens before its chunk that a rank attends to, and has not stored."""
         start = self.partition.chunk(rank).start
-        return set(range(self.reach[layer](start), start))
+        return set(range(self.first_needed(layer, start), start))
 
 
 @st.composite
@@ -71,12 +81,14 @@ def jobs(draw: st.DrawFn) -> Job:
         reach=[draw(reaches) for _ in range(NUM_LAYERS)],
         transfer=draw(st.sampled_from(Transfer)),
         joined=draw(st.booleans()),
+        num_stored=draw(st.sampled_from([0, 0, 1, 13])),
     )
 
 
 def sent(schedule: TransferSchedule, layer: int) -> list[Message]:
-    """In the order of issue: the own chunk, then what is passed on."""
-    return schedule.sends(layer) + [each for _, onward in schedule.onward(layer) for each in onward]
+    """In the order of issue: what is stored, the own chunk, then what is passed on."""
+    own = schedule.feeds(layer) + schedule.sends(layer)
+    return own + [each for _, onward in schedule.onward(layer) for each in onward]
 
 
 def by_link(job: Job, messages_of: Callable[[TransferSchedule, int], list[Message]], outgoing: bool) -> dict:
@@ -130,12 +142,17 @@ def test_a_joined_prefix_is_one_message(job: Job) -> None:
 
 
 @given(job=jobs())
-def test_messages_go_to_later_ranks_only(job: Job) -> None:
-    """Hence nobody waits in a circle."""
+def test_messages_go_to_later_ranks_only_but_for_what_the_last_one_has_stored(job: Job) -> None:
+    """Hence nobody waits in a circle: what is stored waits for nothing that is computed."""
+    chain = job.partition.chain
     for rank, schedule in job.schedules.items():
         for layer in range(NUM_LAYERS):
-            assert all(m.peer > rank for m in sent(schedule, layer))
-            assert all(m.peer < rank for m in schedule.receives(layer))
+            fed = schedule.feeds(layer)
+            assert all(m.peer > rank for m in sent(schedule, layer) if m not in fed)
+            assert all(m.peer < rank or m.chunk == STORED for m in schedule.receives(layer))
+            assert all((m.start, m.end) == (-job.num_stored, 0) for m in fed)
+            others = chain[:-1] if job.transfer is Transfer.direct else chain[:-1][:1]
+            assert [m.peer for m in fed] == (others if job.num_stored and rank == chain[-1] else [])
 
 
 @given(job=jobs())
@@ -153,11 +170,11 @@ def test_relay_talks_to_neighbours_only_and_direct_never_passes_on(job: Job) -> 
     for rank, schedule in job.schedules.items():
         position = chain.index(rank)
         for layer in range(NUM_LAYERS):
-            if job.transfer is Transfer.relay:
-                assert {m.peer for m in sent(schedule, layer)} <= set(chain[position + 1 : position + 2])
-                assert {m.peer for m in schedule.receives(layer)} <= set(chain[max(0, position - 1) : position])
+            if job.transfer is Transfer.relay:  # along the chain, and from its end to its begin
+                assert {m.peer for m in sent(schedule, layer)} <= {(chain * 2)[position + 1]}
+                assert {m.peer for m in schedule.receives(layer)} <= {chain[position - 1]}
             else:
-                assert sent(schedule, layer) == schedule.sends(layer)
+                assert sent(schedule, layer) == schedule.feeds(layer) + schedule.sends(layer)
 
 
 @given(job=jobs())

@@ -121,6 +121,9 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
         in_steps: attend to messages as they arrive, rather than to the whole prefix.
     """
     gpu, cache, ends = ranks.accelerator, transfer.cache, []
+    fed = [] if transfer._stored is None else [slab.slab.slab_TBKX for slab in transfer._stored.layers]
+    for slab_TBKX in fed:
+        gpu.watch(slab_TBKX, SHAPE.bytes_per_token())
     in_stage = ranks.nccl_in_stage() if ranks.num_shares > 1 else None
 
     def add_up() -> None:
@@ -128,11 +131,18 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
             in_stage.all_reduce(torch.zeros(1)).wait()
             gpu.kernel()
 
+    def feed(layers: range) -> None:
+        for layer in layers if fed else ():
+            if layer < cache.num_layers:
+                transfer.feed(layer, lambda part: gpu.kernel(writes=[part]))
+
+    feed(range(transfer.lead))
     for layer in range(cache.num_layers):
         slab = cache.layer(layer)
         parts = [slab.tokens(tokens.start, tokens.stop) for tokens in own]
         transfer.open(layer)
         assert all(end.has_happened for end in ends[: max(0, layer + 1 - transfer.depth)]), "too far ahead of the GPU"
+        feed(range(layer + transfer.lead, layer + transfer.lead + 1))
         gpu.kernel(writes=parts)
         transfer.send(layer)
         if layer == cache.num_layers - 1 and not transfer.schedule.is_last:
@@ -151,7 +161,8 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
         add_up()
     transfer.finish()
     assert all(record.is_done for record in ranks.records.all()), "transfers are left"
-    gpu.kernel(writes=[cache.layer(layer).slab_TBKX for layer in range(cache.num_layers)])  # whoever gets the memory
+    memory = [cache.layer(layer).slab_TBKX for layer in range(cache.num_layers)]
+    gpu.kernel(writes=[*memory, *fed])  # whoever gets the memory
 
 
 class Marks:
@@ -180,10 +191,14 @@ def chain(
     carrier: type[KVTransfer] = NcclTransfer,
     prompts: int = 1,
     shares: int = 1,
+    num_stored: int = 0,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """Part of a rank in a chain of `size` stages of `shares` ranks each."""
+    """Part of a rank in a chain of `size` stages of `shares` ranks each, the last of which has stored some tokens."""
     partition = ContextPartition(boundaries=tuple(range(0, CHUNK * size + 1, CHUNK)))
+
+    def first_needed(layer: int, start: int) -> int:
+        return -num_stored if start < CHUNK * (size - 1) and layer < num_layers - 1 else 0
 
     def body(ranks: VirtualRanks) -> None:
         connect_stages(ranks, shares)
@@ -192,13 +207,15 @@ def chain(
                 partition,
                 ranks.rank,
                 transfer,
-                lambda layer, start: 0,
+                first_needed,
                 joined=carrier.joins_prefix,
                 mesh=ranks.mesh,
+                num_stored=num_stored,
             )
             ranks.nccl_links(carrier.backend_links(ranks, schedule.links()))
             depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.stage)
-            cache = slabs(ranks, num_layers, own.stop, num_layers if schedule.is_last else depth, carrier, schedule)
+            spans = [(first_needed(layer, own.start), own.stop) for layer in range(num_layers)]
+            cache = slabs(ranks, spans, num_layers if schedule.is_last else depth, carrier, schedule)
             made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
             walk(ranks, made, [own])
             after(ranks, made)
@@ -224,7 +241,8 @@ def exchange(
         schedule = ExchangeSchedule(
             runs, ranks.rank, way, num_layers=num_layers, first_needed=lambda layer, start: 0, mesh=ranks.mesh
         )
-        cache = slabs(ranks, num_layers, 2 * CHUNK * size, num_layers if schedule.is_last else 2)
+        spans = [(0, 2 * CHUNK * size)] * num_layers
+        cache = slabs(ranks, spans, num_layers if schedule.is_last else 2)
         made = carrier(schedule, cache, ranks, Marks(ranks), 2, record=True)
         walk(ranks, made, runs[ranks.stage], in_steps=way is Exchange.ring)
         after(ranks, made)
@@ -234,17 +252,16 @@ def exchange(
 
 def slabs(
     ranks: VirtualRanks,
-    num_layers: int,
-    num_tokens: int,
+    spans: list[tuple[int, int]],
     num_slabs: int,
     carrier: type[KVTransfer] = NcclTransfer,
     schedule: Any = None,
 ) -> KVCache:
     """A cache whose accesses are watched."""
     cache = KVCache(
-        [SHAPE] * num_layers,
+        [SHAPE] * len(spans),
         batch=1,
-        spans=[(0, num_tokens)] * num_layers,
+        spans=spans,
         num_slabs=num_slabs,
         device=ranks.device,
         allocate=carrier.allocator(ranks, schedule),

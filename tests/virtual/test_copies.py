@@ -31,6 +31,8 @@ def check(carrier: Any = CopyTransfer, choose: Choose = copies_late, hosts: tupl
         body = chain(4, transfer, num_layers=6, carrier=carrier, prompts=3)
         # Without queues that streams share: which streams those are is not known for a real GPU.
         Job(4, choose=choose, hosts=hosts, budget=Budget(queues=64)).run(body)
+    stored = chain(2, Transfer.relay, num_layers=8, carrier=carrier, prompts=2, num_stored=3)
+    Job(2, choose=choose, hosts=hosts[1:3], budget=Budget(queues=64)).run(stored)
 
 
 @pytest.mark.parametrize("choose", ORDERS.values(), ids=ORDERS)
@@ -89,10 +91,11 @@ class TestEveryWaitIsNeeded:
         monkeypatch.setattr(queues.DeviceQueue, "_queue", queue)
         self.fails()
 
-    @pytest.mark.parametrize("what", ["room", "credit", "passing on", "passed on", "left", "arrived", "prompt"])
+    @pytest.mark.parametrize("what", ["room", "credit", "passing on", "passed on", "left", "arrived", "prompt", "fed"])
     def test_of(self, what: str) -> None:
         old, new = {
             "room": ('self._wait(self._leave(sends), layer, f"room', 'self._wait([], layer, f"room'),
+            "fed": ('self._wait(self._leave(sends), layer, f"the stored', 'self._wait([], layer, f"the stored'),
             "credit": ("[begun, credit, *waits]", "[begun, *waits]"),
             "passing on": ("[self._arrives[each] for each in received]", "[]"),
             "passed on": ("set(self._leave(self._all_sends(layer)), credits)", "set([], credits)"),

@@ -23,6 +23,8 @@ LARGE_MESSAGE_CTAS = 32
 BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
     "relay": lambda size: chain(size, Transfer.relay),
     "direct": lambda size: chain(size, Transfer.direct),
+    "relay of what is stored": lambda size: chain(size, Transfer.relay, num_stored=3),
+    "what is stored, direct": lambda size: chain(size, Transfer.direct, num_stored=3),
     "ring": lambda size: exchange(size, Exchange.ring),
     "all_gather": lambda size: exchange(size, Exchange.all_gather),
     "sharded decoding": decoding,
@@ -72,14 +74,26 @@ def test_links_that_take_a_whole_gpu_get_stuck_and_are_not_let() -> None:
         Job(8, budget=Budget(multiprocessors=27)).run(direct)
 
 
-@pytest.mark.parametrize(("size", "queues"), [(3, 1), (8, 8)])
-def test_links_that_share_hardware_queues_get_stuck_and_are_not_let(size: int, queues: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "queues", "num_links"),
+    [("direct", 3, 1, 2), ("direct", 8, 8, 7), ("relay of what is stored", 2, 1, 2)],
+)
+def test_links_that_share_hardware_queues_get_stuck_and_are_not_let(
+    name: str, size: int, queues: int, num_links: int
+) -> None:
     """Eight is CUDA's default."""
-    direct, budget = chain(size, Transfer.direct), Budget(queues=queues)
-    assert stuck_in_any_order(programs(direct, size), budget) is not None
-    message = rf"{size - 1} links, and {queues} hardware queues are too few .*CUDA_DEVICE_MAX_CONNECTIONS=32"
+    body, budget = BODIES[name](size), Budget(queues=queues)
+    assert stuck_in_any_order(programs(body, size), budget) is not None
+    message = rf"{num_links} links, and {queues} hardware queues are too few .*CUDA_DEVICE_MAX_CONNECTIONS=32"
     with pytest.raises(ValueError, match=message):
-        Job(size, budget=budget).run(direct)
+        Job(size, budget=budget).run(body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_default_of_hardware_queues_is_enough_for_what_is_stored(size: int) -> None:
+    body = BODIES["relay of what is stored"](size)
+    assert link_ctas([(0, 1), (1, 0)], 132, 8) == RELAY_CTAS
+    assert stuck_in_any_order(programs(body, size), Budget(queues=8)) is None
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.evaluation.tasks.base import Task
+from benchmarks.evaluation.tasks.key_value import KeyValue
 from benchmarks.evaluation.tasks.loss import Copying, Perplexity
 from benchmarks.evaluation.tasks.retrieval import Needle, Passkey
+from benchmarks.evaluation.tasks.ruler.task import Ruler
 from benchmarks.evaluation.tasks.throughput import Throughput
 
 TASKS: dict[str, type[Task]] = {
@@ -12,5 +14,7 @@ TASKS: dict[str, type[Task]] = {
     "copy": Copying,
     "passkey": Passkey,
     "needle": Needle,
+    "ruler": Ruler,
+    "key_value": KeyValue,
     "throughput": Throughput,
 }

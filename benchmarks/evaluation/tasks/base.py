@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.harness.lines import Line
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.decoding.decode import Decoded
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+from runahead.report import RetrievalReport
+from runahead.retrieval.cache import RetrievedCache
 
 Case = dict[str, Any]
 """Fields, as JSON, that identify one measurement within its task."""
@@ -36,7 +40,8 @@ class KVUse:
     """KV cache use after the context.
 
     Attributes:
-        kv_bytes: bytes allocated.
+        kv_bytes: bytes allocated where the model computes, those of indices among them.
+        host_bytes: bytes in the pool from which a policy retrieves; 0 under other policies.
         full_kv_bytes: bytes of a full cache.
         num_tokens: tokens of the context.
         kept_tokens: tokens kept, per layer.
@@ -46,10 +51,28 @@ class KVUse:
     full_kv_bytes: int
     num_tokens: int
     kept_tokens: list[int]
+    host_bytes: int = 0
 
     @classmethod
     def of(cls, now: Conversation) -> KVUse:
-        return cls(now.kv_bytes, now.full_kv_bytes, now.num_tokens, now.kept_tokens)
+        host_bytes = now.cache.retrieval.host_bytes if isinstance(now.cache, RetrievedCache) else 0
+        return cls(now.kv_bytes, now.full_kv_bytes, now.num_tokens, now.kept_tokens, host_bytes)
+
+    def seen_share(self, answered: Conversation) -> float:
+        """Share of the context that attention of generated tokens saw, a mean over layers.
+
+        Args:
+            answered: the conversation in which tokens were generated, by whatever it retrieved for them. A layer that
+                retrieved nothing was seen whole.
+        """
+        cache = answered.cache
+        return self.seen_share_of(cache.retrieval.report() if isinstance(cache, RetrievedCache) else None)
+
+    def seen_share_of(self, report: RetrievalReport | None) -> float:
+        """As `seen_share`, by the statistics of retrieval; None if the policy does not retrieve."""
+        kept = [tokens / self.num_tokens for tokens in self.kept_tokens]
+        fetched: Sequence[float | None] = [None] * len(kept) if report is None else report.fetched_share
+        return mean(share * (1.0 if of_it is None else of_it) for share, of_it in zip(kept, fetched, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +81,7 @@ class Outcome:
 
     Attributes:
         score: in the task's metric.
+        seen_share: share of the context that attention of generated tokens saw; see `KVUse.seen_share`.
         weight: weight of the score when cases are combined.
         ttft_s: seconds until the first token after the context could be chosen.
         tpot_s: seconds per token after the first, or None.
@@ -65,6 +89,7 @@ class Outcome:
     """
 
     score: float
+    seen_share: float
     weight: float = 1.0
     kv: KVUse
     ttft_s: float
@@ -105,6 +130,13 @@ class Task(ABC):
     def check(self, contender: Contender, num_layers: int) -> None:  # noqa: B027 (most know without the policy)
         """Raise a ValueError if the model has too few positions for this task under this policy."""
 
+    def prepare(self, runtime: Runtime, done: Sequence[Line]) -> None:  # noqa: B027 (most know all from the options)
+        """Find out, before the first measurement, what depends on the model.
+
+        Args:
+            done: the task's lines of an evaluation that was interrupted.
+        """
+
     @abstractmethod
     def cost(self, case: Case) -> float:
         """Estimated time of a case, in tokens of a prompt."""
@@ -112,6 +144,13 @@ class Task(ABC):
     @abstractmethod
     def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
         """Measure one case under one policy."""
+
+    def run_all(
+        self, runtime: Runtime, contenders: Sequence[Contender], case: Case
+    ) -> Iterator[tuple[Contender, Outcome]]:
+        """Measure one case under several policies; a task may share what they have in common."""
+        for contender in contenders:
+            yield contender, self.run(runtime, contender, case)
 
     @staticmethod
     def combine(scores: Sequence[float], weights: Sequence[float]) -> float:

@@ -76,13 +76,14 @@ class Perplexity(Task):
             each = nll_S(conversation, chunk)
             total, number = total + each.sum().item(), number + len(each)
             prefill_s += feed_timed(conversation, chunk)
-        kv = KVUse.of(conversation)
+        kv, per_token_s = KVUse.of(conversation), probe_tpot_s(conversation)
         return Outcome(
             score=math.exp(total / number),
+            seen_share=kv.seen_share(conversation),
             weight=number,
             kv=kv,
             ttft_s=prefill_s,
-            tpot_s=probe_tpot_s(conversation),
+            tpot_s=per_token_s,
             details={"nll": total / number},
         )
 
@@ -136,4 +137,12 @@ class Copying(Task):
         ttft_s = feed_timed(conversation, context)
         kv = KVUse.of(conversation)
         nll = nll_S(conversation, passage).mean().item()
-        return Outcome(score=nll, weight=len(passage), kv=kv, ttft_s=ttft_s, tpot_s=probe_tpot_s(conversation))
+        per_token_s = probe_tpot_s(conversation)
+        return Outcome(
+            score=nll,
+            seen_share=kv.seen_share(conversation),
+            weight=len(passage),
+            kv=kv,
+            ttft_s=ttft_s,
+            tpot_s=per_token_s,
+        )

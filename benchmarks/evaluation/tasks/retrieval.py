@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from itertools import cycle, product
 from typing import ClassVar
 
-from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
-from benchmarks.evaluation.options import EvaluateRun, Question, RetrievalOptions
-from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, KVUse, Outcome, Runtime, Task, feed_timed, tpot_s
-from runahead.config import GenerationOptions
-from runahead.conversation import Conversation
+from benchmarks.evaluation.options import EvaluateRun, RetrievalOptions
+from benchmarks.evaluation.tasks.answering import Answering, Item
+from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case
 
 KEY_DIGITS = 5
 FILLER = (
@@ -24,42 +22,37 @@ FILLER = (
     "Here we go.",
     "There and back again.",
 )
-SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+")
 SENTENCES_APART = 20
 """Distance between the starts of two samples' texts, in sentences."""
 
 
-class Retrieval(Task):
+class Retrieval(Answering):
     """Share of answers that begin with the number given in the context.
-
-    The question is a separate turn: the policy has thinned the context before, without knowing the question. With
-    question=with_context the question is the end of the context, as in most publications; policies then keep what the
-    question asks for.
 
     Attributes:
         option: name of the section with the task's options.
         fact: text that states the key, which takes the place of {key}.
-        question: the question, which ends where the answer begins.
+        asked: the question, which ends where the answer begins.
     """
 
     metric = "found"
     option: ClassVar[str]
     fact: ClassVar[str]
-    question: ClassVar[str]
+    asked: ClassVar[str]
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options: RetrievalOptions = getattr(run, self.option)
-        self._material = material
+        self.material, self.question = material, self._options.question
         samples, lengths = self._options.samples, self._options.lengths
         self.cases = [
             {"length": length, "depth": depth, "sample": sample}
             for sample, length, depth in product(range(samples), lengths, self._options.depths)
         ]
-        self.settings = {"question": self._options.question.name, "new_tokens": self._options.new_tokens}
+        self.settings = {"question": self.question.name, "new_tokens": self._options.new_tokens}
         longest = max(lengths)
         material.require_positions(f"{self.option}.lengths={longest}", longest + self._options.new_tokens)
         for length in (min(lengths), longest):  # raises if one is too short or too long
-            self._made({"length": length, "depth": 0.0, "sample": samples - 1})
+            self.item({"length": length, "depth": 0.0, "sample": samples - 1})
 
     @abstractmethod
     def sentences(self, sample: int) -> Iterator[str]:
@@ -68,27 +61,10 @@ class Retrieval(Task):
     def cost(self, case: Case) -> float:
         return case["length"] + COST_OF_NEW * self._options.new_tokens
 
-    def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
-        context, question, key = self._made(case)
-        conversation = Conversation(runtime.model, contender.policies, length=len(context) + len(question))
-        if self._options.question is Question.separate:
-            context_s = feed_timed(conversation, context)
-            kv = KVUse.of(conversation)
-            question_s = feed_timed(conversation, question, cut_back=False)  # the question must not affect what is kept
-        else:
-            context_s, question_s = feed_timed(conversation, context + question), 0.0
-            kv = KVUse.of(conversation)
-        decoded = conversation.generate(GenerationOptions(max_new_tokens=self._options.new_tokens))
-        answer = self._material.tokenizer.decode(decoded.rows[0].new_ids, skip_special_tokens=True)
-        return Outcome(
-            score=float(number_in(answer) == str(key)),
-            kv=kv,
-            ttft_s=context_s + question_s,
-            tpot_s=tpot_s(decoded),
-            details={"key": key, "answer": answer, "question_s": question_s},
-        )
+    def score(self, answer: str, item: Item) -> float:
+        return float(number_in(answer) == item.answers[0])
 
-    def _made(self, case: Case) -> tuple[list[int], list[int], int]:
+    def item(self, case: Case) -> Item:
         """Build context, question and key of a case.
 
         Raises:
@@ -97,8 +73,8 @@ class Retrieval(Task):
         length, depth, sample = case["length"], case["depth"], case["sample"]
         draw = random.Random(f"{self.option} {length} {depth} {sample}")
         key = draw.randrange(10 ** (KEY_DIGITS - 1), 10**KEY_DIGITS)
-        ids, prefix = self._material.ids, self._material.prefix
-        fact, question = ids(" " + self.fact.format(key=key)), ids(self.question)
+        ids, prefix = self.material.ids, self.material.prefix
+        fact, question = ids(" " + self.fact.format(key=key)), ids(self.asked)
         room = length - len(prefix) - len(fact) - len(question)
         before: list[list[int]] = []
         for sentence in self.sentences(sample):
@@ -108,9 +84,9 @@ class Retrieval(Task):
             before.append(more)
             room -= len(more)
         else:
-            assert self._material.text is not None, "only a user's text ends"
+            assert self.material.text is not None, "only a user's text ends"
             raise ValueError(
-                f"{self._material.text.name} is too short for {self.option}.lengths={length}; give a longer text.file "
+                f"{self.material.text.name} is too short for {self.option}.lengths={length}; give a longer text.file "
                 "or a smaller length"
             )
         if not before:
@@ -119,7 +95,14 @@ class Retrieval(Task):
             )
         place = round(depth * len(before))
         context = [token for part in (prefix, *before[:place], fact, *before[place:]) for token in part]
-        return context, question, key
+        return Item(
+            context=context,
+            question=question,
+            answers=[str(key)],
+            reference=f" {key}.",
+            new_tokens=self._options.new_tokens,
+            details={"key": key},
+        )
 
 
 class Passkey(Retrieval):
@@ -130,7 +113,7 @@ class Passkey(Retrieval):
 
     option = "passkey"
     fact = "The pass key is {key}. Remember it. {key} is the pass key."
-    question = " What is the pass key? The pass key is"
+    asked = " What is the pass key? The pass key is"
 
     def sentences(self, sample: int) -> Iterator[str]:
         return cycle(FILLER)
@@ -142,14 +125,10 @@ class Needle(Retrieval):
     option = "needle"
     needs_text = True
     fact = "The registration number of the old lighthouse is {key}."
-    question = (
-        "\n\nQuestion: What is the registration number of the old lighthouse?\nAnswer: The registration number is"
-    )
+    asked = "\n\nQuestion: What is the registration number of the old lighthouse?\nAnswer: The registration number is"
 
     def sentences(self, sample: int) -> Iterator[str]:
-        assert self._material.text is not None
-        found = SENTENCE_ENDS.split(self._material.text.content.strip())
-        return iter([" ".join(sentence.split()) for sentence in found[sample * SENTENCES_APART :]])
+        return iter(self.material.sentences[sample * SENTENCES_APART :])
 
 
 def number_in(answer: str) -> str | None:

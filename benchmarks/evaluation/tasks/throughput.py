@@ -67,14 +67,17 @@ class Throughput(Task):
         assert batch.tpot_s is not None
         assert _peak_bytes(batch) <= budget, (_peak_bytes(batch), budget)
         total_s = batch.ttft_s + batch.tpot_s * (options.new_tokens - 1)
+        kv = KVUse(
+            kv_bytes=report.kv_kept_bytes,
+            full_kv_bytes=rows * per_token * (options.prompt_tokens + options.new_tokens - 1),
+            num_tokens=options.prompt_tokens,
+            kept_tokens=report.kept_tokens or [options.prompt_tokens] * model.num_layers,
+            host_bytes=report.kv_host_bytes,
+        )
         return Outcome(
             score=rows * options.new_tokens / total_s,
-            kv=KVUse(
-                kv_bytes=report.kv_kept_bytes,
-                full_kv_bytes=rows * per_token * (options.prompt_tokens + options.new_tokens - 1),
-                num_tokens=options.prompt_tokens,
-                kept_tokens=report.kept_tokens or [options.prompt_tokens] * model.num_layers,
-            ),
+            seen_share=kv.seen_share_of(report.retrieval),
+            kv=kv,
             ttft_s=batch.ttft_s,
             tpot_s=batch.tpot_s,
             details={"rows": rows, "budget_bytes": budget, "peak_bytes": _peak_bytes(batch)},

@@ -71,7 +71,9 @@ function show(state) {
     ["Waiting", `${plural(waiting.length, "request")}, ${plural(total(waiting), "token")}`],
     ["Answering", `${plural(rows.length, "row")} of at most ${count(limits.batch)}`],
     ["Room taken", `${plural(state.num_tokens, "token")}${most}`],
+    ["Prefixes kept", Object.entries(state.prefixes).map(([tier, size]) => `${tier} ${bytes(size)}`).join(", ") || "none"],
     ["Decoding step", state.step_s ? seconds(state.step_s) : "not known yet"],
+    ...stored(state),
   ];
   find("facts").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
   find("prefills").replaceChildren(...state.prefills.map((each) => running(each, ranks)));
@@ -80,6 +82,16 @@ function show(state) {
   const tiers = ["weights", "live_kv", "prefill_kv", "host_kv", "peak"];
   fill("memory", state.memory.map((each) => [ranks[each.rank], ...tiers.map((tier) => bytes(each[tier]))]));
   find("no-memory").hidden = state.memory.length > 0;
+}
+
+function stored({ prompts, stored }) {
+  if (stored === null) return [];
+  const share = prompts.tokens ? ` (${((100 * prompts.found) / prompts.tokens).toFixed(0)}%)` : "";
+  const size = `${bytes(stored.bytes)} of at most ${bytes(stored.most_bytes)}`;
+  return [
+    ["Found of prompts", `${count(prompts.found)} of ${plural(prompts.tokens, "token")}${share}`],
+    ["Stored texts", `${plural(stored.tokens, "token")}, ${size}`],
+  ];
 }
 
 function running(prefill, ranks) {
@@ -186,7 +198,7 @@ async function ask(event) {
   find("answer").replaceChildren();
   find("answer").setAttribute("aria-busy", "true"); // a reader hears it when it is whole
   say("times", "Sent");
-  showRead(0, 0);
+  showRead({ processed: 0, total: 0, cache: 0 });
   try {
     for await (const line of lines(await send(find("question").value, stop.signal))) take(line, times);
     say("times", summary(times));
@@ -228,7 +240,7 @@ function take(line, times) {
   if (!line.startsWith("data: {")) return;
   const chunk = JSON.parse(line.slice("data: ".length));
   if (chunk.error) throw new Error(chunk.error.message);
-  if (chunk.prompt_progress) return showRead(chunk.prompt_progress.processed, chunk.prompt_progress.total);
+  if (chunk.prompt_progress) return showRead(chunk.prompt_progress);
   if (chunk.usage) times.tokens = chunk.usage.completion_tokens;
   for (const choice of chunk.choices) {
     times.last = performance.now();
@@ -239,10 +251,10 @@ function take(line, times) {
   }
 }
 
-function showRead(processed, tokens) {
-  find("reading").hidden = !tokens;
-  find("share").value = tokens ? processed / tokens : 0;
-  say("read", `${count(processed)} of ${plural(tokens, "token")}`);
+function showRead({ processed, total, cache }) {
+  find("reading").hidden = !total;
+  find("share").value = total ? processed / total : 0;
+  say("read", `${count(processed)} of ${plural(total, "token")}${cache ? `, ${count(cache)} of them found` : ""}`);
 }
 
 function summary({ began, first, last, tokens, reason }) {

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.server.metrics import Metrics
 from runahead.serving.items import Part
 from runahead.serving.scheduler import Scheduler
 from runahead.serving.state import PrefillState
 
 
-def state_json(scheduler: Scheduler, *, model: str, chats: bool) -> dict[str, Any]:
+def state_json(scheduler: Scheduler, metrics: Metrics, *, model: str, chats: bool) -> dict[str, Any]:
     """Return the server's present state as values that JSON supports.
 
     Args:
+        metrics: of the server.
         model: the model's name in the API.
         chats: the model has a chat template.
     """
@@ -30,8 +32,20 @@ def state_json(scheduler: Scheduler, *, model: str, chats: bool) -> dict[str, An
         "rows": state.rows,
         "num_tokens": state.num_tokens,
         "step_s": scheduler.estimate.step_s,
+        "prompts": {
+            "tokens": metrics.counters["prefix_cache_queries_total"],
+            "found": metrics.counters["prefix_cache_hits_total"],
+        },
+        "stored": None
+        if state.stored is None
+        else {
+            "tokens": state.stored.num_tokens,
+            "bytes": state.stored.num_bytes,
+            "most_bytes": state.stored.most_bytes,
+        },
         "prefills": [_running(each) for each in state.prefills],
         "last": None if state.last is None else _ended(state.last),
+        "prefixes": {} if (part := scheduler.last_part) is None else part.prefix_bytes,
         "memory": [_memory(part) for _, part in sorted(state.parts.items()) if part.report is not None],
     }
 

@@ -1,0 +1,1 @@
+"""Studies of the prefix tree's tiers."""

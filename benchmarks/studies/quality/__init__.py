@@ -1,0 +1,1 @@
+"""Quality of cache policies by what they keep, in tasks that tell policies apart."""

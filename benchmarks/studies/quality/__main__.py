@@ -1,0 +1,111 @@
+"""Quality of cache policies by what they keep: RULER's tasks and key-value retrieval, paired with the full cache.
+
+    python -m benchmarks.studies.quality --lengths 1024 --samples 20
+    python -m benchmarks.studies.quality --model Qwen/Qwen2.5-Coder-0.5B-Instruct --protocols separate with_context
+    python -m benchmarks.studies.quality --tasks qa_1 --squad dev-v2.0.json --policies snapkv '{name:quest,fetch:0.1}'
+    python -m benchmarks.studies.quality --draw-only
+
+Every sample is asked under all policies and budgets, and under the full cache, from one prefill where policies allow
+it. Appends a JSON line per sample, policy and budget to benchmarks/results/quality.jsonl, skipping those that are there
+already (as launch/evaluate.py does, whose lines have the same form), draws docs/quality.png and writes the tables of
+docs/quality.md from all lines of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.evaluation.evaluate import measured
+from benchmarks.evaluation.options import RULER_FILES, RULER_TASKS, EvaluateRun, Question
+from benchmarks.evaluation.plan import Plan
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, option
+from benchmarks.studies.quality.pictures import picture
+from benchmarks.studies.quality.tables import tables
+from launch.evaluate import EVALUATE
+from runahead.ranks.ranks import Ranks
+
+KEY_VALUE = "key_value"
+TASKS = [*(name for name in RULER_TASKS if name not in RULER_FILES), KEY_VALUE]
+"""Tasks that need no file of questions."""
+POLICIES = ["snapkv", "pyramidkv", "h2o", "keydiff", "tova", "expected_attention", "streaming_llm", "pyramidinfer"]
+RETRIEVING = ["infinigen", "{name:quest,fetch:0.1}", "{name:exact_topk,fetch:0.1}"]
+
+
+def measure(run: Run) -> Iterator[Line]:
+    """Measure what the file does not have yet, one protocol after the other."""
+    for protocol in run.options.protocols:
+        try:
+            evaluation = evaluation_of(run, protocol)
+            with Ranks.start(evaluation.ranks) as ranks:
+                plan = Plan.of(evaluation, ranks)
+                yield from measured(evaluation, ranks, plan, plan.missing())
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+
+
+def evaluation_of(run: Run, protocol: str) -> EvaluateRun:
+    """The options of launch/evaluate.py for a protocol."""
+    given = run.options
+    ruler = [name for name in given.tasks if name != KEY_VALUE]
+    tasks = [*(["ruler"] if ruler else []), *([KEY_VALUE] if KEY_VALUE in given.tasks else [])]
+    # Without tasks of RULER its options have their defaults.
+    asked = [f"ruler.tasks=[{','.join(ruler)}]"] if ruler else []
+    optional = {"text.file": given.text, "ruler.squad": given.squad, "ruler.hotpotqa": given.hotpotqa}
+    if given.model is not None:
+        optional |= {"model": "hf", "model.path": given.model}
+    return EVALUATE.compose(
+        [
+            f"policies=[{','.join(['full', *given.policies])}]",
+            f"budgets=[{','.join(map(str, given.budgets))}]",
+            f"tasks=[{','.join(tasks)}]",
+            *asked,
+            f"ruler.lengths=[{','.join(map(str, given.lengths))}]",
+            f"ruler.samples={given.samples}",
+            f"ruler.new_tokens={'null' if given.new_tokens is None else given.new_tokens}",
+            f"ruler.question={protocol}",
+            f"key_value.samples={given.samples}",
+            f"key_value.question={protocol}",
+            f"key_value.pairs={'null' if given.pairs is None else [given.pairs]}",
+            f"ranks.device={given.device}",
+            f"ranks.threads={given.threads}",
+            f"lines={given.lines}",
+            *(f"{name}={value}" for name, value in optional.items() if value is not None),
+        ]
+    )
+
+
+STUDY = Study(
+    name="quality",
+    text=__doc__,
+    has="task",
+    measure=measure,
+    table=tables,
+    options={
+        "model": option(None, "a model on the hub, or a folder; by default SmolLM2-135M-Instruct"),
+        "tasks": option(TASKS, "tasks of RULER, and key_value", choices=[*RULER_TASKS, KEY_VALUE]),
+        "policies": option([*POLICIES, *RETRIEVING], "as policies= of launch/evaluate.py, besides full"),
+        "budgets": option([0.1, 0.25, 0.5], "shares of the context that policies which drop tokens keep"),
+        "lengths": option([4096], "tokens of context and question together, in RULER's tasks"),
+        "samples": option(20, "questions per task and length"),
+        "protocols": option(
+            ["separate"],
+            "whether policies know the question when they choose (with_context) or not (separate)",
+            choices=[each.name for each in Question],
+        ),
+        "new-tokens": option(
+            None, "of an answer; by default as published, 0 compares with a right answer alone", type=int
+        ),
+        "pairs": option(None, "keys of key_value; by default as many as make the full cache answer half", type=int),
+        "squad": option(None, "SQuAD 2.0's dev-v2.0.json, for qa_1"),
+        "hotpotqa": option(None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2"),
+        "text": option(None, "text in UTF-8 around the needles; by default that in examples/"),
+        "device": option("auto", choices=["auto", "cuda", "cpu"]),
+        "threads": option(1, "threads of a CPU"),
+    },
+    pictures={"quality.png": picture},
+    page="quality.md",
+)
+
+if __name__ == "__main__":
+    STUDY.main()

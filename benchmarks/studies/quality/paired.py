@@ -1,0 +1,129 @@
+"""Scores of policies in pairs with the full cache's, on the same questions, with intervals of the mean difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evaluation.contenders import budget_text
+from benchmarks.evaluation.summary import FULL
+from benchmarks.harness.lines import Line
+from policies.base import Budget
+
+RESAMPLES = 10_000
+LEAST_PAIRS = 5
+"""Number of pairs below which no interval is given."""
+
+Setting = tuple[str, str, str]
+"""Model, protocol and length of the context: figures of two settings are not compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Mean of paired differences, and its 95% interval; None with too few pairs."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Difference:
+        """By the percentile bootstrap: pairs are drawn with replacement, the same draws whenever it is called."""
+        if len(differences) < LEAST_PAIRS:
+            return cls(mean=mean(differences), interval=None)
+        values_n = np.asarray(differences)
+        drawn_Rn = np.random.default_rng(0).integers(len(values_n), size=(RESAMPLES, len(values_n)))
+        low, high = np.quantile(values_n[drawn_Rn].mean(axis=1), [0.025, 0.975])
+        return cls(mean=float(values_n.mean()), interval=(float(low), float(high)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRow:
+    """One policy under one budget, on the questions that the full cache was asked too.
+
+    Attributes:
+        scores: mean score by kind of question.
+        kept_share: bytes of keys, values and indices, in host memory too, over those of the full cache.
+        seen_share: share of the context that attention of generated tokens saw.
+        score, loss: differences to the full cache: of scores, and of the loss of a right answer in nats per token.
+        pairs: number of questions.
+        ttft_s, tpot_s: medians; None if no line has one.
+    """
+
+    policy: str
+    budget: Budget | None
+    scores: dict[str, float]
+    kept_share: float
+    seen_share: float
+    score: Difference
+    loss: Difference
+    pairs: int
+    ttft_s: float
+    tpot_s: float | None
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.budget is None else f"{self.policy}, {budget_text(self.budget)}"
+
+
+def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
+    """Lines by setting; of a question that was asked twice under a policy, the newest line."""
+    newest = {(setting_of(line), question_of(line), line["policy"], str(line["budget"])): line for line in found}
+    groups: dict[Setting, list[Line]] = {}
+    for (setting, *_), line in newest.items():
+        groups.setdefault(setting, []).append(line)
+    return groups
+
+
+def setting_of(line: Line) -> Setting:
+    length = f"{line['case']['length']:,} tokens" if "length" in line["case"] else f"{line['details']['pairs']} keys"
+    return line["model"], line["task_settings"]["question"], length
+
+
+def question_of(line: Line) -> str:
+    return f"{line['task']} {line['case']} {line['details'].get('pairs')}"
+
+
+def kind_of(line: Line) -> str:
+    """Kind of a question: the task of RULER, or the evaluation's task."""
+    kind: str = line["case"].get("kind", line["task"])
+    return kind
+
+
+def rows(of_setting: Sequence[Line]) -> list[PolicyRow]:
+    """One row per policy and budget, the full cache first."""
+    full = {question_of(line): line for line in of_setting if line["policy"] == FULL}
+    groups: dict[tuple[str, Budget | None], list[Line]] = {}
+    for line in of_setting:
+        if question_of(line) in full:
+            groups.setdefault((line["policy"], line["budget"]), []).append(line)
+    made = [_row(policy, budget, group, full) for (policy, budget), group in groups.items()]
+    return sorted(made, key=lambda row: (row.policy != FULL, row.policy, row.budget or 0))
+
+
+def _row(policy: str, budget: Budget | None, group: list[Line], full: dict[str, Line]) -> PolicyRow:
+    pairs = [(line, full[question_of(line)]) for line in group]
+    kinds: dict[str, list[float]] = {}
+    for line in group:
+        kinds.setdefault(kind_of(line), []).append(line["score"])
+    tpots = [line["tpot_s"] for line in group if line["tpot_s"] is not None]
+    return PolicyRow(
+        policy=policy,
+        budget=budget,
+        scores={kind: mean(scores) for kind, scores in kinds.items()},
+        kept_share=mean((line["kv_bytes"] + line["host_bytes"]) / line["full_kv_bytes"] for line in group),
+        seen_share=mean(line["seen_share"] for line in group),
+        score=Difference.of([line["score"] - other["score"] for line, other in pairs]),
+        loss=Difference.of([_loss(line) - _loss(other) for line, other in pairs]),
+        pairs=len(pairs),
+        ttft_s=float(np.median([line["ttft_s"] for line in group])),
+        tpot_s=float(np.median(tpots)) if tpots else None,
+    )
+
+
+def _loss(line: dict[str, Any]) -> float:
+    loss: float = line["details"]["nll"]
+    return loss

@@ -1,0 +1,70 @@
+"""Picture of docs/quality.md: what policies lose by what they keep and by what attention saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+from benchmarks.evaluation.pictures import LOOKS
+from benchmarks.evaluation.summary import FULL
+from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import legend
+from benchmarks.studies.quality.paired import Difference, PolicyRow, Setting, rows, settings
+from benchmarks.studies.quality.tables import PROTOCOLS
+from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
+
+Value = Callable[[PolicyRow], float]
+
+
+def picture(found: list[Line]) -> bytes | None:
+    """Draw the setting with the most questions; None if no policy was compared with the full cache."""
+    compared: dict[Setting, list[PolicyRow]] = {
+        setting: made for setting, group in settings(found).items() if len(made := rows(group)) > 1
+    }
+    if not compared:
+        return None
+    (model, protocol, length), made = max(compared.items(), key=lambda each: sum(row.pairs for row in each[1]))
+    figure = new_figure(11.5, 7.6)
+    axes = panels(figure, 4, 2, 2)
+    for place, (y, y_name) in enumerate(((score, "score over full cache, points"), (loss, "loss over full, nats"))):
+        for column, (x, x_name) in enumerate(((kept, "bytes kept"), (seen, "attention saw"))):
+            _draw(axes[2 * place + column], made, x, y)
+            dress(axes[2 * place + column], x=f"{x_name}, % of the full cache", y=y_name)
+    legend(axes[0], fontsize=7.5, ncols=2)
+    subject = f"{model}, {PROTOCOLS[protocol]}, {length}; bars: 95% of the mean paired difference"
+    set_title(figure, "What policies lose, by what they keep and by what attention saw", subject)
+    return png(figure)
+
+
+def kept(row: PolicyRow) -> float:
+    return 100 * row.kept_share
+
+
+def seen(row: PolicyRow) -> float:
+    return 100 * row.seen_share
+
+
+def score(row: PolicyRow) -> Difference:
+    """In percentage points."""
+    interval = row.score.interval
+    in_points = None if interval is None else (100 * interval[0], 100 * interval[1])
+    return Difference(mean=100 * row.score.mean, interval=in_points)
+
+
+def loss(row: PolicyRow) -> Difference:
+    return row.loss
+
+
+def _draw(axes: Any, made: Sequence[PolicyRow], x: Value, y: Callable[[PolicyRow], Difference]) -> None:
+    """Draw a line per policy, over its budgets, with the interval of each point."""
+    policies = list(dict.fromkeys(row.policy for row in made if row.policy != FULL))
+    axes.axhline(0, color=MUTED, linewidth=1, linestyle="--", label="full cache")
+    for policy, look in zip(policies, cycle(LOOKS), strict=False):
+        of_policy = [(x(row), y(row)) for row in made if row.policy == policy]
+        points = sorted(of_policy, key=lambda point: point[0])
+        axes.plot([at for at, _ in points], [value.mean for _, value in points], **look, markersize=5, label=policy)
+        for at, value in points:
+            if value.interval is not None:
+                axes.plot([at, at], list(value.interval), color=look["color"], linewidth=0.9, alpha=0.6)
+    axes.set_xlim(left=0)

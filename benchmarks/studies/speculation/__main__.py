@@ -1,0 +1,223 @@
+"""What does speculation gain, what does it cost where it cannot gain, and are its tokens the same?
+
+    python -m benchmarks.studies.speculation --tokens 2000 --new 128
+
+Three prompts of a length, one at a time on one thread: `repeats` begins a passage anew that it has had twice, so that
+the answer, greedy, is the passage; `greedy` is plain text that the model goes on with greedily, where small models
+often repeat themselves; `sampled` is plain text that it goes on with by sampling, where look-up seldom finds anything.
+Each is answered without speculation (`none`), with it (`lookup`) and with every draft verified (`lookup always`), in
+turn, round after round (A B C A B C). With `--drafts policy` the model drafts over the share `--budget` of its keys and
+values that SnapKV keeps. Times are those per token after the first.
+
+Then as many plain prompts as `--prompts` says are answered greedily without and with it, and all tokens are compared.
+Where they differ first, the two largest log-probabilities at that place say how close the model's choice was.
+
+Appends JSON lines to benchmarks/results/speculation.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+
+import torch
+
+from benchmarks.harness.lines import Line
+from benchmarks.harness.study import Run, Study, newest, option
+from benchmarks.harness.text_samples import EXAMPLE, samples, text_ids
+from benchmarks.harness.text_table import Rows
+from launch.program.text_table import text_table
+from policies.snapkv import SnapKV
+from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks
+from runahead.config import Device, DType, RanksOptions, Speculate
+from runahead.ranks.devices import keep_freed_memory
+from runahead.report import GenerationBatch, SpeculationReport
+from runahead.thinning.rank_policies import RankPolicies
+
+BEGUN_TOKENS = 24
+"""Tokens of a passage with which its third time begins."""
+
+
+def measure(run: Run) -> Iterator[Line]:
+    """Measure one line per length and text, and one of the comparison of tokens."""
+    options = run.options
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as the runtime does
+    model = Model.load(ModelOptions(dtype=DType[options.dtype]), torch.device("cpu"))
+    draft = RankPolicies.everywhere([SnapKV(budget=options.budget)])
+    engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)), draft=draft)
+    ids = text_ids(model, options.text)
+    common = {"model": model.name, "dtype": options.dtype, "new": options.new}
+    for num_tokens in options.tokens:
+        for text, (prompt, generation) in _prompts(ids, num_tokens, options.new).items():
+            line = common | {"text": text, "tokens": num_tokens}
+            yield line | _gain(run, engine, prompt, generation)
+    if options.prompts:
+        yield common | {"text": "prompts", "tokens": options.sample} | _same_tokens(run, engine, ids)
+
+
+def _prompts(ids: list[int], num_tokens: int, num_new: int) -> dict[str, tuple[list[int], GenerationOptions]]:
+    """The texts of a length, each with how it is gone on with; those alone for which there are tokens enough.
+
+    Raises:
+        SystemExit: the text is too short.
+    """
+    num_passage = (num_tokens - BEGUN_TOKENS) // 2
+    if len(ids) < num_passage:
+        raise SystemExit(
+            f"--text has {len(ids)} tokens, and --tokens {num_tokens} needs half as many; use a longer one"
+        )
+    passage = ids[:num_passage]
+    greedy = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+    prompts = {"repeats": ([*passage, *passage, *passage[:BEGUN_TOKENS]], greedy)}
+    if len(ids) >= num_tokens:
+        plain = ids[-num_tokens:]
+        prompts |= {"greedy": (plain, greedy), "sampled": (plain, replace(greedy, do_sample=True))}
+    return prompts
+
+
+def _ways(generation: GenerationOptions, drafts: Sequence[str]) -> dict[str, GenerationOptions]:
+    ways = {"none": generation}
+    for name in drafts:
+        speculating = replace(generation, speculate=Speculate[name])
+        ways |= {name: speculating, f"{name} always": replace(speculating, speculate_always=True)}
+    return ways
+
+
+def _gain(run: Run, engine: Engine, prompt: list[int], generation: GenerationOptions) -> Line:
+    """Seconds per token of each way, and what the last answer of each reported."""
+    last: dict[str, GenerationBatch] = {}
+
+    def turn(name: str, options: GenerationOptions) -> Callable[[int], float]:
+        def seconds(number: int) -> float:
+            last[name] = engine.generate([prompt], options)
+            tpot_s = last[name].tpot_s
+            assert tpot_s is not None, "--new is at least 2"
+            return tpot_s
+
+        return seconds
+
+    turns = {name: turn(name, options) for name, options in _ways(generation, run.options.drafts).items()}
+    tpot_s = run.in_turn(turns, run.options.rounds, warmup=1)
+    expected = last["none"].generations[0].new_token_ids
+    return {
+        "tpot_s": tpot_s,
+        "same_tokens": {name: batch.generations[0].new_token_ids == expected for name, batch in last.items()},
+        "speculation": {name: asdict(_report(batch)) for name, batch in last.items() if name != "none"},
+    }
+
+
+def _report(batch: GenerationBatch) -> SpeculationReport:
+    [report] = [rank.speculation for rank in batch.ranks]
+    assert report is not None
+    return report
+
+
+def _same_tokens(run: Run, engine: Engine, ids: list[int]) -> Line:
+    """How many answers differ, and how far apart the two largest log-probabilities are where they do so first."""
+    options, gaps = run.options, list[float]()
+    greedy = GenerationOptions(max_new_tokens=options.new, ignore_eos=True, logprobs=2)
+    found = list(samples(ids, options.prompts, options.sample, option=f"--text {options.text}"))
+    ways = [way for name, way in _ways(greedy, ["lookup"]).items() if name != "lookup"]
+    accepted = 0
+    for _, prompt in run.bar(found, "prompt"):
+        plain, drafted = (engine.generate([prompt], each) for each in ways)
+        accepted += _report(drafted).accepted
+        [one], [other] = plain.generations, drafted.generations
+        assert one.logprobs is not None
+        pairs = zip(one.new_token_ids, other.new_token_ids, one.logprobs, strict=True)
+        differing = [at.top[0][1] - at.top[1][1] for theirs, ours, at in pairs if theirs != ours]
+        gaps += differing[:1]
+    return {"prompts": len(found), "differing": len(gaps), "gaps": gaps, "accepted": accepted}
+
+
+def table(found: list[Line]) -> str:
+    """A row per length, text and way of the last runs, and a sentence on the tokens."""
+    rows: Rows = [
+        (
+            "tokens",
+            "text",
+            "dtype",
+            "way",
+            "tokens/s",
+            "gain",
+            "from",
+            "to",
+            "accepted",
+            "a draft",
+            "verified",
+            "drafted",
+            "left out",
+        )
+    ]
+    sentences = []
+    for line in newest(found, "model", "dtype", "new", "text", "tokens").values():
+        if line["text"] == "prompts":
+            gaps = line["gaps"]
+            largest = f", where the two largest log-probabilities are at most {max(gaps):.1e} apart" if gaps else ""
+            sentences.append(
+                f"{line['prompts']} prompts in {line['dtype']}, {line['new']} greedy tokens each: {line['differing']} "
+                f"answers differ{largest}; {line['accepted']:,} drafted tokens were accepted."
+            )
+            continue
+        for name, seconds in line["tpot_s"].items():
+            gains = [none / own for none, own in zip(line["tpot_s"]["none"], seconds, strict=True)]
+            rows.append(
+                (
+                    f"{line['tokens']:,}",
+                    line["text"],
+                    line["dtype"],
+                    name,
+                    f"{1 / median(seconds):.1f}",
+                    *(f"{each:.2f}" for each in (median(gains), min(gains), max(gains))),
+                    *_figures(line["speculation"].get(name), line["tpot_s"]["none"]),
+                )
+            )
+    return "\n\n".join(part for part in (text_table(rows) if len(rows) > 1 else "", *sentences) if part)
+
+
+def _figures(report: Mapping[str, float | list[int]] | None, plain_s: Sequence[float]) -> tuple[str, ...]:
+    """Share of drafted tokens that were accepted, and number per draft; costs in plain steps of a verification and of a
+    drafted token; drafts that were left out.
+    """
+    if report is None:
+        return ("",) * 5
+    lengths = report["accepted_lengths"]
+    assert isinstance(lengths, list)
+    drafted, accepted, verifications, verify_s, draft_s, declined = (
+        float(report[name])  # type: ignore[arg-type]  # only the lengths are a list
+        for name in ("drafted", "accepted", "verifications", "verify_s", "draft_s", "declined")
+    )
+    if not drafted:
+        return ("-", "-", "-", "-", f"{declined:.0f}")
+    costs = (seconds / median(plain_s) for seconds in (verify_s / verifications, draft_s / drafted))
+    return (
+        f"{accepted / drafted:.0%}",
+        f"{accepted / sum(lengths):.1f}",
+        *(f"{cost:.2f}" for cost in costs),
+        f"{declined:.0f}",
+    )
+
+
+STUDY = Study(
+    name="speculation",
+    text=__doc__,
+    has="text",
+    measure=measure,
+    table=table,
+    options={
+        "tokens": option([2000], "of each prompt"),
+        "drafts": option(["lookup"], "who drafts", choices=["lookup", "policy"]),
+        "budget": option(0.1, "share of the prompt's tokens that a policy drafts from"),
+        "new": option(128, "tokens that are generated"),
+        "rounds": option(5),
+        "prompts": option(50, "that are compared token by token; 0 compares none"),
+        "sample": option(100, "tokens of each of these"),
+        "dtype": option("float32", "of the model", choices=["float32", "bfloat16"]),
+        "text": option(EXAMPLE, "a text file, or one compressed by gzip"),
+    },
+)
+
+if __name__ == "__main__":
+    STUDY.main()

@@ -1,0 +1,42 @@
+"""ChunkKV (Liu et al., NeurIPS 2025, arXiv 2502.00299): keep or drop runs of neighbouring tokens as a whole.
+
+What a passage says is lost with some of its tokens. So the votes of the prompt's last `window` queries are averaged
+over chunks of `chunk` tokens, and those with the highest mean stay. Generated tokens are all kept. The paper also lets
+neighbouring layers keep the same chunks, to save the choice; here every layer chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policies.base import LayerView, require_least
+from policies.snapkv import SnapKV
+
+
+@dataclass(kw_only=True)
+class ChunkKV(SnapKV):
+    """Score: mean vote of the token's chunk. The window itself is kept; the budget may cut the last chunk short.
+
+    Attributes:
+        chunk: tokens of a chunk, counted from the first token of a row.
+    """
+
+    kernel: int = 1
+    chunk: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_least(self, chunk=1)
+
+    def score(self, view: LayerView) -> Tensor:
+        votes_BKn, before = super().score(view), max(0, view.num_slots - self.window)
+        for row, pad in enumerate(view.pads):
+            whole = max(0, before - pad) // self.chunk
+            end = pad + whole * self.chunk
+            chunks_KPc = votes_BKn[row, :, pad:end].unflatten(1, (whole, self.chunk))
+            chunks_KPc[:] = chunks_KPc.mean(dim=-1, keepdim=True)
+            if end < before:
+                votes_BKn[row, :, end:before] = votes_BKn[row, :, end:before].mean(dim=-1, keepdim=True)
+        return votes_BKn

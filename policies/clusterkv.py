@@ -1,0 +1,69 @@
+"""ClusterKV (Liu et al., DAC 2025): retrieve clusters of similar keys by the scores of their means.
+
+Keys are clustered by direction after the prompt (Sec. III-B), and new ones in blocks. Clusters are taken in the order
+of their scores until the budget is full; of the last one that fits in part, the latest tokens. Published code leaves
+new tokens outside of the clusters and reads all of them beyond the budget; here each is a cluster of its own until its
+block is full. A choice is that of a KV head, the published one of a query head.
+"""
+
+# Legend: B batch, N query heads, K kv heads, n slots, Y clusters, H key dim.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from policies.base import Budget, require_least
+from policies.clusters import Clustering, Clusters
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, most_needed, need_of_group
+
+
+@dataclass(kw_only=True)
+class ClusterKV(Retriever):
+    """Retrieve clusters of similar keys, `fetch` slots in total.
+
+    Attributes:
+        cluster: mean number of tokens per cluster.
+        iterations: of k-means.
+        block: number of new tokens that are clustered together.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    takes_full_pool: ClassVar[bool] = False
+
+    fetch: Budget | None = 0.1
+    first_layer: int = 2
+    sinks: int = 16
+    cluster: int = 80
+    iterations: int = 20
+    block: int = 320
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_least(self, cluster=1, iterations=1, block=1)
+
+    @property
+    def clustering(self) -> Clustering:
+        """How keys are clustered."""
+        return Clustering(
+            size=self.cluster,
+            iterations=self.iterations,
+            block=self.block,
+            alone_first=self.sinks,
+            alone_last=self.recent,
+        )
+
+    def index(self, view: PromptView) -> Clusters:
+        return Clusters(view, self.clustering)
+
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        assert isinstance(index, Clusters)
+        sizes_BKY = index.sizes_BKY(slots)
+        need_BKY = need_of_group(index.scores(q_BNH, sizes_BKY), self.group, sizes_BKY)
+        need_BKn = index.need_of_slots(need_BKY)
+        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
+        return most_needed(need_BKn, self.num_chosen(slots), slots)

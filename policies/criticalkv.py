@@ -1,0 +1,86 @@
+"""CriticalKV (Feng et al., 2025, arXiv 2502.03805): of tokens that receive attention those that change the output most.
+
+A wrapper around a policy whose scores are shares of attention. It chooses half of the budget; the rest goes to the
+tokens with the largest product of score and length of the value after the output projection, which bounds how far
+dropping the token moves the output of attention.
+"""
+
+# Legend: B batch, K kv heads, n stored slots.
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from policies.base import LayerView, Phase, Policy, PromptPart, Scorer, require
+from policies.snapkv import SnapKV
+
+
+@dataclass(kw_only=True)
+class CriticalKV(Policy):
+    """Choose part of the budget by the scores of another policy times the length of the projected values.
+
+    Attributes:
+        scorer: the policy whose budget, sinks, recent tokens and scores these are.
+        first_share: share of the budget that it chooses alone, beside sinks and recent tokens.
+        epsilon: added to scores before values weigh them.
+    """
+
+    needs_output_projection: ClassVar[bool] = True
+    compares_by_kv_head: ClassVar[bool] = True
+
+    scorer: Scorer = field(default_factory=SnapKV)
+    first_share: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not self.scorer.scores_attention:
+            raise ValueError(
+                f"policy.scorer={type(self.scorer).__name__} does not score by shares of attention, which criticalkv "
+                "weighs by values; use one that does, such as snapkv"
+            )
+        is_share = 0 <= self.first_share <= 1
+        require(is_share, "first_share", self.first_share, "must be a share of the budget in [0, 1]")
+        require(0 <= self.epsilon < math.inf, "epsilon", self.epsilon, "must be a number of at least 0")
+
+    @property
+    def queries_from(self) -> int | None:
+        return self.scorer.queries_from
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = copy(self)
+        other.scorer = self.scorer.of_part(part)
+        return other
+
+    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
+        return self.scorer.most_slots(num_layers, phase)
+
+    def carry(self, view: LayerView) -> Tensor | None:
+        return self.scorer.carry(view)
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        if view.phase is Phase.decode and not self.scorer.while_decoding:
+            return None
+        return self.scorer.keep_by(self.score, view)
+
+    def score(self, view: LayerView) -> Tensor:
+        """Score of each slot (B, K, n): infinite for those that the policy chooses alone."""
+        scores_BKn = self.scorer.score(view).float().expand(-1, view.num_kv_heads, -1)
+        lengths_BKn = view.by_kv_head(view.signals.projected_lengths()).float()
+        weighed_BKn = (scores_BKn + self.epsilon) * lengths_BKn
+        m, num_slots = self.scorer.slots(view), view.num_slots
+        for row, (pad, num_sinks) in enumerate(zip(view.pads, view.sinks(self.scorer.sinks), strict=True)):
+            sinks = min(num_sinks, m)
+            recent = min(self.scorer.recent_of(m), m - sinks)
+            first, last = min(pad + sinks, num_slots), max(pad, num_slots - recent)
+            num_alone = min(int(self.first_share * (m - sinks - recent)), max(0, last - first))
+            if num_alone > 0:
+                best_first_Kn = scores_BKn[row, :, first:last].sort(dim=-1, descending=True, stable=True).indices
+                alone_Ka = first + best_first_Kn[:, :num_alone]
+                weighed_BKn[row].scatter_(-1, alone_Ka, torch.finfo(weighed_BKn.dtype).max)
+        return weighed_BKn

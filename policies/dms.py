@@ -1,0 +1,46 @@
+"""DMS (Łańcucki et al., NeurIPS 2025, arXiv 2506.05345): evict the tokens that the model has marked.
+
+For models that were trained to mark tokens: each token marks the one before it or not, in each KV head, and a marked
+token is evicted once it leaves a window, whose length is the model's. Attention leaves marked tokens out whether they
+are evicted or not, so this policy changes no answer; it frees their memory.
+"""
+
+# Legend: B batch, K kv heads, n stored slots, m kept slots of the longest head.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.base import LayerView, Phase, Policy, require_least
+
+
+@dataclass(kw_only=True)
+class DMS(Policy):
+    """Evict what the next query does not see.
+
+    Attributes:
+        evict_every: while decoding, number of tokens in a KV head that are evicted at once, since that copies what is
+            kept.
+    """
+
+    keeps_ragged: ClassVar[bool] = True
+    follows_marks: ClassVar[bool] = True
+
+    evict_every: int = 16
+
+    def __post_init__(self) -> None:
+        require_least(self, evict_every=1)
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        assert view.unseen_BKn is not None, "the model marks tokens"
+        least = self.evict_every if view.phase is Phase.decode else 1
+        if int(view.unseen_BKn.sum(dim=-1).max()) < least:
+            return None
+        kept_BKn = view.is_token_BKn() & ~view.unseen_BKn
+        most = int(kept_BKn.sum(dim=-1).max())
+        slots_n = torch.arange(view.num_slots, device=kept_BKn.device)
+        return torch.where(kept_BKn, slots_n, -1).sort(dim=-1).values[..., view.num_slots - most :]

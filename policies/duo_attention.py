@@ -1,0 +1,78 @@
+"""DuoAttention (Xiao et al., ICLR 2025, arXiv 2410.10819): retrieval heads keep all tokens, others the first and last.
+
+A gate of each KV head says how much the model's answers need it to see all tokens. The gates are a table, which the
+authors publish for some models; `python -m policies.duo_gates` makes one for any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from policies.base import ModelFacts, require
+from policies.duo_table import REMEDY, DuoTable
+from policies.streaming_heads import StreamingHeads, best_heads
+
+
+@dataclass(kw_only=True)
+class DuoAttention(StreamingHeads):
+    """Keep all tokens in the KV heads with the largest gates, and in all others the first and last ones.
+
+    Attributes:
+        heads: folder with full_attention_heads.tsv and config.json, the authors' or of `python -m policies.duo_gates`.
+        retrieval_share: share of the model's KV heads that keep all tokens.
+        sinks: first tokens that other heads keep; None is the number in the folder.
+        recent: last tokens that other heads keep; None is the number in the folder.
+    """
+
+    made_by: ClassVar[str] = (
+        "folder with full_attention_heads.tsv, as of python -m policies.duo_gates model=... out=..."
+    )
+
+    retrieval_share: float = 0.5
+    sinks: int | None = None
+    recent: int | None = None
+    _of_table: DuoTable | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_share = 0 <= self.retrieval_share <= 1
+        require(is_share, "retrieval_share", self.retrieval_share, "must be a share of the heads in [0, 1]")
+        for name, least in (("sinks", 0), ("recent", 1)):
+            given = getattr(self, name)
+            require(given is None or given >= least, name, given, f"must be at least {least}")
+        if self.heads is not None:
+            self._load(self.heads)  # finds mistakes in the folder before the model is loaded
+
+    def _load(self, heads: str) -> DuoTable:
+        table = DuoTable.load(heads)
+        for name in ("sinks", "recent"):
+            if getattr(self, name) is None and getattr(table, name) is None:
+                raise ValueError(f"policy.heads={heads} does not say how many tokens stay; give policy.{name}=<number>")
+        return table
+
+    def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
+        table = self._load(heads)
+        shape, wanted = [len(gates_K) for gates_K in table.gates], [num_kv_heads for num_kv_heads, _ in model.heads]
+        if shape != wanted:
+            raise ValueError(
+                f"policy.heads={heads} has gates of {_shape(shape)}, and model {model.name} has {_shape(wanted)}; "
+                f"{REMEDY}"
+            )
+        if table.fingerprint is not None and table.fingerprint != model.fingerprint:
+            raise ValueError(f"policy.heads={heads} was made for another model; {REMEDY}")
+        self._of_table = table
+        return best_heads(table.gates, self.retrieval_share)
+
+    def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
+        sinks, recent = self.sinks, self.recent
+        if self._of_table is not None:
+            sinks = self._of_table.sinks if sinks is None else sinks
+            recent = self._of_table.recent if recent is None else recent
+        assert sinks is not None and recent is not None, "require() comes first"
+        return sinks, recent
+
+
+def _shape(heads: list[int]) -> str:
+    each = "/".join(str(number) for number in sorted(set(heads)))
+    return f"{len(heads)} layers with {each} KV heads"

@@ -1,0 +1,94 @@
+"""FastGen (Ge et al., ICLR 2024, arXiv 2310.01801): each head keeps what the cheapest rule that suits it keeps.
+
+After the prompt each KV head gets the cheapest of five rules, each of which keeps what the one before it keeps, and
+more: special tokens; punctuation; the tokens that receive most attention; the last tokens; all. The cheapest that
+recovers a given share of the attention of the prompt's last queries is taken. Generated tokens are all kept.
+"""
+
+# Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, m kept slots of the longest head.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.base import Budget, LayerView, Policy, TokenKind, budget_tokens, check_budget, require, require_least
+
+
+@dataclass(kw_only=True)
+class FastGen(Policy):
+    """Keep in each KV head what the cheapest rule keeps that recovers `recovered` of every query head's attention.
+
+    Attributes:
+        recovered: share of the attention that a rule has to recover, on average over the queries that count.
+        window: number of last queries of the prompt that count.
+        sinks: first tokens that count as special.
+        frequent: tokens with most attention: a number, or a share of the prompt.
+        local: last tokens: a number, or a share of the prompt.
+    """
+
+    keeps_ragged: ClassVar[bool] = True
+    while_decoding: ClassVar[bool] = False
+    compares_by_kv_head: ClassVar[bool] = True
+    needs_token_kinds: ClassVar[bool] = True
+
+    recovered: float = 0.95
+    window: int = 64
+    sinks: int = 4
+    frequent: Budget = 0.3
+    local: Budget = 0.3
+
+    def __post_init__(self) -> None:
+        is_share = 0 <= self.recovered <= 1
+        require(is_share, "recovered", self.recovered, "must be a share of the attention in [0, 1]")
+        require_least(self, window=1, sinks=0)
+        check_budget(self.frequent, "frequent")
+        check_budget(self.local, "local")
+
+    def carry(self, view: LayerView) -> Tensor:
+        """The kind of every token."""
+        shape = len(view.pads), view.num_kv_heads, view.num_slots
+        kinds_BKn = view.carried_BKn
+        kinds_BKn = torch.zeros(shape, dtype=torch.int8, device=view.k_BKnH.device) if kinds_BKn is None else kinds_BKn
+        if view.new_kinds_BC is None:
+            return kinds_BKn
+        before_BKn = kinds_BKn[..., : view.num_slots - view.num_new]
+        return torch.cat([before_BKn, view.new_kinds_BC[:, None].expand(-1, shape[1], -1).to(torch.int8)], dim=-1)
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        votes_BKGn = view.signals.votes(self.window).unflatten(1, (view.num_kv_heads, -1))
+        is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
+        stays_BKn = is_token_BKn
+        for kept_BKn in reversed(self.rules(view, votes_BKGn.mean(dim=2))):
+            lost_BKG = (votes_BKGn * ~kept_BKn[:, :, None]).sum(dim=-1)
+            recovers_BK1 = lost_BKG.amax(dim=-1, keepdim=True) <= 1 - self.recovered
+            stays_BKn = torch.where(recovers_BK1, kept_BKn & is_token_BKn, stays_BKn)
+        counts_BK, tokens_BK = stays_BKn.sum(dim=-1), is_token_BKn.sum(dim=-1)
+        if torch.equal(counts_BK, tokens_BK):
+            return None
+        slots_BKn = (
+            torch.arange(view.num_slots, device=stays_BKn.device).masked_fill(~stays_BKn, -1).sort(dim=-1).values
+        )
+        return slots_BKn[..., view.num_slots - int(counts_BK.max()) :]
+
+    def rules(self, view: LayerView, votes_BKn: Tensor) -> list[Tensor]:
+        """Slots that each rule but the last keeps (B, K, n), the cheapest rule first; the newest token is among them.
+
+        Args:
+            votes_BKn: attention that each token receives in a KV head.
+        """
+        assert view.carried_BKn is not None
+        is_first_BKn = ~view.is_token_BKn(after=view.sinks(self.sinks))  # and padding
+        special_BKn = is_first_BKn | (view.carried_BKn == TokenKind.special.value)
+        special_BKn[..., -1] = True
+        punctuation_BKn = special_BKn | (view.carried_BKn == TokenKind.punctuation.value)
+        others_BKn = votes_BKn.masked_fill(punctuation_BKn, -1.0)
+        best_BKf = others_BKn.sort(dim=-1, descending=True, stable=True).indices
+        number = budget_tokens(self.frequent, view.prompt_tokens)
+        frequent_BKn = punctuation_BKn.scatter(-1, best_BKf[..., :number], True)
+        local_BKn = frequent_BKn.clone()
+        local_BKn[..., -budget_tokens(self.local, view.prompt_tokens) :] = True
+        return [special_BKn, punctuation_BKn, frequent_BKn, local_BKn]

@@ -1,0 +1,123 @@
+"""SparQ attention (Ribar et al., ICML 2024): scores by the few dims of all keys in which the query is largest.
+
+In every step the r dims with the largest sum of |q| over a group's heads are taken, and approximate probabilities are
+s = softmax(q_r K_r^T / sqrt(d |q_r| / |q|)) with L1 norms (Sec. 3, Algorithm 1). The tokens with the highest ones are
+fetched. Of the share alpha of s that they have, attention gives the rest, 1 - alpha, to the mean of all values.
+"""
+
+# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, C new tokens, H key dim, V value dim,
+# r columns in use.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.base import Budget, require_least
+from policies.columns import Columns
+from policies.retriever import (
+    Choice,
+    Group,
+    Index,
+    PromptView,
+    Rest,
+    Retriever,
+    Slots,
+    most_needed,
+    need_of_group,
+    without_padding,
+)
+
+
+class LargeDims(Columns):
+    """Index of all columns of the keys, and the mean of all values that were ever stored.
+
+    Args:
+        view: the layer after the prompt.
+    """
+
+    def __init__(self, view: PromptView) -> None:
+        super().__init__(view.k_BKnH, num_columns=view.k_BKnH.shape[3], room=view.room)
+        self._scaling = view.scaling
+        is_token_B1n1 = torch.ones_like(view.v_BKnV[:, :1, :, :1])
+        for row, pad in enumerate(view.pads):
+            is_token_B1n1[row, :, :pad] = 0
+        wide = torch.promote_types(view.v_BKnV.dtype, torch.float32)
+        self._sum_BKV = (view.v_BKnV * is_token_B1n1).sum(dim=2, dtype=wide)
+        self._count_B11 = is_token_B1n1.sum(dim=2, dtype=wide)
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self._sum_BKV.nbytes + self._count_B11.nbytes
+
+    @property
+    def mean_BKV(self) -> Tensor:  # noqa: N802
+        """Mean value."""
+        return self._sum_BKV / self._count_B11.clamp_min(1)  # a rank may have no token of a row
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        super().append(k_BKCH, v_BKCV)
+        self._sum_BKV = self._sum_BKV + v_BKCV.sum(dim=2, dtype=self._sum_BKV.dtype)
+        self._count_B11 = self._count_B11 + v_BKCV.shape[2]
+
+    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
+        super().overwrite(slots_BK, k_BKH, v_BKV)
+        self._sum_BKV, self._count_B11 = self._sum_BKV + v_BKV, self._count_B11 + 1
+
+    def scores(self, q_BNH: Tensor, num_dims: int) -> Tensor:
+        """Approximate scores (B, K, G, n), scaled, in at least float32."""
+        q_BKGH = q_BNH.unflatten(1, (self._keys_BKrT.shape[1], -1))
+        if num_dims >= q_BKGH.shape[3]:
+            return self.products(q_BKGH * self._scaling)
+        dims_BKr = q_BKGH.abs().sum(dim=2).topk(num_dims, dim=-1).indices
+        q_BKGr = q_BKGH.take_along_dim(dims_BKr.unsqueeze(2), dim=3)
+        # A query that is 0 scores all keys alike.
+        share_BKG1 = q_BKGr.abs().sum(dim=-1, keepdim=True) / q_BKGH.abs().sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        return self.products(q_BKGr * (self._scaling * share_BKG1.clamp_min(1e-30).rsqrt()), dims_BKr)
+
+
+@dataclass(kw_only=True)
+class SparQ(Retriever):
+    """Retrieve the tokens with the highest scores in the dims in which the query is largest.
+
+    Attributes:
+        dims: r, number of these dims.
+        mean_value: give the attention that the other tokens are estimated to have to the mean value.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    fetch: Budget | None = 0.1
+    group: Group = Group.sum
+    dims: int = 16
+    mean_value: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_least(self, dims=1)
+
+    @property
+    def estimates_rest(self) -> bool:
+        return self.mean_value
+
+    def index(self, view: PromptView) -> LargeDims:
+        return LargeDims(view)
+
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        assert isinstance(index, LargeDims)
+        scores_BKGn = without_padding(index.scores(q_BNH, self.dims), slots)
+        need_BKn = need_of_group(scores_BKGn.clone(), self.group)
+        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
+        choice = most_needed(need_BKn, self.num_chosen(slots), slots)
+        if choice is None or not self.estimates_rest:
+            return choice
+        chosen_BKGm = scores_BKGn.take_along_dim(choice.slots_BKm.unsqueeze(2), dim=3)
+        more_BKG = (scores_BKGn.logsumexp(dim=-1) - chosen_BKGm.logsumexp(dim=-1)).clamp_min(0)  # -log alpha
+        # log((1 - alpha) / alpha); nan: nothing to choose from
+        ratio_BKG = (more_BKG + (-more_BKG).expm1().neg().log()).nan_to_num(-torch.inf, neginf=-torch.inf)
+        out_BKGV = index.mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
+        rest = Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=ratio_BKG.flatten(1, 2), is_relative=True)
+        return Choice(slots_BKm=choice.slots_BKm, rest=rest)

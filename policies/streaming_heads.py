@@ -1,0 +1,114 @@
+"""Retrieval heads keep all tokens, streaming heads the first and last ones: what methods have in common that tell them.
+
+A head that finds its tokens anywhere in a text needs all of them. A head that attends to the first tokens, whatever
+these are, and to the newest ones does not miss the others. Which is which is a property of a model.
+"""
+
+# Legend: B batch, K kv heads, n stored slots, m kept slots of the longest head.
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.base import LayerView, ModelFacts, Phase, Policy, best_slots, require_least
+
+
+@dataclass(kw_only=True)
+class StreamingHeads(Policy, ABC):
+    """Base of policies whose KV heads keep all tokens, or the first and last ones alone.
+
+    Attributes:
+        heads: file or folder that says which heads of the model retrieve.
+        evict_every: while decoding, number of tokens by which streaming heads may exceed what they keep before a layer
+            is cut back, since cutting back copies what is kept.
+    """
+
+    keeps_ragged: ClassVar[bool] = True
+    made_by: ClassVar[str]
+    """Description of what `heads` names, for messages."""
+
+    heads: str | None = None
+    evict_every: int = 64
+    _retrieving: list[list[bool]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require_least(self, evict_every=1)
+
+    @abstractmethod
+    def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
+        """Whether each KV head of each layer is a retrieval head. Raises: ValueError."""
+
+    @abstractmethod
+    def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
+        """Number of first and of last tokens that streaming heads keep of a prompt of this length and what follows."""
+
+    def require(self, model: ModelFacts) -> None:
+        if self.heads is None:
+            raise ValueError(
+                f"policy {type(self).__name__} needs to know which heads of model {model.name} retrieve; give "
+                f"policy.heads=<{self.made_by}>"
+            )
+        self._retrieving = self.found_in(self.heads, model)
+
+    def retrieving(self, layer: int, num_kv_heads: int) -> list[bool]:
+        """Whether each KV head of a layer is a retrieval head."""
+        assert self._retrieving is not None and len(self._retrieving[layer]) == num_kv_heads, "require() comes first"
+        return self._retrieving[layer]
+
+    def rests(self, layer: int, tokens_BK: Sequence[Sequence[int]], prompt_tokens: int) -> bool:
+        retrieving = self.retrieving(layer, len(tokens_BK[0]))
+        return not self._exceeds(retrieving, tokens_BK, sum(self.first_and_last(prompt_tokens)) + self.evict_every - 1)
+
+    @staticmethod
+    def _exceeds(retrieving: Sequence[bool], tokens_BK: Sequence[Sequence[int]], limit: int) -> bool:
+        """Whether a streaming head of any row has more tokens than that."""
+        return any(
+            tokens > limit
+            for tokens_K in tokens_BK
+            for tokens, retrieves in zip(tokens_K, retrieving, strict=True)
+            if not retrieves
+        )
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        retrieving = self.retrieving(view.layer, view.num_kv_heads)
+        sinks, recent = self.first_and_last(view.prompt_tokens)
+        is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
+        tokens_BK: list[list[int]] = is_token_BKn.sum(dim=-1).tolist()
+        room = self.evict_every - 1 if view.phase is Phase.decode else 0
+        if not self._exceeds(retrieving, tokens_BK, sinks + recent + room):
+            return None
+        places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
+        if not any(retrieving) and not self.compensates:  # all heads alike, in dense memory
+            newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
+            return best_slots(newest_B1n, sinks + recent, sinks=view.sinks(sinks), recent=0, pads=view.pads)
+        goes_BKn = view.is_token_BKn(after=view.sinks(sinks))
+        goes_BKn[..., view.num_slots - recent :] = False
+        streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]
+        slots_BKn = places_n.masked_fill(~is_token_BKn | (goes_BKn & streams_K1), -1).sort(dim=-1).values
+        most = max(
+            tokens if retrieves else min(tokens, sinks + recent)
+            for tokens_K in tokens_BK
+            for tokens, retrieves in zip(tokens_K, retrieving, strict=True)
+        )
+        return slots_BKn[..., view.num_slots - most :]
+
+
+def best_heads(scores: Sequence[Tensor], share: float) -> list[list[bool]]:
+    """Whether a KV head is among the share of all heads with the highest scores; of equal ones the earlier.
+
+    Args:
+        scores: of the KV heads (K) of each layer.
+        share: rounded to a number of heads, at least one unless it is 0.
+    """
+    flat_X = torch.cat(list(scores))
+    number = max(math.ceil(share), round(share * len(flat_X)))
+    chosen_X = torch.zeros(len(flat_X), dtype=torch.bool)
+    chosen_X[flat_X.sort(descending=True, stable=True).indices[:number]] = True
+    return [chosen_K.tolist() for chosen_K in chosen_X.split([len(scores_K) for scores_K in scores])]

@@ -1,0 +1,1 @@
+"""Keys and values in 4 or 2 bits."""

@@ -1,0 +1,324 @@
+"""A layer whose newest tokens are stored in 16 bits or as they are, and all before these in 4 or 2 bits (KIVI).
+
+Tokens leave the window of the newest ones in whole groups of 32. Groups begin at a row's first token, so a row of a
+padded batch has the same groups as alone. Generated and given tokens attend to blocks of the quantised tokens and to
+the window; at no time is more than a block dequantised, but for a policy that looks at all keys of a layer.
+"""
+
+# Legend: T slots with room, n stored slots, m kept ones, B batch, N query heads, K kv heads, G query heads per KV head,
+# C new tokens, S quantised tokens, H key dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from runahead.attention.causal import nothing, padded_together, rows_by_pad
+from runahead.attention.partial import AttentionTerms, attend, merge
+from runahead.cache.base import SeenKV
+from runahead.cache.kept import KeptLayer, taken
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.groups import (
+    GROUP,
+    ChannelGroups,
+    TokenGroups,
+    blocks,
+    dtype_of_16_bits,
+    narrowed,
+)
+from runahead.cache.slabs import KVShape, KVSlab
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedRows:
+    """The quantised tokens of rows with the same padding, the first ones of each row.
+
+    Attributes:
+        rows: all rows of the batch, or one.
+        pad: their slots of padding.
+    """
+
+    rows: slice
+    pad: int
+    keys: ChannelGroups | TokenGroups
+    values: TokenGroups
+
+    @property
+    def num_tokens(self) -> int:
+        return self.values.num_tokens
+
+    @property
+    def end(self) -> int:
+        """Number of the slot after the last quantised one."""
+        return self.pad + self.num_tokens
+
+    def grown(self, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
+        """With more tokens, which come after the others."""
+        keys: ChannelGroups | TokenGroups
+        if isinstance(self.keys, ChannelGroups):
+            keys = ChannelGroups.joined([self.keys, ChannelGroups.of(k_BKSH, self.keys.bits)])
+        else:
+            keys = TokenGroups.joined([self.keys, TokenGroups.of(k_BKSH, self.keys.bits)])
+        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, self.values.bits)])
+        return replace(self, keys=keys, values=values)
+
+    def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Attention of one query per row to all tokens: output (B, N, 1, V), log-sum-exp (B, N, 1).
+
+        Codes are multiplied as they are. The keys are grouped by channel.
+        """
+        assert isinstance(self.keys, ChannelGroups)
+        wide = torch.promote_types(q_BN1H.dtype, torch.float32)
+        num_kv_heads, ranges = self.keys.codes_BKTW.shape[1], list(blocks(self.num_tokens))
+        q_BKGH = q_BN1H[:, :, 0].to(wide).unflatten(1, (num_kv_heads, -1)) * scaling
+        scores_BKGS = torch.cat([self.keys.dot(q_BKGH, first, end) for first, end in ranges], dim=3)
+        lse_BKG = torch.logsumexp(scores_BKGS, dim=3)
+        weights_BKGS = torch.exp(scores_BKGS - lse_BKG.unsqueeze(3))
+        out_BKGV = sum(self.values.weighted(weights_BKGS[..., first:end], first, end) for first, end in ranges)
+        assert isinstance(out_BKGV, Tensor)
+        return out_BKGV.flatten(1, 2).unsqueeze(2), lse_BKG.flatten(1, 2).unsqueeze(2)
+
+
+@dataclass(kw_only=True)
+class QuantisedLayer(KeptLayer):
+    """One layer in slots: the padding of each row, its quantised tokens, and the window of its newest ones.
+
+    Attributes:
+        slab_TBKX: the slots from `start` on, in `window_dtype`; in that of `shape` until they are first copied.
+        bits: of a code.
+        residual: a row has at least so many tokens in the window, if it has so many.
+        window_dtype: of the tokens in the window.
+        parts: the quantised tokens of all rows.
+        start: the first slot that is in `slab_TBKX`.
+    """
+
+    bits: int
+    residual: int
+    window_dtype: torch.dtype
+    parts: list[QuantisedRows] = field(default_factory=list)
+    start: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        layer: KeptLayer,
+        *,
+        bits: int,
+        residual: int,
+        residual_bits: int | None,
+        keys_by_token: bool,
+        room: int,
+    ) -> QuantisedLayer:
+        """Quantise a layer. Its memory is only read.
+
+        Args:
+            residual_bits: 16, or None for the layer's dtype: of the numbers in the window.
+            keys_by_token: group keys by token rather than by channel, as single tokens are dropped later.
+            room: new tokens for which there is room.
+        """
+        assert layer.first == 0 and layer.rotary is None, (layer.first, layer.rotary)
+        keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+        slab, parts = layer.slab(), list[QuantisedRows]()
+        for rows, pad in rows_by_pad(layer.pads):
+            k_BK0H, v_BK0V = (x[rows] for x in slab.read(0, 0))
+            parts.append(
+                QuantisedRows(rows=rows, pad=pad, keys=keys.of(k_BK0H, bits), values=TokenGroups.of(v_BK0V, bits))
+            )
+        kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
+        window_dtype = _window_dtype(layer.shape, residual_bits)
+        made = cls(**kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts)
+        made.flush()
+        made.copy_out(room=room)
+        return made
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(part.keys.num_bytes + part.values.num_bytes for part in self.parts)
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        super().append(k_BKCH, v_BKCV, tokens)
+        if k_BKCH.shape[2] == 1:  # several attend to each other first
+            self.flush()
+
+    def flush(self) -> None:
+        """Quantise the whole groups of tokens before the last `residual` ones of each row."""
+        for place, part in enumerate(self.parts):
+            num = (self.num_slots - part.end - self.residual) // GROUP * GROUP
+            if num > 0:
+                self.parts[place] = part.grown(*self.exact(part, part.end, part.end + num))
+
+    def exact(self, part: QuantisedRows, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys (B, K, S, H) and values (B, K, S, V) of slots [first, end) that are in the window, in the layer's dtype.
+
+        They are views if the window has that dtype, too.
+        """
+        slots_SBKX = self.slab_TBKX[first - self.start : end - self.start, part.rows].to(self.shape.dtype)
+        slots_BKSX = slots_SBKX.permute(1, 2, 0, 3)
+        return slots_BKSX[..., : self.shape.key_dim], slots_BKSX[..., self.shape.key_dim :]
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenQuantised:
+        return SeenQuantised(q_BNCH=q_BNCH, layer=self)
+
+    def slab(self) -> KVSlab:
+        """All slots, dequantised, in new memory; padding is 0."""
+        key_dim, dtype = self.shape.key_dim, self.shape.dtype
+        slab_TBKX = self.slab_TBKX.new_zeros(self.num_slots, *self.slab_TBKX.shape[1:], dtype=dtype)
+        for part in self.parts:
+            for first, end in blocks(part.num_tokens):
+                slots_SBKX = slab_TBKX[part.pad + first : part.pad + end, part.rows]
+                slots_SBKX[..., :key_dim] = part.keys.read(first, end, dtype).permute(2, 0, 1, 3)
+                slots_SBKX[..., key_dim:] = part.values.read(first, end, dtype).permute(2, 0, 1, 3)
+            window = slice(part.end - self.start, self.num_slots - self.start)
+            slab_TBKX[part.end :, part.rows] = self.slab_TBKX[window, part.rows]
+        return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=0)
+
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
+        return self.slab().slab_TBKX.permute(1, 2, 0, 3)
+
+    def fork(self, *, copy: bool) -> KeptLayer:
+        other = replace(self, parts=list(self.parts))
+        if copy:
+            other.copy_out(room=0)
+            return other
+        n = self.num_slots
+        other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
+        other.carried_TBK = None if self.carried_TBK is None else self.carried_TBK[:n]
+        return other
+
+    def free(self, *, room: int) -> None:
+        if self.slab_TBKX.shape[0] != self.num_slots - self._window_start + room:
+            self.copy_out(room=room)
+
+    def copy_out(self, *, room: int) -> None:
+        start = self._window_start
+        window_TBKX = self.slab_TBKX[start - self.start : self.num_slots - self.start]
+        shape = len(window_TBKX) + room, *window_TBKX.shape[1:]
+        self.slab_TBKX = window_TBKX.new_empty(shape, dtype=self.window_dtype)
+        self.slab_TBKX[: len(window_TBKX)] = narrowed(window_TBKX, self.window_dtype)
+        self.start = start
+        self._resize_positions(room)
+
+    @property
+    def _window_start(self) -> int:
+        """The first slot that is in the window of any row."""
+        return min(part.end for part in self.parts)
+
+    def _reserve(self, num_new: int) -> None:
+        if self.num_slots + num_new > self.start + self.slab_TBKX.shape[0]:
+            self.copy_out(room=num_new - 1 + GROUP)
+
+    def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
+        slab.write(self.num_slots, *(narrowed(x, self.window_dtype) for x in (k_BKCH, v_BKCV)))
+
+    def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
+        """Keep slots of a layer whose keys are grouped by token.
+
+        No kept slot is quantised a second time, and none is dequantised. So the number of quantised ones stays, if so
+        many slots are kept: a head that drops some of them has the oldest ones of its window quantised.
+        """
+        num_kept, kept = len(slots_mBK), list[QuantisedRows]()
+        windows: list[Tensor] = []
+        for part in self.parts:
+            pad = kept_pads[part.rows.start or 0]
+            slots_BKm = slots_mBK[pad:, part.rows].permute(1, 2, 0)
+            num_quantised = min(part.num_tokens, num_kept - pad)
+            if num_quantised:
+                assert isinstance(part.keys, TokenGroups), "a group of several tokens cannot lose one of them"
+                num_dropped = self.num_slots - part.pad - (num_kept - pad)
+                whole = part.grown(*self.exact(part, part.end, min(self.num_slots, part.end + num_dropped)))
+                assert isinstance(whole.keys, TokenGroups)
+                chosen = slots_BKm[..., :num_quantised] - part.pad
+                part = replace(part, keys=whole.keys.take(chosen), values=whole.values.take(chosen))
+            kept.append(replace(part, pad=pad))
+            windows.append(slots_BKm[..., num_quantised:].permute(2, 0, 1) - self.start)
+        start = min(part.end for part in kept)
+        slab_TBKX = self.slab_TBKX.new_empty(num_kept - start + room, *self.slab_TBKX.shape[1:])
+        for part, window_SBK in zip(kept, windows, strict=True):
+            slots = slice(part.end - start, num_kept - start)
+            slab_TBKX[slots, part.rows] = taken(self.slab_TBKX[:, part.rows], window_SBK, 0)
+        self.slab_TBKX, self.start, self.parts = slab_TBKX, start, kept
+
+
+@dataclass(kw_only=True)
+class SeenQuantised(SeenKV):
+    """A quantised layer together with the queries of its newest tokens."""
+
+    layer: QuantisedLayer
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        parts = [self._attend_rows(part, self.q_BNCH[part.rows], terms) for part in self.layer.parts]
+        rows = [part.rows for part in self.layer.parts]
+        return padded_together(self.q_BNCH, self.layer.shape.value_dim, rows, parts)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """As of `SeenKV`; all of a layer is dequantised for it."""
+        return self.layer.slab().read(0, self.layer.num_slots)
+
+    def _attend_rows(self, part: QuantisedRows, q_BNCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of rows with the same padding, from the parts of the cache that their queries see."""
+        layer, num_new = self.layer, q_BNCH.shape[2]
+        end = layer.num_slots - part.pad  # positions are those in the row from here on
+        query = end - num_new
+        first = 0 if terms.rule is None else terms.rule.first_key(query)
+
+        def exact(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            k, v = layer.exact(part, part.pad + start, part.pad + stop)
+            return attend(q_BNCH, k, v, terms, q_start=query, k_start=start)
+
+        window = max(first, part.num_tokens)
+        out, lse = exact(window if num_new == 1 else query, end)
+        out = out.to(lse.dtype)
+        if num_new > 1:
+            out, lse = merge(out, lse, *exact(window, query))
+        if first < part.num_tokens:
+            sees_all = terms.rule is None or terms.rule.sees_everything
+            if num_new == 1 and sees_all and not terms.needs_scores and isinstance(part.keys, ChannelGroups):
+                out, lse = merge(out, lse, *part.attend_one(q_BNCH, terms.scaling))
+            else:
+                for other in self._attend_blocks(part, q_BNCH, terms, query=query, first=first):
+                    out, lse = merge(out, lse, *other)
+        return out.to(q_BNCH.dtype), lse
+
+    def _attend_blocks(
+        self, part: QuantisedRows, q_BNCH: Tensor, terms: AttentionTerms, *, query: int, first: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Attention to each block of quantised tokens, which is dequantised for it."""
+        for start, end in blocks(part.num_tokens):
+            if end > first:
+                k, v = (x.read(start, end, q_BNCH.dtype) for x in (part.keys, part.values))
+                seen = max(0, first - start)  # a query of a layer with a window sees no earlier key
+                k, v = k[:, :, seen:], v[:, :, seen:]
+                yield attend(q_BNCH, k, v, terms, q_start=query, k_start=start + seen)
+
+
+def _window_dtype(shape: KVShape, residual_bits: int | None) -> torch.dtype:
+    return shape.dtype if residual_bits is None else dtype_of_16_bits(shape.dtype)
+
+
+def quantised_bytes(
+    shapes: Sequence[KVShape],
+    num_tokens: int,
+    *,
+    bits: int,
+    residual: int,
+    residual_bits: int | None,
+    batch: int = 1,
+    room: int = 0,
+    keys_by_token: bool = False,
+) -> int:
+    """Bytes of a cache of prompts of `num_tokens` tokens: codes, scales, the window with its room, and positions."""
+    num_quantised = max(0, (num_tokens - residual) // GROUP * GROUP)
+    keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+    total = 0
+    for shape in shapes:
+        codes = keys.bytes_of(num_quantised, shape.key_dim, bits)
+        codes += TokenGroups.bytes_of(num_quantised, shape.value_dim, bits)
+        total += batch * shape.num_kv_heads * codes
+        window = replace(shape, dtype=_window_dtype(shape, residual_bits))
+        total += (num_tokens - num_quantised + room) * window.bytes_per_token(batch)
+        total += (num_tokens + room) * batch * torch.int32.itemsize
+    return total

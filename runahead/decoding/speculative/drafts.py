@@ -1,0 +1,86 @@
+"""Drafts of the next tokens of each row, which one forward verifies together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+
+class Drafter(ABC):
+    """Drafts the next tokens of the rows of a batch. Wrong drafts cost time and change no token.
+
+    Attributes:
+        is_free: drafting takes so little time that a draft is made before it is known whether it is verified.
+    """
+
+    is_free = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values that drafts are made from, besides those of the prompts' cache."""
+        return 0
+
+    def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Prepare for the first draft, once the prompts' first tokens are there."""
+
+    @abstractmethod
+    def draft(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
+        """Tokens that may follow.
+
+        Args:
+            texts: token ids of rows, by their number; those of earlier calls with more tokens after them.
+            most: most tokens of the draft of each row.
+        """
+
+
+class LookupDrafter(Drafter):
+    """Prompt look-up: what followed the last tokens of a text when they stood earlier in it.
+
+    Args:
+        match: number of tokens that have to be the same, by row.
+    """
+
+    def __init__(self, match: Mapping[int, int]) -> None:
+        self._rows = {row: Lookup(num) for row, num in match.items()}
+
+    def draft(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
+        return {row: self._rows[row].draft(text, most[row]) if row in self._rows else [] for row, text in texts.items()}
+
+
+class Lookup:
+    """Look-up in one text.
+
+    Of all earlier places those count at which the longest run of tokens is the same, and of these the last one. A draft
+    that reaches the end of the text goes on with itself, so that what repeats with a period is drafted at any length.
+
+    Args:
+        match: number of tokens that have to be the same.
+    """
+
+    MOST_PLACES, MOST_MATCH = 16, 32
+    """Places that are compared, the last ones, and tokens that are compared at each: they bound the work of a draft."""
+
+    def __init__(self, match: int) -> None:
+        self._match = match
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._num_known = 0
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow the text, which is that of the last call with more tokens after it."""
+        end = len(text)
+        for place in range(max(self._num_known, self._match), end):  # each with a token after it
+            self._places.setdefault(tuple(text[place - self._match : place]), []).append(place)
+        self._num_known = end
+        found = self._places.get(tuple(text[end - self._match :]), [])[-self.MOST_PLACES :] if most > 0 else []
+        if not found:
+            return []
+        place = max(found, key=lambda place: (self._length_of_match(text, place), place))
+        drafted: list[int] = []
+        for index in range(place, place + most):
+            drafted.append(text[index] if index < end else drafted[index - end])
+        return drafted
+
+    def _length_of_match(self, text: Sequence[int], place: int) -> int:
+        """Number of tokens before a place that are those at the end of the text."""
+        most = min(place, self.MOST_MATCH)
+        return next((num for num in range(most) if text[place - 1 - num] != text[len(text) - 1 - num]), most)

@@ -1,0 +1,107 @@
+"""`Speculator`: which drafter an engine's batches have, and whether their drafts can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from runahead.config import GenerationOptions, Speculate
+from runahead.decoding.decode import Decoded, Row
+from runahead.decoding.speculative.drafts import Drafter, LookupDrafter
+from runahead.decoding.speculative.generated_drafts import ModelDrafter
+from runahead.decoding.speculative.policy_drafts import PolicyDrafter
+from runahead.decoding.speculative.speculation import Speculation
+from runahead.decoding.speculative.verification import RowForwards
+from runahead.model.model import Model
+from runahead.prefill.base import Prefilled, PromptBatch
+from runahead.thinning.rank_policies import RankPolicies
+
+
+class Speculator:
+    """Speculative decoding of batches.
+
+    Args:
+        model: verifies.
+        draft: drafts: a smaller model, or policies that choose what the model drafts from; None where drafts are looked
+            up.
+        on_layer: called after each layer of a drafting model.
+    """
+
+    def __init__(self, model: Model, draft: Model | RankPolicies | None, on_layer: Callable[[], None]) -> None:
+        self._model, self._draft, self._on_layer = model, draft, on_layer
+
+    def check(self, options: Sequence[GenerationOptions], lengths: Sequence[int], *, reuses: bool) -> None:
+        """Check that drafts can be made as the options ask.
+
+        Args:
+            options: of every row.
+            lengths: tokens of every prompt.
+            reuses: prompts reuse prefixes or segments.
+
+        Raises:
+            ValueError: they cannot; in one line.
+        """
+        kinds = [each.speculate for each in options if each.speculate is not Speculate.none]
+        if not kinds:
+            return
+        kind = kinds[0]
+        if other := next((each for each in kinds if each is not kind), None):
+            raise ValueError(
+                f"generation.speculate={kind.name} and {other.name} are asked for in one batch; use one of them for "
+                "all of its prompts"
+            )
+        self._model.require_unmarked(f"generation.speculate={kind.name}", "use generation.speculate=none")
+        if self._model.rotates_by_length:
+            raise ValueError(
+                f"generation.speculate={kind.name} does not go with model {self._model.name}, whose rotary angles "
+                "depend on the length of the text, which is another one for each token of a draft; use "
+                "generation.speculate=none"
+            )
+        if kind is Speculate.model:
+            if not isinstance(self._draft, Model):
+                raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
+            num_new = max(each.max_new_tokens for each in options)
+            ModelDrafter.check(self._model, self._draft, lengths=lengths, num_new=num_new)
+        if kind is Speculate.policy:
+            if not isinstance(self._draft, RankPolicies):
+                raise ValueError("generation.speculate=policy needs policies of what drafts see: Engine(draft=...)")
+            if reuses:
+                raise ValueError(
+                    "generation.speculate=policy does not go with reused prefixes and segments, since policies choose "
+                    "among the computed tokens; use generation.speculate=lookup"
+                )
+            self._model.require_own_kv("generation.speculate=policy", "use generation.speculate=lookup")
+            self._draft.check(self._model)
+            PolicyDrafter.check(self._draft)
+
+    def decode(
+        self,
+        rows: Sequence[Row],
+        prefilled: Prefilled,
+        batch: PromptBatch,
+        on_step: Callable[[list[int | None]], Iterable[int]],
+    ) -> Decoded:
+        """Generate all tokens, on the one rank that has a KV cache. `prefilled` gets the cache's new form and reports.
+
+        Args:
+            rows: one per prompt, without new tokens.
+            on_step: as of `Speculation`.
+        """
+        assert prefilled.cache is not None and prefilled.logits_BV is not None
+        forwards = RowForwards(self._model, prefilled.cache, pads=batch.pads, num_tokens=batch.num_tokens)
+        prefilled.cache = forwards.cache
+        drafter = self._drafter(rows, forwards)
+        speculation = Speculation(rows, forwards, drafter, on_step)
+        decoded = speculation.decode(prefilled.logits_BV)
+        prefilled.report.speculation = speculation.report
+        forwards.cache.describe_decoding(prefilled.report)
+        prefilled.report.kv_peak_bytes += drafter.num_bytes
+        return decoded
+
+    def _drafter(self, rows: Sequence[Row], forwards: RowForwards) -> Drafter:
+        kinds = {row.options.speculate for row in rows}
+        if isinstance(self._draft, Model) and Speculate.model in kinds:
+            return ModelDrafter(self._draft, rows, on_layer=self._on_layer)
+        if isinstance(self._draft, RankPolicies) and Speculate.policy in kinds:
+            return PolicyDrafter(self._model, self._draft.last, rows, forwards)
+        asked = {number: row.options for number, row in enumerate(rows) if row.options.speculate is Speculate.lookup}
+        return LookupDrafter({row: options.speculate_match for row, options in asked.items()})

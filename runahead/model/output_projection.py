@@ -1,0 +1,91 @@
+"""The output projection of each attention layer: the linear map that is given what attention returns."""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, t of them, V value dim, D model dim,
+# X = N * V.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runahead.attention.base import LayerAttention, Recording
+from runahead.attention.partial import AttentionTerms
+
+BLOCK_VALUES = 1 << 22
+"""Projected values at a time, over all rows, which bounds the memory that they take."""
+
+
+class Marking(Recording):
+    """Attention that returns random numbers, by which they are found again in what modules are given."""
+
+    def __init__(self, *, start: int, pads: list[int]) -> None:
+        super().__init__(start=start, pads=pads)
+        self.given: list[Tensor] = []
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        out_BNCV = super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        generator = torch.Generator().manual_seed(layer)
+        marks = torch.randn(out_BNCV.shape, generator=generator).to(out_BNCV)
+        self.given.append(marks.transpose(1, 2).flatten())
+        return marks
+
+
+def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], None], num_layers: int) -> list[Tensor]:
+    """Weights (D, N * V) of the layers' output projections, as views of the model's own.
+
+    Args:
+        module: the model.
+        run: runs one token through the model, with this attention.
+
+    Raises:
+        ValueError: a layer has no linear map of that input. The message has no remedy.
+    """
+    marking = Marking(start=0, pads=[0])
+    found: dict[int, Tensor] = {}
+
+    def look(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        layer, weight = len(marking.given) - 1, getattr(child, "weight", None)
+        if layer < 0 or layer in found or not (args and isinstance(args[0], Tensor) and isinstance(weight, Tensor)):
+            return
+        x_X = args[0].flatten()
+        if weight.ndim == 2 and x_X.shape == marking.given[layer].shape and torch.equal(x_X, marking.given[layer]):
+            bias = getattr(child, "bias", None)
+            for weight_DX in (weight, weight.mT):  # some families store it transposed
+                if weight_DX.shape[1] == len(x_X):
+                    ours = F.linear(x_X, weight_DX, bias)
+                    scale = output.abs().max()
+                    if ours.shape == output.flatten().shape and (ours - output.flatten()).abs().max() <= 0.05 * scale:
+                        found[layer] = weight_DX.detach()
+
+    hooks = [child.register_forward_hook(look) for child in module.modules() if not [*child.children()]]
+    try:
+        run(marking)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(found) < num_layers:
+        missing = next(layer for layer in range(num_layers) if layer not in found)
+        raise ValueError(f"passes what attention returns to no linear map in layer {missing}")
+    return [found[layer] for layer in range(num_layers)]
+
+
+def projected_lengths(v_BKnV: Tensor, weight_DX: Tensor, num_heads: int, order: int = 1) -> Tensor:
+    """Norm (B, N, n) of what each query head adds to the output for each stored value, at least in float32.
+
+    Args:
+        order: 1 or 2, of the norm.
+    """
+    batch, num_kv_heads, num_slots, value_dim = v_BKnV.shape
+    wide = torch.promote_types(v_BKnV.dtype, torch.float32)
+    lengths_BNn = torch.empty(batch, num_heads, num_slots, dtype=wide, device=v_BKnV.device)
+    step = max(1, BLOCK_VALUES // (batch * weight_DX.shape[0]))
+    for head, weight_DV in enumerate(weight_DX.split(value_dim, dim=1)):
+        weight_VD, v_BnV = weight_DV.mT.to(wide), v_BKnV[:, head * num_kv_heads // num_heads]
+        for first in range(0, num_slots, step):
+            added_BtD = v_BnV[:, first : first + step].to(wide) @ weight_VD
+            lengths_BNn[:, head, first : first + step] = added_BtD.norm(p=order, dim=-1)
+    return lengths_BNn

@@ -1,0 +1,90 @@
+"""Layers that store no keys and values, but read those of an earlier layer (Gemma 3n, Gemma 4).
+
+They come after all layers that store some. So a rank that computes no logits is done with its chunk once these have
+run, and where logits are computed, the reading layers need the last token alone, as in YOCO (arXiv 2405.05254).
+"""
+
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from runahead.attention.base import LayerAttention
+from runahead.attention.partial import AttentionTerms
+
+
+def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]]) -> dict[int, int]:
+    """Layers that read the keys and values of earlier ones, by their being the same tensors.
+
+    Args:
+        calls: layer, queries, keys, values and terms of every layer in order, of one forward.
+
+    Returns:
+        layer that reads -> layer that stores.
+
+    Raises:
+        ValueError: a layer that stores comes after one that reads. The message has no remedy.
+    """
+    stored: dict[int, int] = {}
+    sources = {layer: source for layer, _, k, _, _ in calls if (source := stored.setdefault(id(k), layer)) != layer}
+    if sources and min(sources) + len(sources) != len(calls):
+        raise ValueError("has layers that store keys and values after layers that read those of others")
+    return sources
+
+
+class ReadingAttention(LayerAttention):
+    """The attention of one forward of a model some of whose layers read the keys and values of others.
+
+    Args:
+        attention: of the forward.
+        sources: layer that reads -> layer that stores.
+        num_new: number of new tokens.
+    """
+
+    def __init__(self, attention: LayerAttention, sources: Mapping[int, int], num_new: int) -> None:
+        super().__init__(start=attention.start, pads=attention.pads)
+        self._attention, self._sources, self._num_new = attention, sources, num_new
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        source = self._sources.get(layer)
+        if source is None:
+            return self._attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        skipped = self._num_new - q_BNCH.shape[2]
+        return self._attention.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+
+
+@contextmanager
+def last_token_only(layers: Sequence[nn.Module], num_new: int) -> Iterator[None]:
+    """Context manager in which these layers, the last ones of a model, compute only the last of `num_new` tokens.
+
+    Forward pre-hooks cut what the layers are given. Hidden states are (..., C, D), all else (B or 1, C, ...).
+    """
+
+    def shortened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = args[0] if args else keywords["hidden_states"]
+        hidden = hidden[..., -1:, :]
+        keywords = {name: _last(value, num_new) for name, value in keywords.items()}
+        if args:
+            return (hidden, *(_last(value, num_new) for value in args[1:])), keywords
+        return args, keywords | {"hidden_states": hidden}
+
+    hooks = [layer.register_forward_pre_hook(shortened, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _last(value: Any, num_new: int) -> Any:
+    """Cut every tensor (B or 1, C, ...) in `value` to the last token; anything else stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(_last(part, num_new) for part in value)
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == num_new:
+        return value[:, -1:]
+    return value

@@ -1,0 +1,59 @@
+"""Several rows after one prompt: its keys and values are computed once, and all rows attend to them together."""
+
+# Legend: T tokens of the prompt, K kv heads, X = H + V key and value dims, S new tokens of a prompt.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from policies.base import GivenPrompt, ReusingPrompt
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import SlabRow
+from runahead.model.model import Model
+from runahead.reuse.cache import ReusedCache
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
+
+
+def each_once(prompts: Sequence[GivenPrompt]) -> tuple[list[GivenPrompt], list[int]]:
+    """Different prompts in the order in which they first appear, and for each given one its index among them."""
+    places: dict[ReusingPrompt | tuple[int, ...], int] = {}
+    of_row = [
+        places.setdefault(prompt if isinstance(prompt, ReusingPrompt) else tuple(prompt), len(places))
+        for prompt in prompts
+    ]
+    return [prompts[of_row.index(number)] for number in range(len(places))], of_row
+
+
+def attends_together(model: Model) -> bool:
+    """Whether rows can attend to the same keys and values of a prompt, which needs positions that the runtime gives."""
+    return model.uneven_limit is None and not model.rotates_by_length
+
+
+def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: int) -> tuple[list[KVStore], int]:
+    """Caches of several rows that go on after the same prompt.
+
+    They share the prompt's keys and values where these lie whole in slabs (`attends_together`): each then stores its
+    own new tokens alone. Otherwise each has a copy, or shares memory until it stores a token.
+
+    Args:
+        row: cache of the prompt, in place of which the new ones are used.
+        num_tokens: tokens that it stores, without those that it reuses.
+        num_new: tokens for which each row has room.
+
+    Returns:
+        the caches, and how many of the `num_tokens` they share.
+    """
+    layers_TKX = row.row_kv(0, 0, num_tokens) if attends_together(model) else None
+    if layers_TKX is None:
+        return [row, *(row.fork() for _ in range(count - 1))], 0
+    reused = ReusedKV(parts=[], positions_BS=torch.arange(num_tokens)[None], ends=[num_tokens])
+    if isinstance(row, ReusedCache):
+        reused = row.reused
+    assert reused.positions_BS.shape == (1, num_tokens), (reused.positions_BS.shape, num_tokens)
+    given = ReusedPart(layers_TKX=layers_TKX, positions_T=reused.positions_BS[0], rows=(0,))
+    after = replace(reused, parts=[*reused.parts, given], positions_BS=reused.positions_BS[:, num_tokens:])
+    rows = [ReusedCache(SlabRow(model.empty_cache(num_new), 0, 0), after, shared_TKX=layers_TKX) for _ in range(count)]
+    return list(rows), num_tokens

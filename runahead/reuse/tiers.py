@@ -1,0 +1,215 @@
+"""Tiers in which keys and values are kept: the memory that one takes, and copies of rows between device and host.
+
+Copies are made by threads, beside compute and decoding. On a CPU both are the same memory, and the copies are made all
+the same: limits and code are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from runahead.cache.copy_stream import copies_for
+from runahead.cache.host_memory import host_empty
+from runahead.cache.slabs import KVShape
+from runahead.ranks.accelerator import Event, accelerator_for
+from runahead.ranks.worker import Worker
+from runahead.reuse.layer_rows import CopiedMemory, LayerRows
+
+
+class Tier(Enum):
+    device = "device"
+    host = "host"
+    disk = "disk"
+
+
+class Owner(Protocol):
+    """Owns rows of an allocation."""
+
+    layers_TKX: LayerRows
+    num_hits: int
+
+
+AnyOwner = TypeVar("AnyOwner", bound=Owner)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Allocation(Generic[AnyOwner]):
+    """Memory in which the rows of some owners lie, and perhaps other rows.
+
+    Attributes:
+        num_bytes: allocated.
+        live_bytes: of the owners' rows.
+    """
+
+    num_bytes: int
+    live_bytes: int = 0
+    owners: set[AnyOwner] = field(default_factory=set)
+
+    @property
+    def is_wasted(self) -> bool:
+        """Whether less than half of it has an owner, and nobody reads it: a copy would not free what is read."""
+        return 2 * self.live_bytes < self.num_bytes and not any(owner.num_hits for owner in self.owners)
+
+
+class TierMemory(Generic[AnyOwner]):
+    """The allocations of one tier. A view keeps its whole allocation alive, so bytes are counted per allocation.
+
+    Args:
+        limit_bytes: most bytes of all allocations.
+
+    Attributes:
+        num_bytes: bytes of all allocations, each once.
+    """
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._allocations: dict[Hashable, Allocation[AnyOwner]] = {}
+
+    def add(self, owner: AnyOwner) -> None:
+        """Count an owner's rows."""
+        rows = owner.layers_TKX
+        if not rows:
+            return
+        if rows.memory.where not in self._allocations:
+            self._allocations[rows.memory.where] = Allocation(num_bytes=rows.memory.num_bytes)
+            self.num_bytes += rows.memory.num_bytes
+        self._allocations[rows.memory.where].owners.add(owner)
+        self._allocations[rows.memory.where].live_bytes += rows.num_bytes
+
+    def share(self, owner: AnyOwner, new: AnyOwner) -> None:
+        """Let `new` own some of the rows that were counted for an owner."""
+        if owner.layers_TKX:
+            self._allocations[owner.layers_TKX.memory.where].owners.add(new)
+
+    def forget(self, owner: AnyOwner) -> Allocation[AnyOwner] | None:
+        """Count an owner's rows no longer. Returns their allocation; None if the owner has no rows."""
+        rows = owner.layers_TKX
+        if not rows:
+            return None
+        allocation = self._allocations[rows.memory.where]
+        allocation.owners.remove(owner)
+        allocation.live_bytes -= rows.num_bytes
+        if not allocation.owners:
+            self.num_bytes -= allocation.num_bytes
+            del self._allocations[rows.memory.where]
+        return allocation
+
+    def owners(self) -> Iterator[AnyOwner]:
+        """All owners, each once."""
+        for allocation in self._allocations.values():
+            yield from allocation.owners
+
+    def owners_of(self, where: Hashable) -> list[AnyOwner]:
+        """The owners of rows in this allocation."""
+        return list(self._allocations[where].owners) if where in self._allocations else []
+
+    def wasted(self) -> list[Allocation[AnyOwner]]:
+        """The allocations of which it pays to copy what is left."""
+        return [each for each in self._allocations.values() if each.is_wasted]
+
+
+class TierCopies:
+    """Copies between a device and host memory.
+
+    Args:
+        device: that computes.
+        shapes: of the layers.
+        on_failure: called, perhaps in another thread, with a copy that could not be made, before its readers know:
+            there is no host memory, or what is copied is lost.
+    """
+
+    def __init__(
+        self, device: torch.device, shapes: Sequence[KVShape], on_failure: Callable[[CopiedMemory], object]
+    ) -> None:
+        self.device, self.shapes, self._on_failure = device, list(shapes), on_failure
+        self.token_bytes = sum(shape.bytes_per_token() for shape in shapes)
+        self._accelerator, self._stream = accelerator_for(device), copies_for(device)
+        self._on_their_way: list[tuple[Event, LayerRows]] = []  # host memory that copies read
+        self._changes = threading.Lock()  # of this list
+        self._lowering, self._raising = Worker("prefixes to the host"), Worker("prefixes to the device")
+
+    def to_host(self, rows: LayerRows) -> LayerRows:
+        """Begin to copy rows of the device, or of host memory, into host memory of their own."""
+        copy = CopiedMemory(self.shapes, rows.stop - rows.start)
+
+        def run() -> None:
+            try:
+                parts = copy.parts(self.host_block(copy.num_bytes))
+                if self._accelerator is None or self._stream is None:
+                    for part, layer in zip(parts, rows, strict=True):
+                        copy.put(part.copy_(layer))
+                    return
+                self._accelerator.enter_thread()
+                with self._stream.copying():
+                    for part, layer in zip(parts, rows, strict=True):
+                        part.copy_(layer, non_blocking=True)
+                self._stream.mark().synchronize()  # until then `rows` keeps the memory that is read
+                for part in parts:
+                    copy.put(part)
+            except Exception as error:
+                self._on_failure(copy)
+                copy.fail(error)
+
+        self._lowering.submit(run)
+        return LayerRows(copy, 0, copy.num_tokens)
+
+    def to_device(self, rows: LayerRows) -> LayerRows:
+        """Begin to copy rows of host memory, which may be on their way, to the device.
+
+        Compute waits for each layer when it reads it.
+        """
+        copy = CopiedMemory(self.shapes, rows.stop - rows.start, hold=self._hold)
+        stream = self._stream
+        with nullcontext() if stream is None else stream.copying(), torch.inference_mode(False):
+            # An inference tensor could not be written to by another thread.
+            parts = copy.parts(torch.empty(copy.num_bytes, dtype=torch.uint8, device=self.device))
+
+        def run() -> None:
+            try:
+                for part, layer in zip(parts, rows, strict=True):
+                    if stream is None:
+                        copy.put(part.copy_(layer))
+                        continue
+                    with stream.copying():
+                        part.copy_(layer, non_blocking=True)
+                    copy.put(part, stream.mark())
+                if stream is not None:
+                    with self._changes:
+                        self._on_their_way = [each for each in self._on_their_way if not each[0].query()]
+                        self._on_their_way.append((stream.mark(), rows))
+            except Exception as error:  # so that nobody waits for ever
+                self._on_failure(copy)
+                copy.fail(error)
+
+        def run_in_thread() -> None:
+            if self._accelerator is not None:
+                self._accelerator.enter_thread()
+            run()
+
+        if stream is not None and rows.memory.is_there:  # the copies are queued, and the host goes on
+            run()
+        else:
+            self._raising.submit(run_in_thread)
+        return LayerRows(copy, 0, copy.num_tokens)
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """Uninitialised host memory, page-locked for a GPU. Raises: ValueError: there is none."""
+        return host_empty((num_bytes,), torch.uint8, self.device)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all copies so far are made."""
+        for worker in (self._lowering, self._raising):
+            worker.submit(lambda: None).done.wait(timeout_s)
+
+    def _hold(self, mark: Any) -> None:
+        assert self._stream is not None
+        self._stream.hold_compute(mark)

@@ -1,0 +1,365 @@
+"""A layer of the KV cache whose KV heads store different numbers of tokens.
+
+The tokens of a row and KV head are a sequence of their own. All sequences lie one after another in flat memory, each
+followed by room for new tokens, so a head that keeps few tokens takes little memory. Padding is not stored.
+"""
+
+# Legend: B batch, N query heads, K kv heads, S = B * K sequences, G = N / K, C new tokens, n tokens of the longest
+# sequence, m kept ones, T rows of memory, Y some of them, H key dim, V value dim, X = H + V, D = G * C.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from runahead.attention.causal import attend_causally, nothing
+from runahead.attention.marked import attend_marked
+from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
+from runahead.cache.base import SeenKV
+from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.slabs import KVShape, KVSlab
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedTokens:
+    """Tokens that the KV heads of a layer dropped. Attention takes each of them for the mean of all (RazorAttention).
+
+    Attributes:
+        sum_BKX: sum of their keys and values, in at least float32.
+        count_BK: their number, in the same dtype.
+    """
+
+    sum_BKX: Tensor
+    count_BK: Tensor
+
+    @classmethod
+    def of(cls, layer: KeptLayer, slots_BKm: Tensor) -> DroppedTokens:
+        """The tokens of a layer that are in no slot of `slots_BKm`, and those that it dropped before."""
+        kv_BKnX = layer.kv_BKnX()
+        stays_BKn = torch.zeros(*kv_BKnX.shape[:2], layer.num_slots + 1, dtype=torch.bool, device=kv_BKnX.device)
+        stays_BKn = stays_BKn.scatter_(2, slots_BKm + 1, True)[..., 1:]  # without the place of -1
+        stays_BKn |= layer.positions_BKn() < 0  # padding, which may hold anything
+        wide = torch.promote_types(kv_BKnX.dtype, torch.float32)
+        sum_BKX = kv_BKnX.masked_fill(stays_BKn[..., None], 0).sum(dim=2, dtype=wide)
+        count_BK = (~stays_BKn).sum(dim=2).to(wide)
+        before = layer.dropped if isinstance(layer, RaggedLayer) else None
+        if before is not None:
+            sum_BKX, count_BK = sum_BKX + before.sum_BKX, count_BK + before.count_BK
+        return cls(sum_BKX=sum_BKX, count_BK=count_BK)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sum_BKX.nbytes + self.count_BK.nbytes
+
+    def attend(self, q_BNCH: Tensor, shape: KVShape, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        """Output (B, N, C, V) and log-sum-exp (B, N, C) of attention to the mean, as often as there are tokens."""
+        mean_BKX = self.sum_BKX / self.count_BK.clamp_min(1)[..., None]
+        k_BK1H, v_BK1V = (x[:, :, None] for x in mean_BKX.split([shape.key_dim, shape.value_dim], dim=-1))
+        q_BKDH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(2, 3).to(k_BK1H.dtype)
+        scores_BNC = (q_BKDH @ k_BK1H.mT * terms.scaling).reshape(q_BNCH.shape[:3])
+        if terms.softcap is not None:
+            scores_BNC = terms.softcap * torch.tanh(scores_BNC / terms.softcap)
+        group = q_BNCH.shape[1] // shape.num_kv_heads
+        weights_BN1 = self.count_BK.log().repeat_interleave(group, dim=1)[..., None]  # of none: minus infinity
+        out_BNCV = v_BK1V.repeat_interleave(group, dim=1).expand(-1, -1, q_BNCH.shape[2], -1)
+        return out_BNCV, scores_BNC + weights_BN1
+
+
+@dataclass(kw_only=True)
+class RaggedLayer(KeptLayer):
+    """One layer, in which each row and KV head has a number of tokens of its own.
+
+    Memory has one row and one KV head, (T, 1, 1, X). For policies, which look at all heads at once, a sequence has
+    slots as if it were padded on the left to the longest one: the last slot holds the newest token of every head.
+
+    Attributes:
+        lengths: number of tokens of each sequence, row by row, in each row head by head.
+        starts: where each sequence starts in memory, and the end of the last (S + 1).
+        room: number of new tokens for which each sequence has room.
+        dropped: the mean of what each sequence dropped, if it stands for these tokens.
+    """
+
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    room: int
+    dropped: DroppedTokens | None = None
+    _starts: Tensor = field(init=False, repr=False)
+    _used_S: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._place()
+
+    @classmethod
+    def of(cls, layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> RaggedLayer:
+        """Copy some slots of a layer to memory of their own.
+
+        Args:
+            slots_BKm: slots to copy, ascending; -1 in the first places of a head that keeps fewer than m.
+            room: new tokens for which to make room.
+            compensates: whether the mean of all other tokens stands for them.
+        """
+        assert layer.rotary is None and layer.first == 0, "positions are original, and all tokens are stored"
+        is_kept_BKm, heads = slots_BKm >= 0, layer.shape.num_kv_heads
+        lengths: list[int] = is_kept_BKm.sum(dim=-1).flatten().tolist()
+        starts = _starts_of(lengths, room)
+        from_Y = _rows_of_slots(layer, slots_BKm)[is_kept_BKm]
+        to_Y = _rows(starts, lengths, from_Y.device)
+
+        def taken(values_TBK: Tensor) -> Tensor:
+            if values_TBK.shape[2] != layer.slab_TBKX.shape[2]:  # the same in all heads
+                values_TBK = values_TBK.expand(-1, -1, heads)
+            flat = values_TBK.flatten(0, 2)
+            new = flat.new_empty(starts[-1], 1, 1, *flat.shape[1:])
+            return new.index_copy_(0, to_Y, flat.index_select(0, from_Y)[:, None, None])
+
+        return cls(
+            shape=layer.shape,
+            slab_TBKX=taken(layer.slab_TBKX),
+            positions_TBK=taken(layer.positions_TBK),
+            carried_TBK=None if layer.carried_TBK is None else taken(layer.carried_TBK),
+            pads=_row_pads(lengths, heads),
+            num_slots=max(lengths),
+            lengths=lengths,
+            starts=starts,
+            room=room,
+            dropped=DroppedTokens.of(layer, slots_BKm) if compensates else None,
+        )
+
+    def dense(self, slots_BKm: Tensor, *, room: int) -> KeptLayer:
+        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding."""
+
+        def taken(values_BKn: Tensor) -> Tensor:
+            index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))
+            kept_mBK = values_BKn.take_along_dim(index, dim=2).movedim(2, 0)
+            new = kept_mBK.new_empty(len(kept_mBK) + room, *kept_mBK.shape[1:])
+            new[: len(kept_mBK)] = kept_mBK
+            return new
+
+        positions_TBK, carried_BKn = taken(self.positions_BKn()), self.carried_BKn()
+        num_kept = slots_BKm.shape[2]
+        return KeptLayer(
+            shape=self.shape,
+            slab_TBKX=taken(self.kv_BKnX()),
+            positions_TBK=positions_TBK,
+            carried_TBK=None if carried_BKn is None else taken(carried_BKn),
+            pads=(positions_TBK[:num_kept, :, 0] < 0).sum(dim=0).tolist(),
+            num_slots=num_kept,
+        )
+
+    def _place(self) -> None:
+        """Tell the device where the sequences are."""
+        device = self.slab_TBKX.device
+        self._starts, self._used_S = row_values(self.starts, device).int(), row_values(self.lengths, device).int()
+
+    @property
+    def tokens_per_head(self) -> int:
+        """Mean number of tokens of a row's KV heads, rounded up; of the row with most."""
+        heads = self.shape.num_kv_heads
+        totals = [sum(self.lengths[first : first + heads]) for first in range(0, len(self.lengths), heads)]
+        return -(-max(totals) // heads)
+
+    @property
+    def tokens_BK(self) -> list[list[int]]:  # noqa: N802
+        heads = self.shape.num_kv_heads
+        return [list(self.lengths[first : first + heads]) for first in range(0, len(self.lengths), heads)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated: as of `KeptLayer`, where the sequences are, and what stands for dropped tokens."""
+        dropped = 0 if self.dropped is None else self.dropped.num_bytes
+        return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + dropped
+
+    def slab(self) -> KVSlab:
+        raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
+
+    def sequences(self, pads: Sequence[int]) -> list[KVSlab]:
+        """The tokens of each sequence, as one KV head of one row, in place, numbered from `pads` on."""
+        return [
+            KVSlab(slab_TBKX=self.slab_TBKX[start : start + length], key_dim=self.shape.key_dim, first=pad)
+            for start, length, pad in zip(self.starts, self.lengths, pads, strict=False)
+        ]
+
+    def positions_BKn(self) -> Tensor:  # noqa: N802
+        return self._padded(self.positions_TBK[:, 0, 0], -1)
+
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
+        return self._padded(self.slab_TBKX[:, 0, 0], 0)
+
+    def carried_BKn(self) -> Tensor | None:  # noqa: N802
+        return None if self.carried_TBK is None else self._padded(self.carried_TBK[:, 0, 0], 0)
+
+    def _padded(self, values_T: Tensor, padding: int) -> Tensor:
+        """A copy of the values of all sequences (B, K, n, ...), padded on the left."""
+        out_Sn = values_T.new_full((len(self.lengths), self.num_slots, *values_T.shape[1:]), padding)
+        for out_n, start, length in zip(out_Sn, self.starts, self.lengths, strict=False):
+            out_n[self.num_slots - length :] = values_T[start : start + length]
+        return out_Sn.unflatten(0, (-1, self.shape.num_kv_heads))
+
+    def carry(self, values_BKn: Tensor) -> None:
+        carried_T = values_BKn.new_zeros(len(self.slab_TBKX))
+        for values_n, start, length in zip(values_BKn.flatten(0, 1), self.starts, self.lengths, strict=False):
+            carried_T[start : start + length] = values_n[self.num_slots - length :]
+        self.carried_TBK = carried_T[:, None, None]
+
+    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+        heads, num_new, device = self.shape.num_kv_heads, k_BKCH.shape[2], k_BKCH.device
+        if num_new > self.room:  # an eighth more, so that growing token by token stays cheap
+            self.copy_out(room=num_new + sum(self.lengths) // len(self.lengths) // 8)
+        rows_SC = (self._starts[:-1] + self._used_S).long()[:, None] + torch.arange(num_new, device=device)
+        kv_SCX = torch.cat([k_BKCH, v_BKCV], dim=-1).flatten(0, 1)
+        positions_SC = positions_BC[:, None].expand(-1, heads, -1).flatten(0, 1)
+        new_S: list[int] = [num_new - pad for pad in new_pads for _ in range(heads)]
+        if any(new_pads):  # on the left of a row, which has no tokens yet
+            is_token_SC = positions_SC >= 0
+            pads_S1 = row_values([num_new - new for new in new_S], device)[:, None]
+            rows_Y, kv_YX, positions_Y = (
+                (rows_SC - pads_S1)[is_token_SC],
+                kv_SCX[is_token_SC],
+                positions_SC[is_token_SC],
+            )
+            self._used_S += num_new - pads_S1[:, 0]
+        else:
+            rows_Y, kv_YX, positions_Y = rows_SC.flatten(), kv_SCX.flatten(0, 1), positions_SC.flatten()
+            self._used_S += num_new
+        self.slab_TBKX[:, 0, 0].index_copy_(0, rows_Y, kv_YX)
+        self.positions_TBK[:, 0, 0].index_copy_(0, rows_Y, positions_Y.int())
+        if self.carried_TBK is not None:
+            self.carried_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
+        self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
+        self.room -= num_new
+        self.num_slots, self.pads = max(self.lengths), _row_pads(self.lengths, heads)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRagged:
+        return SeenRagged(q_BNCH=q_BNCH, layer=self, new_pads=tokens.pads(q_BNCH.shape[2]))
+
+    def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Output (B, N, 1, V) and log-sum-exp (B, N, 1) of one query per row, over all tokens of its heads."""
+        kv_T1X, key_dim = self.slab_TBKX[:, 0], self.shape.key_dim
+        out_SGV, lse_SG = attend_sequences(
+            q_BN1H.reshape(len(self.lengths), -1, key_dim),
+            kv_T1X[..., :key_dim],
+            kv_T1X[..., key_dim:],
+            starts=self._starts,
+            used_S=self._used_S,
+            longest=self.num_slots,
+            scaling=scaling,
+        )
+        return out_SGV.reshape(*q_BN1H.shape[:3], -1), lse_SG.reshape(q_BN1H.shape[:3])
+
+    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+        raise NotImplementedError("heads of other lengths need other memory; use cut_back")
+
+    def free(self, *, room: int) -> None:
+        if self.starts[-1] != sum(self.lengths) + room * len(self.lengths):
+            self.copy_out(room=room)
+
+    def copy_out(self, *, room: int) -> None:
+        starts = _starts_of(self.lengths, room)
+
+        def moved(old: Tensor) -> Tensor:
+            new = old.new_empty(starts[-1], *old.shape[1:])
+            for to, start, length in zip(starts, self.starts, self.lengths, strict=False):
+                new[to : to + length] = old[start : start + length]
+            return new
+
+        self.slab_TBKX, self.positions_TBK = moved(self.slab_TBKX), moved(self.positions_TBK)
+        if self.carried_TBK is not None:
+            self.carried_TBK = moved(self.carried_TBK)
+        self.starts, self.room = starts, room
+        self._place()
+
+    def fork(self, *, copy: bool) -> RaggedLayer:
+        other = replace(self, room=0)
+        if copy:
+            other.copy_out(room=0)
+        return other
+
+
+@dataclass(kw_only=True)
+class SeenRagged(SeenKV):
+    """A ragged layer together with the queries of its newest tokens, which attend to it.
+
+    Attributes:
+        new_pads: number of padding tokens among these, by row; above 0 in rows without tokens before them.
+    """
+
+    layer: RaggedLayer
+    new_pads: Sequence[int]
+
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+        out_BNCV, lse_BNC = self._attend_to_kept(terms)
+        dropped = self.layer.dropped
+        if dropped is None:
+            return out_BNCV, lse_BNC
+        return merge(out_BNCV, lse_BNC, *dropped.attend(self.q_BNCH, self.layer.shape, terms))
+
+    def _attend_to_kept(self, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        layer, q_BNCH, shape = self.layer, self.q_BNCH, self.layer.shape
+        if terms.marked_window is not None:
+            return attend_marked(q_BNCH, *self.read(), terms, layer.positions_BKn())
+        num_new, one_each = q_BNCH.shape[2], q_BNCH.shape[2] == 1 and not any(self.new_pads)
+        takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
+        if one_each and takes and not terms.needs_scores:
+            return layer.attend_one(q_BNCH, terms.scaling)
+        # Counted in slots, which are in causal order whichever tokens they hold.
+        q_SGCH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)
+        pads = [pad for pad in self.new_pads for _ in range(shape.num_kv_heads)]
+        parts = [
+            attend_causally(q_1GCH, slab, terms, start=slab.end - num_new, pads=[pad])
+            for q_1GCH, slab, pad in zip(q_SGCH.split(1), layer.sequences(pads), pads, strict=True)
+        ]
+        out_SGCV, lse_SGC = (torch.cat(list(each)) for each in zip(*parts, strict=True))
+        return out_SGCV.reshape(*q_BNCH.shape[:3], -1), lse_SGC.reshape(q_BNCH.shape[:3])
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
+        kv_BKnX, key_dim = self.layer.kv_BKnX(), self.layer.shape.key_dim
+        return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
+
+
+def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> KeptLayer:
+    """The layer with these slots alone: dense if all heads keep equally many, else ragged.
+
+    Args:
+        slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding.
+        room: new tokens for which to make room.
+        compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
+    """
+    if compensates or bool((slots_BKm < 0).any()):
+        return RaggedLayer.of(layer, slots_BKm, room=room, compensates=compensates)
+    if isinstance(layer, RaggedLayer):
+        return layer.dense(slots_BKm, room=room)
+    layer.keep(slots_BKm, room=room)
+    return layer
+
+
+def _row_pads(lengths: Sequence[int], heads: int) -> list[int]:
+    """Slots on the left of each row that are padding in all heads, as policies see them."""
+    return [max(lengths) - max(lengths[first : first + heads]) for first in range(0, len(lengths), heads)]
+
+
+def _starts_of(lengths: Sequence[int], room: int) -> list[int]:
+    """Where each sequence starts if all have the same room after them, and the end of the last."""
+    return list(accumulate((length + room for length in lengths), initial=0))
+
+
+def _rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Rows of memory that hold tokens, sequence by sequence."""
+    spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
+
+
+def _rows_of_slots(layer: KeptLayer, slots_BKm: Tensor) -> Tensor:
+    """Rows (B, K, m) of a layer's memory, seen as a (T * B * K, X) matrix, that hold these slots."""
+    batch, heads = slots_BKm.shape[:2]
+    device = slots_BKm.device
+    if isinstance(layer, RaggedLayer):
+        ends_S = layer._starts[:-1] + layer._used_S
+        return slots_BKm - layer.num_slots + ends_S.view(batch, heads, 1)
+    rows_B11, heads_K1 = torch.arange(batch, device=device)[:, None, None], torch.arange(heads, device=device)[:, None]
+    return (slots_BKm * batch + rows_B11) * heads + heads_K1

@@ -1,0 +1,279 @@
+"""A prompt's decision on all layers at once, by scores of its layers, or of how the model repeats it.
+
+To be repeated, chunks of the prompt go through the model again, as temporary tokens after it. Their keys and values are
+never stored with the prompt's, so they leave no trace.
+"""
+
+# Legend: B batch, N query heads, K kv heads, C temporary tokens, n tokens of a row, m kept slots, H key dim, V value
+# dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from policies.base import LayerView, Phase, Policy
+from runahead.attention.causal import nothing
+from runahead.attention.partial import AttentionTerms
+from runahead.attention.probabilities import QuerySignals
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab, SplitSlab
+from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.output_projection import projected_lengths
+from runahead.thinning.ragged import cut_back
+from runahead.thinning.rank_policies import RankPolicies
+
+
+@torch.inference_mode()
+def decide_on_prompt(
+    model: Model,
+    policies: RankPolicies,
+    kept: KeptCache,
+    ids_BS: Tensor,
+    pads: Sequence[int],
+    *,
+    room: int = 0,
+    on_layer: Callable[[], None] = nothing,
+) -> None:
+    """Let the policy that decides on all layers cut back a prompt, if there is one.
+
+    If the prompt is repeated, then row by row, each as it would be alone.
+
+    Args:
+        kept: stores all tokens of the prompt, in all layers.
+        ids_BS: token ids of the padded prompt.
+        pads: left padding of each row.
+        room: new tokens for which a layer has room after tokens were dropped.
+        on_layer: called after each layer of each chunk.
+
+    Raises:
+        ValueError: the prompt leaves no position for what repeats it.
+    """
+    policy = policies.deciding
+    if policy is None or not policy.drops_of(ids_BS.shape[1]):
+        return
+    assert all(layer.end == ids_BS.shape[1] for layer in kept.layers), "a part of the prompt is not stored"
+    if policy.replay is None:
+        scores = [_taken_scores(layer) for layer in kept.layers]
+    else:
+        scores = score_prompt(model, policy, kept, ids_BS, pads, on_layer=on_layer)
+    decided = [layer for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
+    if not decided:
+        return
+    slots = policy.keep_in_all([each for each in scores if each is not None], ids_BS.shape[1])
+    for layer, slots_BKm in zip(decided, slots, strict=True):
+        kept.put(layer, cut_back(kept.layers[layer], slots_BKm, room=room))
+
+
+def _taken_scores(layer: KeptLayer) -> Tensor | None:
+    """Take from a layer what its tokens carry, minus infinity on padding; None if they carry nothing."""
+    carried_BKn = layer.carried_BKn()
+    layer.carried_TBK = None
+    return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
+
+
+def score_prompt(
+    model: Model,
+    policy: Policy,
+    kept: KeptCache,
+    ids_BS: Tensor,
+    pads: Sequence[int],
+    *,
+    on_layer: Callable[[], None] = nothing,
+) -> list[Tensor | None]:
+    """Scores (B, K, n) of the prompt's tokens in each layer, minus infinity on padding; None in layers with windows.
+
+    Raises:
+        ValueError: as `decide_on_prompt`.
+    """
+    replay = policy.replay
+    assert replay is not None
+    request: list[int] = []
+    if model.tokenizer is not None:
+        request = model.tokenizer(replay.request, add_special_tokens=False).input_ids
+    num_tokens = ids_BS.shape[1]
+    scores: list[Tensor | None] = [
+        torch.full((len(pads), shape.num_kv_heads, num_tokens), -torch.inf, device=model.device)
+        if rule is None or rule.sees_everything
+        else None
+        for shape, rule in zip(model.kv_shapes, model.rules, strict=True)
+    ]
+    for row, pad in enumerate(pads):
+        ids, length = ids_BS[row, pad:].tolist(), num_tokens - pad
+        step = replay.chunk_tokens
+        if model.max_positions is not None:
+            step = min(step, model.max_positions - length - len(request))
+        if step < 1:
+            raise ValueError(
+                f"a prompt of {length} tokens leaves no room to repeat it among the {model.max_positions} positions of "
+                f"model {model.name}; use a shorter prompt, or another policy than {type(policy).__name__}"
+            )
+        of_row = [None if scores_BKn is None else scores_BKn[row, :, pad:] for scores_BKn in scores]
+        for start in range(0, length, step):
+            chunk = range(start, min(start + step, length))
+            attention = ReplayAttention(model, policy, kept, row, pad, chunk, of_row, on_layer=on_layer)
+            ids_1C = torch.tensor([[*request, *ids[chunk.start : chunk.stop]]], device=model.device)
+            with suppress(PrefillEndsHere):
+                model.forward(ids_1C, attention, start=length, pads=[0], length=length)
+    return scores
+
+
+class ReplayLayer(LayerStore):
+    """A row of a layer with temporary tokens after its own, which are in other memory.
+
+    Attributes:
+        slab: both.
+    """
+
+    slab: KVSlab
+
+    def __init__(self, stored: KVSlab) -> None:
+        self._stored = stored
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        stored = self._stored
+        slab_CBKX = stored.slab_TBKX.new_empty(k_BKCH.shape[2], *stored.slab_TBKX.shape[1:])
+        own = KVSlab(slab_TBKX=slab_CBKX, key_dim=stored.key_dim, first=stored.end)
+        own.write(stored.end, k_BKCH, v_BKCV)
+        self.slab = SplitSlab(slab_TBKX=stored.slab_TBKX, key_dim=stored.key_dim, first=stored.first, own=own)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
+        return SeenSlab.of(self.slab, q_BNCH, start=tokens.start, pads=tokens.row_pads)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0  # of its own: it goes with its forward
+
+
+class ReplayCache(KVStore):
+    """The layers of one row."""
+
+    def __init__(self, kept: KeptCache, row: int, pad: int) -> None:
+        self.layers: list[ReplayLayer] = [ReplayLayer(layer.slab().row(row, pad)) for layer in kept.layers]
+
+
+class ReplayAttention(CausalAttention):
+    """Attention of temporary tokens to a row of the prompt and to each other; the policy scores a chunk by it.
+
+    Args:
+        row, pad: the row of the prompt, and its padding.
+        chunk: the tokens of the row that are repeated.
+        scores: of the row's tokens in each layer (K, n), which are filled in for the chunk; None is a layer to skip.
+    """
+
+    cache: ReplayCache
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        kept: KeptCache,
+        row: int,
+        pad: int,
+        chunk: range,
+        scores: Sequence[Tensor | None],
+        *,
+        on_layer: Callable[[], None] = nothing,
+    ) -> None:
+        cache = ReplayCache(kept, row, pad)
+        super().__init__(cache, start=kept.layers[0].end - pad, pads=[0], on_layer=on_layer)
+        self._model, self._policy, self._chunk, self._scores = model, policy, chunk, scores
+        self._input_1CD: Tensor | None = None
+        if policy.needs_attention_input:
+            _ = model.attention_input_dims  # from then on forwards show them
+
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self._input_1CD = x_BCD
+
+    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        scores_Kn, chunk = self._scores[layer], self._chunk
+        if scores_Kn is not None:
+            scores_Kn[:, chunk.start : chunk.stop] = self._policy.replay_score(self._view(layer, seen, terms))[0]
+        if layer == self.cache.num_layers - 1:
+            self._on_layer()
+            raise PrefillEndsHere
+
+    def _view(self, layer: int, seen: SeenKV, terms: AttentionTerms) -> LayerView:
+        """The chunk as its repetition sees it, among the sinks and the repetition itself."""
+        replay, chunk, slab = self._policy.replay, self._chunk, self.cache.layers[layer].slab
+        assert replay is not None
+        q_1NCH = seen.q_BNCH
+        own = range(self.start, self.start + q_1NCH.shape[2])
+        parts = [range(min(replay.sinks, chunk.start)), chunk, own]
+        read = [slab.read(part.start, part.stop) for part in parts]
+        positions_1n = torch.tensor([at for part in parts for at in part], device=q_1NCH.device)[None]
+        signals = QuerySignals(
+            q_1NCH,
+            torch.cat([k_1KSH for k_1KSH, _ in read], dim=2),
+            terms,
+            queries_BC=positions_1n[:, -len(own) :],
+            keys_BKn=positions_1n[:, None],
+        )
+        first = len(parts[0])
+        k_1KnH, v_1KnV = read[1]
+        project = None
+        if self._policy.needs_output_projection:
+            weight_DX = self._model.output_projections[layer]
+            project = partial(projected_lengths, v_1KnV, weight_DX, q_1NCH.shape[1])
+        return LayerView(
+            layer=layer,
+            num_layers=self.cache.num_layers,
+            phase=Phase.prefill,
+            num_new=len(own),
+            chunk_tokens=len(own),
+            new_positions_BC=positions_1n[:, -len(own) :],
+            prompt_tokens=self.start,
+            pads=[0],
+            positions_BKn=positions_1n[:, None, first : first + len(chunk)],
+            k_BKnH=k_1KnH,
+            v_BKnV=v_1KnV,
+            carried_BKn=None,
+            signals=OfSomeKeys(signals, slice(first, first + len(chunk)), project=project),
+            input_BCD=self._input_1CD,
+        )
+
+
+class OfSomeKeys:
+    """`policies.base.Signals` of some of the keys.
+
+    Args:
+        signals: of all of them.
+        keys: these ones.
+        project: order -> `projected_lengths` of these, if a policy asks for them.
+    """
+
+    def __init__(self, signals: QuerySignals, keys: slice, *, project: Callable[[int], Tensor] | None = None) -> None:
+        self._signals, self._keys, self._project = signals, keys, project
+
+    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
+        """Implements `policies.base.Signals.votes`."""
+        return self._signals.votes(num_queries, newest)[..., self._keys]
+
+    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
+        """Implements `policies.base.Signals.received`."""
+        return self._signals.received(temperature=temperature, seed=seed)[..., self._keys]
+
+    def neglects(self, num_queries: int) -> Tensor:
+        """Implements `policies.base.Signals.neglects`."""
+        return self._signals.neglects(num_queries)[..., self._keys]
+
+    def projected_lengths(self, order: int = 1) -> Tensor:
+        """Implements `policies.base.Signals.projected_lengths`."""
+        assert self._project is not None, "a policy that asks for these declares needs_output_projection"
+        return self._project(order)
+
+    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
+        """Implements `policies.base.Signals.highest`."""
+        return self._signals.highest(weights_BC)[..., self._keys]
+
+    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Implements `policies.base.Signals.next_queries`."""
+        return self._signals.next_queries(num_positions)

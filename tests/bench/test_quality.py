@@ -1,0 +1,131 @@
+"""The study of quality: what it measures and goes on from, its pairs with the full cache, and its tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.lines import Line
+from benchmarks.studies.quality.__main__ import STUDY
+from benchmarks.studies.quality.paired import Difference, rows, settings
+from benchmarks.studies.quality.tables import tables
+from runahead import Model
+from tests.families import build
+from tests.unit.tokenizers_for_tests import byte_level
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with random weights and a tokenizer of bytes."""
+    path, tokenizer = tmp_path_factory.mktemp("model"), byte_level()
+    build("llama", dtype=torch.float32, vocab_size=len(tokenizer), eos_token_id=None).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def line(policy: str, sample: int, score: float, *, budget: float | None = None, **more: Any) -> Line:
+    return {
+        "task": "ruler",
+        "policy": policy,
+        "budget": budget,
+        "case": {"kind": more.get("kind", "vt"), "length": more.get("length", 1024), "sample": sample},
+        "score": score,
+        "seen_share": more.get("seen_share", 1.0),
+        "kv_bytes": 50,
+        "host_bytes": more.get("host_bytes", 0),
+        "full_kv_bytes": 100,
+        "details": {"nll": 1.0 - score},
+        "ttft_s": 1.0,
+        "tpot_s": None,
+        "model": "m",
+        "commit": "abc",
+        "task_settings": {"question": more.get("question", "separate")},
+    }
+
+
+def test_scores_are_compared_question_by_question() -> None:
+    found = [line("full", sample, 1.0) for sample in range(8)]
+    found += [line("snapkv", sample, float(sample % 2), budget=0.5, seen_share=0.5) for sample in range(10)]
+    [(setting, group)] = settings(found).items()
+    assert setting == ("m", "separate", "1,024 tokens")
+    full, snapkv = rows(group)
+    assert (full.name, full.score.mean, full.pairs) == ("full", 0.0, 8)
+    assert (snapkv.pairs, snapkv.scores, snapkv.kept_share, snapkv.seen_share) == (8, {"vt": 0.5}, 0.5, 0.5)
+    assert snapkv.score.mean == -0.5 and snapkv.loss.mean == 0.5
+    assert snapkv.score.interval is not None
+    low, high = snapkv.score.interval
+    assert -0.9 < low < -0.5 < high < -0.1
+
+
+def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:
+    found = [line("full", 0, 0.0), line("full", 0, 1.0), line("full", 0, 0.5, question="with_context")]
+    found += [line("full", 0, 0.25, length=2048)]
+    groups = settings(found)
+    assert [[each["score"] for each in group] for group in groups.values()] == [[1.0], [0.5], [0.25]]
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+    """Of 100 samples of 40 fair coins 95% have intervals with 0.5 in them; the bootstrap's are a little too narrow."""
+    draw = random.Random(1)
+    covered = 0
+    for _ in range(100):
+        low, high = Difference.of([float(draw.random() < 0.5) for _ in range(40)]).interval or (1.0, 0.0)
+        covered += low <= 0.5 <= high
+    assert 88 <= covered <= 99
+    assert Difference.of([1.0] * 4).interval is None
+    assert Difference.of([1.0] * 5).interval == (1.0, 1.0)
+
+
+def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> None:
+    found = [line("full", 0, 1.0), line("quest", 0, 1.0, seen_share=0.11, host_bytes=100)]
+    found += [line("full", 0, 0.5, kind="cwe"), line("snapkv", 0, 0.5, budget=0.2, kind="cwe", seen_share=0.2)]
+    text = tables(found)
+    assert "**m, question not seen, 1,024 tokens**: 2 questions, commit abc" in text
+    assert "| policy | budget | kept | saw | vt | cwe | score over full | loss over full | n |" in text
+    assert "| `quest` | - | 150% | 11% | 100% | - | +0 | +0.00 | 1 |" in text
+    assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 1 |" in text
+
+
+def test_the_study_measures_goes_on_and_writes_its_page(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "quality.md"
+    page.write_text("Before.\n<!-- the table begins -->\nold\n<!-- the table ends -->\nAfter.\n")
+    lines = tmp_path / "quality.jsonl"
+    options = ["--model", str(tiny_model), "--tasks", "niah_single_1", "key_value", "--policies", "snapkv"]
+    options += ["{name:quest,fetch:0.3,page:4}", "--budgets", "0.4", "--lengths", "480", "--samples", "2"]
+    options += ["--new-tokens", "0", "--pairs", "2", "--device", "cpu", "--lines", str(lines), "--out", str(tmp_path)]
+    STUDY.main(options)
+    found = [json.loads(text) for text in lines.read_text().splitlines()]
+    assert [(each["task"], each["policy"]) for each in found] == [
+        (task, policy)
+        for task in ("ruler", "key_value")
+        for _ in range(2)
+        for policy in ("full", "snapkv", "quest(fetch=0.3, page=4)")
+    ]
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    assert "480 tokens**: 2 questions" in text and "2 keys**: 2 questions" in text
+    kept = [each for each in found if (each["task"], each["case"]["sample"]) != ("ruler", 1)]
+    lines.write_text("".join(json.dumps(each) + "\n" for each in kept))
+    STUDY.main(options)  # goes on after an interruption
+    again = [json.loads(text) for text in lines.read_text().splitlines()]
+    assert again[: len(kept)] == kept and [each["key"] for each in again[len(kept) :]] == [
+        each["key"] for each in found if each not in kept
+    ]
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("nothing was missing"))
+    STUDY.main(options)
+    assert len(lines.read_text().splitlines()) == len(found)
+    capfd.readouterr()
+
+
+def test_a_mistake_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--model", str(tiny_model), "--lines", str(tmp_path / "q.jsonl"), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="ruler.tasks has qa_1, which needs ruler.squad=<dev-v2.0.json"):
+        STUDY.main([*options, "--tasks", "qa_1"])

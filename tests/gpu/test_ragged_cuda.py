@@ -1,0 +1,48 @@
+"""KV heads of different lengths on a GPU: one kernel for all of them, as far as the device has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from policies.base import Phase
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVShape
+from runahead.thinning.ragged import RaggedLayer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("compensates", [False, True])
+def test_attention_is_that_of_float64_on_a_cpu(dtype: torch.dtype, num_new: int, compensates: bool) -> None:
+    """Half precision decodes by one varlen kernel, float32 head by head; with a slot for what was dropped, too."""
+    batch, heads, group, dim, prompt = 2, 4, 2, 64, 300
+    generator, terms, tokens = torch.Generator().manual_seed(2), AttentionTerms(scaling=dim**-0.5), NewTokens(0, [0, 0])
+
+    def random(heads: int, num_tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    kv, new = (random(heads, prompt), random(heads, prompt)), (random(heads, num_new), random(heads, num_new))
+    q_BNCH = random(heads * group, num_new)
+    kept_BKn = torch.rand(batch, heads, prompt, generator=generator) < torch.rand(batch, heads, 1, generator=generator)
+    slots_BKn = torch.arange(prompt).masked_fill(~kept_BKn, -1).sort(dim=-1).values
+    found = []
+    for device, kind in ((torch.device("cpu"), torch.float64), (torch.device("cuda"), dtype)):
+        shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=kind)
+        layer = KeptLayer.empty(shape, batch=batch, room=0, device=device)
+        layer.append(*(x.to(device, kind) for x in kv), tokens)
+        ragged = RaggedLayer.of(layer, slots_BKn.to(device), room=2, compensates=compensates)
+        after = NewTokens(prompt, [0, 0], Phase.decode)
+        ragged.append(*(x.to(device, kind) for x in new), after)
+        out_BNCV, lse_BNC = ragged.seen(q_BNCH.to(device, kind), after).attend(terms)
+        found.append((out_BNCV.cpu().double(), lse_BNC.cpu().double()))
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4  # as in test_cuda.py
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)

@@ -1,0 +1,34 @@
+"""Speculation on a GPU: plain steps are a graph, drafts are verified without one, and no token changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runahead import Engine, GenerationOptions, Ranks
+from runahead.config import Speculate
+from tests.gpu.models import model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_tokens_on_a_gpu_are_those_without_speculation(num_rows: int, do_sample: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(211, (30 + 7 * row,), generator=generator).tolist() * 2 for row in range(num_rows)]
+    ranks = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
+    engine = Engine(model(torch.device("cuda", 0)), ranks)
+    plain = GenerationOptions(max_new_tokens=60, ignore_eos=True, do_sample=do_sample, temperature=0.5)
+    expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
+    for always in (False, True):
+        drafted = replace(plain, speculate=Speculate.lookup, speculate_match=1, speculate_always=always)
+        batch = engine.generate(prompts, drafted)
+        assert [each.new_token_ids for each in batch.generations] == expected
+        report = batch.ranks[0].speculation
+        assert report is not None and (report.verifications > 0 or not always)

@@ -1,0 +1,439 @@
+"""Indices of retrieving policies: what each finds, estimates and costs, against formulas written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies.base import Policy
+from policies.clusterkv import ClusterKV
+from policies.clusters import Clusters
+from policies.exact_topk import ExactTopK
+from policies.full import Full
+from policies.infinigen import InfiniGen
+from policies.pyramidinfer import PyramidInfer
+from policies.quest import Digest, Pages, Quest
+from policies.retriever import Group, PromptView, Rest, Slots, need_of_group
+from policies.retroinfer import RetroInfer
+from policies.sparq import SparQ
+from policies.squeezed_attention import SqueezedAttention, ThresholdClusters
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.slabs import KVSlab
+from runahead.config import Positions
+from runahead.retrieval.cache import SeenWithRest
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import prompt, throughout
+from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
+from tests.ranks.tasks import tiny_model
+
+KV_HEADS, GROUP, DIM, VALUE_DIM = 2, 2, 8, 6
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def view(num_slots: int, pads: list[int], seed: int = 0, observed: int = 8) -> PromptView:
+    rows = len(pads)
+    q_BNwH = drawn(rows, KV_HEADS * GROUP, observed, DIM, seed=seed + 1)
+    for row, pad in enumerate(pads):
+        q_BNwH[row, :, : max(0, pad - (num_slots - observed))] = 0
+    k_BKnH = drawn(rows, KV_HEADS, num_slots, DIM, seed=seed + 2)
+    return PromptView(
+        layer=0,
+        num_layers=1,
+        q_BNwH=q_BNwH,
+        k_BKnH=k_BKnH,
+        v_BKnV=drawn(rows, KV_HEADS, num_slots, VALUE_DIM, seed=seed + 3),
+        scaling=0.9,
+        softcap=None,
+        pads=pads,
+        next_B=num_slots - torch.tensor(pads),
+        turn=None,
+        room=4,
+        stored=lambda: k_BKnH,
+    )
+
+
+def slots_of(num_slots: int, pads: list[int]) -> Slots:
+    return Slots(num_slots=num_slots, pads=pads, positions_BKn=None, next_B=None)
+
+
+def scores_of(q_BNH: Tensor, k_BKnH: Tensor, pads: list[int], scaling: float = 0.9) -> Tensor:
+    scores_BKGn = q_BNH.unflatten(1, (KV_HEADS, -1)) @ k_BKnH.mT * scaling
+    for row, pad in enumerate(pads):
+        scores_BKGn[row, ..., :pad] = -math.inf
+    return scores_BKGn
+
+
+@pytest.mark.parametrize("group", Group)
+def test_a_group_needs_what_its_rule_says(group: Group) -> None:
+    """With clusters of several tokens a probability is that of one of them."""
+    scores, sizes = drawn(1, 2, 3, 5, seed=0), torch.tensor([1.0, 4, 2, 1, 3]).expand(1, 2, 5)
+    weights = scores.exp() / (scores.exp() * sizes[:, :, None]).sum(dim=-1, keepdim=True)
+    expected = {
+        Group.union: (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=2),
+        Group.mean: weights.mean(dim=2),
+        Group.max: weights.amax(dim=2),
+        Group.sum: scores.sum(dim=2),
+    }[group]
+    torch.testing.assert_close(need_of_group(scores.clone(), group, sizes), expected)
+
+
+@pytest.mark.parametrize("name", ["exact_topk", "quest", "sparq", "clusterkv", "infinigen"])
+def test_groups_choose_differently(name: str) -> None:
+    """Whatever the index. Heads of one KV head disagree in a random model."""
+    logits = []
+    for group in Group:
+        turns = Turns(tiny_model("llama"), [policy(name, SOME[name] | {"group": group, "fetch": 10})])
+        turns.prefill()
+        logits.append(turns.decode(GENERATED))
+    for at, each in enumerate(logits):
+        assert all((each - other).abs().max() > 1e-4 for other in logits[:at])
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 11, 36]], ids=["alone", "padded"])
+def test_every_token_is_in_one_cluster_which_has_its_mean(pads: list[int]) -> None:
+    """After blocks, single tokens and a fork, too, which leaves the index that it was made of."""
+    first = view(40, pads)
+    more = drawn(len(pads), KV_HEADS, 30, DIM, seed=9)
+    index = Clusters(first, RetroInfer(cluster=5, iterations=4, block=6, sinks=2, recent=3).clustering)
+    keys = {id(index): first.k_BKnH}
+    for part in (more[:, :, :1], more[:, :, 1:21], more[:, :, 21:22]):
+        index.append(part, drawn(*part.shape[:3], VALUE_DIM, seed=4))
+        keys[id(index)] = torch.cat([keys[id(index)], part], dim=2)
+    fork = index.fork(first.stored)
+    fork.append(more[:, :, 22:], drawn(len(pads), KV_HEADS, 8, VALUE_DIM, seed=4))
+    keys[id(fork)] = torch.cat([keys[id(index)], more[:, :, 22:]], dim=2)
+    for each, num_slots in ((index, 62), (fork, 70)):
+        assert isinstance(each, Clusters) and each.num_slots == num_slots
+        of_BKn, sizes_BKY = each.of_BKn, each.sizes_BKY(slots_of(num_slots, pads))
+        means = torch.cat([each._made.means_BKPH, each._k_BKWH], dim=2)
+        assert of_BKn.shape == (len(pads), KV_HEADS, num_slots) and sizes_BKY.shape == means.shape[:3]
+        for row, pad in enumerate(pads):
+            for head in range(KV_HEADS):
+                members = of_BKn[row, head, pad:]
+                counts = members.bincount(minlength=sizes_BKY.shape[2])
+                assert counts.tolist() == sizes_BKY[row, head].tolist()
+                for cluster in members.unique().tolist():
+                    mean = keys[id(each)][row, head, pad:][members == cluster].mean(dim=0)
+                    torch.testing.assert_close(means[row, head, cluster], mean)
+
+
+def test_similar_keys_share_a_cluster() -> None:
+    """Three directions that come in turn: no cluster has two of them, wherever in the text they are."""
+    given = view(41, [0])
+    directions = torch.eye(DIM, dtype=torch.float64)[:3]
+    given.k_BKnH[:] = directions[torch.arange(41) // 7 % 3] + 0.05 * given.k_BKnH
+    of_BKn = Clusters(given, ClusterKV(cluster=9, iterations=5, block=9, sinks=2, recent=3).clustering).of_BKn
+    for head in range(KV_HEADS):
+        for cluster in of_BKn[0, head, 2:-3].unique().tolist():
+            assert len({at // 7 % 3 for at in range(2, 38) if of_BKn[0, head, at] == cluster}) == 1
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])
+def test_clusters_are_taken_whole_until_the_budget_is_full(pads: list[int]) -> None:
+    """Best first, and the last one cut: the budget exactly, each token once."""
+    given, q_BNH = view(40, pads), drawn(len(pads), KV_HEADS * GROUP, DIM, seed=7)
+    chooses = ClusterKV(cluster=5, iterations=4, block=6, sinks=2, recent=3, fetch=17)
+    index, slots = chooses.index(given), slots_of(40, pads)
+    choice = chooses.choose(index, q_BNH, slots)
+    assert choice is not None and choice.slots_BKm.shape == (len(pads), KV_HEADS, 17)
+    scores = scores_of(q_BNH, torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2), [0] * len(pads))
+    scores.masked_fill_((index.sizes_BKY(slots) == 0)[:, :, None], -math.inf)
+    need = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=2)
+    for row, pad in enumerate(pads):
+        for head in range(KV_HEADS):
+            chosen, of_n = set(choice.slots_BKm[row, head].tolist()), index.of_BKn[row, head].tolist()
+            assert len(chosen) == 17 and min(chosen) >= pad
+            expected = {pad, pad + 1, 37, 38, 39}
+            for cluster in need[row, head].argsort(descending=True).tolist():
+                members = [at for at in range(40 - 1, pad - 1, -1) if of_n[at] == cluster and at not in expected]
+                expected |= set(members[: 17 - len(expected)])
+            assert chosen == expected
+
+
+@pytest.mark.parametrize("fetch", [12, 25])
+@pytest.mark.parametrize("pads", [[0], [0, 11, 33]], ids=["alone", "padded"])
+def test_what_is_estimated_is_never_above_what_is_there(pads: list[int], fetch: int) -> None:
+    """And more than nothing. Of one-token clusters it is what is there."""
+    given, q_BNH = view(40, pads), drawn(len(pads), KV_HEADS * GROUP, DIM, seed=7)
+    scores_BKGn = scores_of(q_BNH, given.k_BKnH, pads)
+    for size in (1, 5):
+        chooses = RetroInfer(cluster=size, iterations=4, block=6, sinks=2, recent=3, fetch=fetch)
+        choice = chooses.choose(chooses.index(given), q_BNH, slots_of(40, pads))
+        assert choice is not None and choice.rest is not None
+        slots_BKGm = choice.slots_BKm.unsqueeze(2).expand(-1, -1, GROUP, -1)
+        left_BKGn = scores_BKGn.scatter(3, slots_BKGm, -math.inf)
+        there_BN = left_BKGn.logsumexp(dim=-1).flatten(1, 2)
+        if size == 1:
+            torch.testing.assert_close(choice.rest.lse_BN, there_BN)
+            weights = left_BKGn.softmax(dim=-1).nan_to_num(0.0)
+            torch.testing.assert_close(choice.rest.out_BNV, (weights @ given.v_BKnV).flatten(1, 2))
+        else:
+            assert (choice.rest.lse_BN <= there_BN).all()
+            index = chooses.index(given)
+            means, sizes = (
+                torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2),
+                index.sizes_BKY(slots_of(40, pads)),
+            )
+            fetched_BKn = torch.zeros(scores_BKGn[:, :, 0].shape).scatter(2, choice.slots_BKm, 1.0)
+            cut_BKY = torch.zeros(sizes.shape).scatter_add(2, index.of_BKn, fetched_BKn) > 0
+            weights = scores_of(q_BNH, means, [0] * len(pads)).exp() * (sizes * ~cut_BKY).unsqueeze(2)
+            torch.testing.assert_close(choice.rest.lse_BN, weights.sum(dim=-1).log().flatten(1, 2))
+            values = torch.cat([index._made.values_BKPV, index._v_BKWV], dim=2)
+            out = (weights @ values / weights.sum(dim=-1, keepdim=True)).nan_to_num(0.0)
+            torch.testing.assert_close(choice.rest.out_BNV, out.flatten(1, 2))
+            assert choice.rest.lse_BN[0].isfinite().all()  # of a short row all may be fetched
+
+
+def error(one: Policy) -> float:
+    """Difference to the full cache."""
+    ours, full = Turns(tiny_model("llama"), [one]), Turns(tiny_model("llama"), [Full()])
+    ours.prefill(), full.prefill()
+    return float((ours.decode(GENERATED) - full.decode(GENERATED)).abs().mean())
+
+
+def test_an_estimate_of_the_rest_is_closer_to_full_attention_than_none() -> None:
+    options: dict[str, Any] = {"min_tokens": 0, "sinks": 2, "recent": 3, "fetch": 20}
+    pairs = options | {"cluster": 2, "first_layer": 0}  # keys of a random model have little in common
+    assert error(RetroInfer(**pairs)) < 0.9 * error(RetroInfer(**pairs, estimate=0.0))
+    alone = [error(RetroInfer(**(pairs | {"cluster": 1, "estimate": estimate}))) for estimate in (0.0, 0.3, 1.0)]
+    assert alone == sorted(alone, reverse=True) and alone[1] < 0.5 * alone[0] and alone[2] < 1e-9
+    assert error(SparQ(**options, dims=4)) < 0.95 * error(SparQ(**options, dims=4, mean_value=False))
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])
+def test_sparq_is_its_formula(pads: list[int]) -> None:
+    """Scores by the dims with the largest queries, at their temperature; the mean value for the share that is left."""
+    given, q_BNH = view(40, pads), drawn(len(pads), KV_HEADS * GROUP, DIM, seed=7)
+    chooses = SparQ(dims=3, fetch=9, sinks=1, recent=2)
+    index = chooses.index(given)
+    new_k, new_v = drawn(len(pads), KV_HEADS, 5, DIM, seed=20), drawn(len(pads), KV_HEADS, 5, VALUE_DIM, seed=21)
+    index.append(new_k, new_v)
+    k_BKnH, v_BKnV = torch.cat([given.k_BKnH, new_k], dim=2), torch.cat([given.v_BKnV, new_v], dim=2)
+    choice = chooses.choose(index, q_BNH, slots_of(45, pads))
+    assert choice is not None and choice.rest is not None and choice.rest.is_relative
+    for row, pad in enumerate(pads):
+        for head in range(KV_HEADS):
+            q_GH = q_BNH[row, head * GROUP : (head + 1) * GROUP]
+            dims = q_GH.abs().sum(dim=0).topk(3).indices
+            share_G1 = q_GH[:, dims].abs().sum(dim=1, keepdim=True) / q_GH.abs().sum(dim=1, keepdim=True)
+            scores_Gn = q_GH[:, dims] @ k_BKnH[row, head, pad:, dims].T * 0.9 / share_G1.sqrt()
+            need_n = scores_Gn.sum(dim=0)
+            need_n[[0, -1, -2]] = math.inf
+            best = need_n.topk(9).indices
+            assert set(choice.slots_BKm[row, head].tolist()) == {int(at) + pad for at in best}
+            alpha_G = scores_Gn.softmax(dim=1)[:, best].sum(dim=1)
+            heads = slice(head * GROUP, (head + 1) * GROUP)
+            torch.testing.assert_close(choice.rest.lse_BN[row, heads], ((1 - alpha_G) / alpha_G).log())
+            torch.testing.assert_close(
+                choice.rest.out_BNV[row, heads], v_BKnV[row, head, pad:].mean(dim=0).expand(GROUP, -1)
+            )
+
+
+def test_the_mean_value_has_the_share_that_the_chosen_tokens_leave() -> None:
+    """Of a layer: alpha of it is attention to the chosen tokens, and the new one comes on top."""
+    num_new, terms = 2, AttentionTerms(scaling=0.9)
+    k, v = drawn(1, KV_HEADS, 7 + num_new, DIM, seed=1), drawn(1, KV_HEADS, 7 + num_new, DIM, seed=2)
+    q, mean = drawn(1, KV_HEADS * GROUP, num_new, DIM, seed=3), drawn(1, KV_HEADS * GROUP * num_new, DIM, seed=4)
+    alpha = drawn(1, KV_HEADS * GROUP * num_new, seed=5).sigmoid()
+    slab = KVSlab(slab_TBKX=torch.cat([k, v], dim=-1).permute(2, 0, 1, 3), key_dim=DIM, first=0)
+    seen = SeenWithRest(
+        q_BNCH=q,
+        fetched=SeenSlab.of(slab, q, start=7, pads=[0]),
+        rest=Rest(out_BNV=mean, lse_BN=((1 - alpha) / alpha).log(), is_relative=True),
+        own=(k[:, :, 7:], v[:, :, 7:]),
+    )
+    out, lse = seen.attend(terms)
+    weights = (q.unflatten(1, (KV_HEADS, -1)) @ k.unsqueeze(2).mT * 0.9).exp()
+    weights[..., 0, 8] = 0  # the first new token does not see the second
+    values = v.unsqueeze(2)
+    share, mean = alpha.view(1, KV_HEADS, GROUP, num_new, 1), mean.view(1, KV_HEADS, GROUP, num_new, DIM)
+    chosen = weights[..., :7].sum(dim=-1, keepdim=True)
+    total = chosen / share + weights[..., 7:].sum(dim=-1, keepdim=True)
+    expected = (weights @ values + chosen * (1 - share) / share * mean) / total
+    torch.testing.assert_close(out, expected.flatten(1, 2))
+    torch.testing.assert_close(lse, total.log().squeeze(-1).flatten(1, 2))
+
+
+def test_all_dims_and_pages_of_a_token_find_what_the_exact_scores_find() -> None:
+    options: dict[str, Any] = {"min_tokens": 0, "fetch": 12, "sinks": 2, "recent": 3}
+    for group in Group:
+        same = [
+            SparQ(**options, dims=64, mean_value=False, group=group),
+            ClusterKV(**options, cluster=1, iterations=1, first_layer=0, group=group),
+            *(Quest(**options, page=1, first_layer=0, digest=digest, group=group) for digest in Digest),
+        ]
+        expected = error(ExactTopK(**options, group=group))
+        assert [error(each) for each in same] == pytest.approx([expected] * len(same), abs=1e-9)
+
+
+def test_digests_of_a_page_are_their_formulas() -> None:
+    k_BKnH, q_BNH = drawn(2, KV_HEADS, 37, DIM, seed=1), drawn(2, KV_HEADS * GROUP, DIM, seed=2)
+    scores = {}
+    for digest in Digest:
+        pages = Pages(k_BKnH[:, :, :18], page=5, pads=[0, 0], scaling=0.5, digest=digest)
+        pages.append(k_BKnH[:, :, 18:], k_BKnH[:, :, 18:])
+        scores[digest] = pages.scores(q_BNH)
+    q_BKGH = q_BNH.unflatten(1, (KV_HEADS, -1)) * 0.5
+    for page in range(8):
+        inside = k_BKnH[:, :, page * 5 : page * 5 + 5]
+        torch.testing.assert_close(
+            scores[Digest.mean][..., page], (q_BKGH @ inside.mean(dim=2).unsqueeze(-1)).squeeze(-1)
+        )
+        centre = (inside.amin(dim=2) + inside.amax(dim=2)) / 2
+        spread = (inside - centre.unsqueeze(2)).abs().mean(dim=2)
+        shrunk = torch.maximum(q_BKGH * (centre + spread)[:, :, None], q_BKGH * (centre - spread)[:, :, None]).sum(-1)
+        torch.testing.assert_close(scores[Digest.shrunk][..., page], shrunk)
+    assert (scores[Digest.shrunk] <= scores[Digest.bounds] + 1e-12).all()  # of two keys both are the same
+    exact = (q_BKGH @ k_BKnH[:, :, :35].mT).unflatten(3, (7, 5)).amax(dim=-1)
+    assert (scores[Digest.bounds][..., :7] >= exact).all()
+    assert not (scores[Digest.shrunk][..., :7] >= exact).all()  # no bound any more
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.8])
+@pytest.mark.parametrize("pads", [[0], [0, 70, 215]], ids=["alone", "padded"])
+def test_the_threshold_is_the_quantile_of_the_queries_that_it_is_made_of(pads: list[int], quantile: float) -> None:
+    """Its share of the tokens' mean scores is above it, but for tokens of one cluster, which are all on one side."""
+    chooses = SqueezedAttention(quantile=quantile, cluster=4, observed=8, sinks=1, recent=6, iterations=4)
+    given = view(220, pads)
+    index = chooses.index(given)
+    assert isinstance(index, ThresholdClusters)
+    sizes_BKY = index.sizes_BKY(slots_of(220, pads))
+    for row, pad in enumerate(pads):
+        q_KXH = given.q_BNwH[row, :, max(0, pad - 212) :].unflatten(0, (KV_HEADS, -1)).flatten(1, 2)
+        means_KYH = torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2)[row]
+        weights = (q_KXH @ means_KYH.mT * 0.9).exp()
+        mean_KY = (weights / (weights * sizes_BKY[row][:, None]).sum(dim=-1, keepdim=True)).mean(dim=1)
+        score_Kn = mean_KY.take_along_dim(index.of_BKn[row, :, pad:], dim=1)
+        above_K = (score_Kn >= index.least_BK[row, :, None] - 1e-12).double().mean(dim=1)
+        slack = (float(sizes_BKY[row].max()) + 1) / score_Kn.shape[1]
+        assert all(1 - quantile <= above <= 1 - quantile + slack for above in above_K.tolist()), (row, above_K)
+
+
+def test_a_higher_quantile_fetches_less() -> None:
+    shares = []
+    for quantile in (0.0, 0.5, 0.9):
+        one = SqueezedAttention(
+            min_tokens=0, first_layer=0, sinks=1, recent=1, cluster=3, observed=8, quantile=quantile, max_fetch=1.0
+        )
+        turns = Turns(tiny_model("llama"), [one])
+        turns.prefill()
+        turns.decode(GENERATED)
+        shares.append(turns.retrieval.report().mean_fetched_share or 0.0)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.5 and 0 < shares[-1] < 0.7 * shares[0]
+
+
+RETRIEVED_TURN = prompt(9, seed=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((NUM_TOKENS,), marks=pytest.mark.slow), PADDED], ids=["alone", "padded"]
+)
+def test_a_turn_that_retrieves_all_is_the_full_cache_bit_by_bit(name: str, lengths: tuple[int, ...]) -> None:
+    ours = Turns(tiny_model("llama"), [policy(name, ALL[name] | {"turn_tokens": 9})], lengths)
+    full = Turns(tiny_model("llama"), [Full()], lengths)
+    ours.prefill(), full.prefill()
+    more = torch.tensor([RETRIEVED_TURN])
+    with throughout(torch.float64):
+        assert torch.equal(ours.conversation.feed(more), full.conversation.feed(more))
+    assert torch.equal(ours.decode(GENERATED), full.decode(GENERATED))
+    found = ours.retrieval.layers[-1]
+    assert found is not None and found.steps == 1 + len(GENERATED)
+    assert found.index.num_slots == NUM_TOKENS + 9 + len(GENERATED)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "offload"])
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((NUM_TOKENS,), marks=pytest.mark.slow), PADDED], ids=["alone", "padded"]
+)
+def test_a_turn_of_one_token_that_retrieves_is_a_generated_token(name: str, lengths: tuple[int, ...]) -> None:
+    """Same slots, same estimate; and a longer turn sees everything."""
+    options = SOME[name] | ({"ahead": False} if name == "infinigen" else {})
+    one, other = (Turns(tiny_model("llama"), [policy(name, options | {"turn_tokens": 1})], lengths) for _ in range(2))
+    one.prefill(), other.prefill()
+    with throughout(torch.float64):
+        fed = one.conversation.feed(torch.tensor([[5]]))
+        torch.testing.assert_close(fed, other.decode([5])[:, -1], atol=1e-9, rtol=0)
+        torch.testing.assert_close(one.decode([7, 11]), other.decode([7, 11]), atol=1e-9, rtol=0)
+        steps = [found.steps for found in one.retrieval.layers if found is not None]
+        one.conversation.feed(torch.tensor([[5, 6]]))
+    assert [found.steps for found in one.retrieval.layers if found is not None] == steps
+
+
+def test_the_tokens_of_a_turn_choose_together() -> None:
+    """What one of them needs all of them see, with the tokens of their turn before them."""
+    model = tiny_model("llama")
+    turns = Turns(model, [policy("exact_topk", {"fetch": 12, "turn_tokens": 3})])
+    turns.prefill()
+    cache, q_BNCH = turns.conversation.cache, drawn(1, 4, 3, model.kv_shapes[1].key_dim, seed=3)
+    fetched = turns.retrieval.fetched(1, q_BNCH, NUM_TOKENS, [0])
+    assert cache is not None and fetched is not None and fetched.slots_BKm is not None
+    assert fetched.slab(model.kv_shapes[1].key_dim).end == 12 + 3
+    k_BKnH, _ = cache.layers[1].slab().read(0, NUM_TOKENS)
+    scores = torch.einsum("kgch,knh->kgcn", q_BNCH[0].unflatten(0, (2, 2)), k_BKnH[0]) * q_BNCH.shape[-1] ** -0.5
+    need = (scores - scores.amax(-1, keepdim=True)).amax((1, 2))
+    need[:, [0, 1, 37, 38, 39]] = math.inf
+    for head, slots in enumerate(fetched.slots_BKm[0].tolist()):
+        assert set(slots) == set(need[head].topk(12).indices.tolist())
+
+
+@pytest.mark.parametrize("name", ["exact_topk", "quest", "retroinfer", "sparq"])
+def test_pieces_of_a_turn_retrieve_from_the_ones_before(name: str) -> None:
+    """Also if nothing was indexed between them; with a fork in between, which leaves the conversation as it is."""
+    pieces, told = (Turns(tiny_model("llama"), [policy(name, SOME[name] | {"turn_tokens": 4})]) for _ in range(2))
+    pieces.prefill(), told.prefill()
+    with throughout(torch.float64):
+        pieces.conversation.feed(torch.tensor([[5, 7, 11]]), cut_back=False)
+        pieces.conversation.fork().feed(torch.tensor([[1, 2, 3, 4]]))
+        ours = pieces.conversation.feed(torch.tensor([[13, 17]]), cut_back=False)
+        told.conversation.feed(torch.tensor([[5, 7, 11]]))
+        theirs = told.conversation.feed(torch.tensor([[13, 17]]))
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    torch.testing.assert_close(pieces.decode(GENERATED), told.decode(GENERATED), atol=1e-9, rtol=0)
+    found = pieces.retrieval.layers[-1]
+    assert found is not None and found.steps == 2 + len(GENERATED)
+
+
+def test_the_first_turn_sees_everything_in_pieces_too() -> None:
+    one, full = (
+        Turns(tiny_model("llama"), [each]) for each in (policy("quest", SOME["quest"] | {"turn_tokens": 64}), Full())
+    )
+    assert torch.equal(one.prefill([17, 1, 12, 10]), full.prefill([17, 1, 12, 10]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (ClusterKV, {"cluster": 0}, "policy.cluster=0 must be at least 1"),
+        (ClusterKV, {"pool": {"bytes": "1MiB"}}, "ClusterKV looks for tokens in the order of the text"),
+        (Quest, {"pool": {"bytes": "1MiB"}}, "Quest looks for tokens in the order of the text"),
+        (Quest, {"digest": "median"}, "policy.digest=median is not one of bounds, shrunk, mean"),
+        (ExactTopK, {"group": "median"}, "policy.group=median is not one of union, mean, max, sum"),
+        (ExactTopK, {"turn_tokens": -1}, "policy.turn_tokens=-1 must not be negative"),
+        (ExactTopK, {"turn_tokens": 8, "pool": {"bytes": "1MiB"}}, "leave policy.pool.bytes or policy.turn_tokens out"),
+        (InfiniGen, {"group": "mean"}, "policy.group=mean has no scores within policy.alpha"),
+        (SparQ, {"dims": 0}, "policy.dims=0 must be at least 1"),
+        (RetroInfer, {"estimate": 1.5}, "policy.estimate=1.5 must be from 0 to 1"),
+        (SqueezedAttention, {"quantile": 1.0}, "policy.quantile=1.0 must be at least 0 and below 1"),
+        (SqueezedAttention, {"max_fetch": 0.0}, "policy.max_fetch=0.0"),
+        (SqueezedAttention, {"observed": 0}, "policy.observed=0"),
+        (SqueezedAttention, {"group": "sum"}, "policy.group=sum has no probabilities"),
+    ],
+)
+def test_options_out_of_range_are_refused(kind: type[Policy], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+def test_a_turn_retrieves_for_a_policy_alone() -> None:
+    steps = [PyramidInfer(), ExactTopK(turn_tokens=8)]
+    with pytest.raises(ValueError, match="policy.turn_tokens=8 is for a policy that retrieves alone"):
+        RankPolicies.everywhere(steps, Positions.original).check(tiny_model("llama"))

@@ -1,0 +1,118 @@
+"""One prefill for several conversations: bit for bit what each of them computes alone, under every policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from policies import POLICIES
+from policies.adakv import AdaKV
+from policies.snapkv import SnapKV
+from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.config import CacheOptions, Positions
+from runahead.conversation import Conversation
+from runahead.conversation.shared_prefill import feed_all, may_share_prefill
+from runahead.model.model import Model
+from runahead.retrieval.cache import RetrievedCache
+from runahead.thinning.ragged import RaggedLayer
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import build
+from tests.policies.made_up_kvzap import MadeUpKVzap
+from tests.policies.running import STREAMING
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 4, "budget": 0.4},
+    "pyramidkv": {"window": 4, "budget": 0.4},
+    "infinigen": {"min_tokens": 0, "observed": 16, "max_fetch": 0.3},
+    "quest": {"min_tokens": 0, "page": 4, "fetch": 0.3},
+    "exact_topk": {"min_tokens": 0, "fetch": 0.3},
+    "razor_attention": {"recent": 12, "evict_every": 4},
+    "duo_attention": {"sinks": 4, "recent": 12, "evict_every": 4},
+}
+"""Options where the defaults would keep all of a short prompt."""
+CONTEXT = 60
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(build("llama", dtype=torch.float32, eos_token_id=None))
+
+
+def policies_of(name: str) -> RankPolicies:
+    """Of "snapkv", or of "snapkv in 4 bits"."""
+    name, _, bits = name.partition(" in ")
+    storage = CacheOptions(bits=int(bits[0]), residual=8) if bits else CacheOptions()
+    if name == "full":
+        return RankPolicies(storage=storage)
+    if name == "adakv":  # heads of different lengths
+        return RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=0.4, window=4))])
+    if name == "kvzap":
+        return RankPolicies.everywhere([MadeUpKVzap(budget=0.4, recent=4)])
+    kind: type[Any] = STREAMING.get(name) or POLICIES[name]
+    budget = {"budget": 0.4} if "budget" in kind.__dataclass_fields__ and name not in ("pyramidinfer",) else {}
+    return RankPolicies.everywhere([kind(**budget | OPTIONS.get(name, {}))], storage=storage)
+
+
+def ids(count: int, model: Model) -> torch.Tensor:
+    return torch.randint(model.vocab_size, (1, count), generator=torch.Generator().manual_seed(3))
+
+
+def test_every_policy_but_those_that_narrow_shares_a_prefill_bit_for_bit(model: Model) -> None:
+    names = [name for name in [*POLICIES, "adakv"] if name != "dms" and may_share_prefill(policies_of(name))]
+    assert set(POLICIES) - set(names) == {"pyramidinfer", "dms"}  # this model marks no tokens
+    names += ["full in 4 bits", "h2o in 2 bits"]
+    together = [Conversation(model, policies_of(name)) for name in names]
+    seconds = feed_all(together, ids(CONTEXT, model))
+    assert len(seconds) == len(names) and all(each > 0 for each in seconds)
+    turn, answer = ids(5, model), ids(7, model)
+    kept = {}
+    for name, shared in zip(names, together, strict=True):
+        alone = Conversation(model, policies_of(name))
+        alone.feed(ids(CONTEXT, model))
+        assert alone.logits_BV is not None and shared.logits_BV is not None
+        assert torch.equal(alone.logits_BV, shared.logits_BV), name
+        assert (alone.rows, alone.pads, alone.num_tokens) == (shared.rows, shared.pads, shared.num_tokens)
+        assert (alone.kept_tokens, alone.kv_bytes) == (shared.kept_tokens, shared.kv_bytes), name
+        assert alone.cache is not None and shared.cache is not None
+        for one, other in zip(alone.cache.layers, shared.cache.layers, strict=True):
+            assert torch.equal(one.kv_BKnX(), other.kv_BKnX()), name
+            assert torch.equal(one.positions_BKn(), other.positions_BKn()), name
+        for conversation in (alone, shared):  # what the policy remembers shows in what it does next
+            conversation.feed(turn, cut_back=False)
+        assert torch.equal(alone.follow(answer), shared.follow(answer)), name
+        assert alone.kept_tokens == shared.kept_tokens, name
+        kept[name] = shared
+    seen = kept["quest"].cache
+    assert isinstance(seen, RetrievedCache) and (seen.retrieval.report().mean_fetched_share or 1.0) < 0.6
+    assert kept["snapkv"].kept_tokens != kept["full"].kept_tokens
+    for name in names[-2:]:
+        cache = kept[name].cache
+        assert cache is not None
+        assert all(isinstance(layer, QuantisedLayer) for layer in cache.layers)
+    assert kept["adakv"].cache is not None
+    assert any(isinstance(layer, RaggedLayer) for layer in kept["adakv"].cache.layers)
+
+
+def test_conversations_do_not_write_into_each_others_memory(model: Model) -> None:
+    first, second = (Conversation(model, policies_of("h2o")) for _ in range(2))
+    feed_all([first, second], ids(CONTEXT, model))
+    before = second.fork().follow(ids(6, model))
+    first.feed(ids(20, model))
+    first.follow(ids(20, model))
+    assert torch.equal(second.follow(ids(6, model)), before)
+
+
+def test_reencoded_positions_and_narrowing_need_a_prefill_of_their_own(model: Model) -> None:
+    policies = policies_of("window")
+    assert may_share_prefill(policies) and not may_share_prefill(policies_of("pyramidinfer"))
+    reencoded = RankPolicies.everywhere(policies.last, Positions.reencoded)
+    assert not may_share_prefill(reencoded)
+    with pytest.raises(AssertionError):
+        feed_all([Conversation(model, reencoded)], ids(8, model))
+
+
+def test_mistakes_are_told_as_by_feed(model: Model) -> None:
+    with pytest.raises(ValueError, match="token ids must be in"):
+        feed_all([Conversation(model)], torch.tensor([[model.vocab_size]]))

@@ -1,0 +1,461 @@
+"""Speculation changes no token: not of a batch, not of sampled answers, whatever is drafted and however rows end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.inputs.options import RunOptions
+from launch.outputs.summary import summary
+from launch.server.options import ServeRun
+from policies.exact_topk import ExactTopK
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
+from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, RanksOptions, Speculate
+from runahead.conversation import Conversation
+from runahead.decoding.decode import Row
+from runahead.decoding.sampling import Sampler
+from runahead.decoding.speculative import speculation, verification
+from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
+from runahead.decoding.speculative.payoff import FREE_STEPS, LOSS, Payoff
+from runahead.report import GenerationBatch, SpeculationReport
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import VOCAB_SIZE, WINDOW, build, prompt
+from tests.ranks.tasks import tiny_model
+from tests.unit.test_fixed_cache import Gpu
+from tests.unit.tokenizers_for_tests import byte_level
+
+NUM_NEW = 12
+PLAIN = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+DRAFTED = replace(PLAIN, speculate=Speculate.lookup, speculate_tokens=5, speculate_always=True)
+PROMPTS = [prompt(2 * WINDOW + 9, seed=1), prompt(WINDOW + 3, seed=2), prompt(1, seed=4)]
+
+
+def engine_of(model: Model, **more: Any) -> Engine:
+    return Engine(model, Ranks.start(RanksOptions(device=Device.cpu)), **more)
+
+
+def drafted(options: GenerationOptions) -> GenerationOptions:
+    return replace(options, speculate=Speculate.lookup, speculate_tokens=5, speculate_always=True)
+
+
+def report_of(batch: GenerationBatch) -> SpeculationReport:
+    report = batch.ranks[0].speculation
+    assert report is not None
+    return report
+
+
+@contextmanager
+def knowing(texts: Sequence[Sequence[int]], *, right: float = 0.8, vocab_size: int = VOCAB_SIZE) -> Iterator[None]:
+    """Drafts are what follows in these texts, but for some wrong tokens, and of random lengths."""
+    draw = random.Random(0)
+
+    def draft(lookup: Lookup, text: list[int], most: int) -> list[int]:
+        [found] = [list(each) for each in texts if list(each[: len(text)]) == text][:1]
+        num = draw.randint(0, max(0, most))
+        return [
+            token if draw.random() < right else draw.randrange(vocab_size)
+            for token in found[len(text) : len(text) + num]
+        ]
+
+    with patch.object(Lookup, "draft", draft):
+        yield
+
+
+def compare(engine: Engine, prompts: list[list[int]], options: Sequence[GenerationOptions], right: float = 0.8) -> Any:
+    """Generate without speculation and with it, and compare tokens, texts and ends. Returns the report."""
+    plain = engine.generate(prompts, list(options)).generations
+    texts = [ids + each.new_token_ids for ids, each in zip(prompts, plain, strict=True)]
+    with knowing(texts, right=right, vocab_size=engine.model.vocab_size):
+        batch = engine.generate(prompts, [drafted(each) for each in options])
+    for ours, theirs in zip(batch.generations, plain, strict=True):
+        assert ours.new_token_ids == theirs.new_token_ids
+        assert (ours.finish_reason, ours.text) == (theirs.finish_reason, theirs.text)
+        for at, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert abs(at.logprob - expected.logprob) < 1e-9
+    return report_of(batch)
+
+
+FAMILIES = ["llama", "mistral", "gpt2"]
+MORE_FAMILIES = ["gemma2", "gpt_oss", "deepseek_v3", "bloom", "llama4_text", "llama4_text_tempered", "mixtral", "opt"]
+
+
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE_FAMILIES)]
+)
+def test_greedy_tokens_of_rows_that_accept_different_lengths(family: str) -> None:
+    """Rows end at different places, beyond the window, and one prompt is a single token."""
+    model = tiny_model(family)
+    prompts = PROMPTS if model.uneven_limit is None else [prompt(2 * WINDOW, seed=seed) for seed in range(3)]
+    options = [replace(PLAIN, max_new_tokens=num) for num in (NUM_NEW, 5, 9)]
+    report = compare(engine_of(model), prompts, options)
+    assert report.accepted > 5 and report.accepted < report.drafted and len(report.accepted_lengths) > 2
+    assert sum(number * count for number, count in enumerate(report.accepted_lengths)) == report.accepted
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.7, "top_k": 7},
+    {"top_p": 0.8, "min_p": 0.05},
+    {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("right", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_seed_gives_the_tokens_that_it_gives_without_drafts(right: float) -> None:
+    options = [replace(PLAIN, do_sample=True, seed=seed, **each) for seed, each in enumerate(SAMPLED)]
+    compare(engine_of(tiny_model("llama")), PROMPTS, options, right)
+
+
+def test_rows_without_speculation_beside_rows_with_it() -> None:
+    engine, ids = engine_of(tiny_model("llama")), PROMPTS[:2]
+    few = replace(PLAIN, max_new_tokens=6)
+    plain = engine.generate(ids, few).generations
+    batch = engine.generate(ids, [few, drafted(few)])
+    assert [each.new_token_ids for each in batch.generations] == [each.new_token_ids for each in plain]
+
+
+def test_a_row_ends_inside_a_draft() -> None:
+    """At a token that ends texts, at a stop string, at the most new tokens, or as a reader cancels it."""
+    model = Model(build("llama", vocab_size=len(byte_level())), byte_level())
+    engine, long = engine_of(model), replace(PLAIN, max_new_tokens=14)
+    ids = [prompt(12, seed=seed) for seed in range(4)]
+    free = [each.new_token_ids for each in engine.generate(ids, long).generations]
+    eos = free[0][5]
+    stop = model.tokenizer.decode(free[1][6:9])
+    with patch.object(Model, "eos_token_ids", {eos}):
+        options = [
+            replace(long, ignore_eos=False),
+            replace(long, stop=[stop]) if stop else long,
+            replace(long, max_new_tokens=7),
+            long,
+        ]
+        compare(engine, ids, options, 1.0)
+        steps: list[list[int | None]] = []
+
+        def on_tokens(tokens: list[int | None]) -> list[int]:
+            steps.append(tokens)
+            return [3] if sum(step[3] is not None for step in steps) >= 4 else []
+
+        texts = [start + new for start, new in zip(ids, free, strict=True)]
+        with knowing(texts, right=1.0, vocab_size=model.vocab_size):
+            batch = engine.generate(ids, [drafted(each) for each in options], on_tokens=on_tokens, cancellable=True)
+    told = [[step[row] for step in steps if step[row] is not None] for row in range(4)]
+    assert told == [each.new_token_ids for each in batch.generations]
+    assert batch.generations[3].finish_reason == "cancelled" and len(told[3]) < 8
+
+
+def test_what_is_stored_for_later_prompts_is_what_was_accepted() -> None:
+    """Later prompts begin as the text with its answer does, whose rejected tokens must not be in the tree."""
+    model = tiny_model("llama")
+    tree = PrefixTree(1 << 40)
+    engine, plain = engine_of(model, tree=tree), engine_of(model)
+    ids = PROMPTS[0]
+    expected = plain.generate([ids], PLAIN).generations[0].new_token_ids
+    with knowing([ids + expected]):
+        first = engine.generate([ids], DRAFTED).generations[0].new_token_ids
+    longer = ids + first + prompt(5, seed=9)
+    follow = plain.generate([longer], PLAIN).generations[0].new_token_ids
+    with knowing([longer + follow]):
+        batch = engine.generate([longer], DRAFTED)
+    assert (first, batch.generations[0].new_token_ids) == (expected, follow)
+    assert batch.ranks[0].reuse is not None and batch.ranks[0].reuse.cached_tokens > len(ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param(PROMPTS[:1], id="one"),
+        pytest.param(PROMPTS, id="padded", marks=pytest.mark.slow),
+        pytest.param([PROMPTS[0], PROMPTS[0][::-1]], id="rows"),
+    ],
+)
+def test_a_gpu_replays_plain_steps_between_verifications(ids: list[list[int]]) -> None:
+    gpu = Gpu()
+    engine = engine_of(tiny_model("llama"))
+    with (
+        patch.object(verification, "accelerator_for", lambda device: gpu),
+        patch("runahead.decoding.forward.accelerator_for", lambda device: gpu),
+    ):
+        options = [replace(PLAIN, max_new_tokens=26 - 5 * row) for row in range(len(ids))]
+        report = compare(engine, ids, options, 0.6)
+    assert gpu.num_replays > 1 and report.verifications > 3
+
+
+NUM_ROWS, NUM_IDS, NUM_DRAWN = 4000, 4, 3
+LOGITS = 1.5 * torch.randn(NUM_IDS, NUM_IDS, generator=torch.Generator().manual_seed(2))
+"""A language of four tokens, each of which depends on the one before it."""
+
+
+class Language:
+    """Forwards of that language."""
+
+    warm_up = 0
+
+    def plain(self, last_ids: Mapping[int, int]) -> dict[int, Tensor]:
+        return {row: LOGITS[last] for row, last in last_ids.items()}
+
+    def verify(self, ids: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        return {row: LOGITS[list(of_row)] for row, of_row in ids.items()}
+
+    def take_back(self, row: int, num: int) -> None:
+        pass
+
+
+class Published(speculation.Speculation):
+    """As the middle level of TriForce does: what takes the place of a rejected token is drawn from the whole law."""
+
+    drafts: Mapping[int, Sequence[int]] | None = None
+
+    def _verify(self, drafts: Mapping[int, Sequence[int]], *more: Any) -> None:
+        self.drafts, self.place = drafts, 0
+        super()._verify(drafts, *more)
+        self.drafts = None
+
+    def _chosen(self, logits: Mapping[int, Tensor]) -> dict[int, int]:
+        chosen = super()._chosen(logits)
+        if self.drafts is not None:
+            for row, token in list(chosen.items()):
+                if self.drafts[row][self.place : self.place + 1] not in ([], [token]):
+                    chosen |= super()._chosen({row: logits[row]})
+            self.place += 1
+        return chosen
+
+
+def chi_square(kind: type[speculation.Speculation]) -> float:
+    """Of the texts that are drawn against their law, over its standard deviations above its mean if they follow it."""
+    options = replace(
+        DRAFTED, max_new_tokens=NUM_DRAWN, do_sample=True, temperature=0.8, top_k=3, speculate_tokens=NUM_DRAWN
+    )
+    model = SimpleNamespace(device=torch.device("cpu"), tokenizer=None, eos_token_ids=set())
+    rows, draw = [Row(model, [0], options, seed=row) for row in range(NUM_ROWS)], random.Random(0)
+
+    def draft(lookup: Lookup, text: list[int], most: int) -> list[int]:
+        likely = int(LOGITS[text[-1]].argmax())
+        return draw.choices([likely, *range(NUM_IDS)], [NUM_IDS, *[1] * NUM_IDS], k=most)
+
+    with patch.object(Lookup, "draft", draft):
+        run = kind(rows, Language(), LookupDrafter(dict.fromkeys(range(NUM_ROWS), 1)), lambda tokens: ())
+        run.decode(LOGITS[:1].expand(NUM_ROWS, -1))
+    assert min(run.report.accepted_lengths[:2]) > NUM_ROWS / 4
+    law = torch.stack([Sampler(options, 0, model.device).scores(row).softmax(dim=0) for row in LOGITS])
+    counts, probabilities = torch.zeros((NUM_IDS,) * NUM_DRAWN), torch.zeros((NUM_IDS,) * NUM_DRAWN)
+    for row in rows:
+        counts[tuple(row.new_ids)] += 1
+    for text in product(range(NUM_IDS), repeat=NUM_DRAWN):
+        probabilities[text] = law[0, text[0]] * law[text[0], text[1]] * law[text[1], text[2]]
+    assert counts[probabilities == 0].sum() == 0
+    expected = NUM_ROWS * probabilities[probabilities > 0]
+    statistic = ((counts[probabilities > 0] - expected) ** 2 / expected).sum()
+    degrees = len(expected) - 1
+    return float((statistic - degrees) / (2 * degrees) ** 0.5)
+
+
+def test_sampled_texts_follow_their_law_and_those_of_the_published_rule_do_not() -> None:
+    """Guesses of uniform law would hide the difference: on average over them both rules have the same law."""
+    assert abs(chi_square(speculation.Speculation)) < 4
+    assert chi_square(Published) > 8
+
+
+def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
+    drafter = Lookup(2)
+    text = [1, 2, 3, 9, 2, 3, 8, 1, 2, 3]
+    assert drafter.draft(text, 3) == [9, 2, 3], "three tokens match there, and only two at the later place"
+    assert drafter.draft([*text, 8], 2) == [1, 2], "the last of places that match alike"
+    assert drafter.draft([*text, 8, 7, 7], 2) == []
+    assert Lookup(2).draft([5, 6, 7, 5, 6], 7) == [7, 5, 6, 7, 5, 6, 7], "a draft goes on with itself"
+    assert Lookup(2).draft([5], 7) == [] == Lookup(2).draft([5, 6, 5, 6], 0)
+
+
+class Times:
+    """Speculation at given costs: seconds of everything that a payoff decides, with drafts of a given quality."""
+
+    def __init__(
+        self,
+        *,
+        verify_s: Callable[[int], float],
+        right: Callable[[int], float],
+        num_new: int = 400,
+        draft_s: float = 0.0,
+    ) -> None:
+        payoff, draw = Payoff(1, warm_up=2), random.Random(1)
+        self.seconds, self.plain_s, made, self.verified = 0.0, float(num_new), 0, list[int]()
+        while made < num_new:
+            accepted = 0
+            while accepted < 8 and draw.random() < right(made):
+                accepted += 1
+            num = payoff.num_to_verify([(0, 8)], is_drafted=not draft_s) if payoff.is_warm(1) else 0
+            self.verified.append(num)
+            if num == 0:
+                payoff.add_plain(1, 1.0)
+                if not draft_s:
+                    payoff.rates[0].add(int(accepted > 0), was_rejected=accepted == 0)
+                self.seconds, made = self.seconds + 1.0, made + 1
+                continue
+            accepted = min(accepted, num)
+            payoff.add_verification(1, num, verify_s(num), num_new=accepted + 1, draft_s=num * draft_s)
+            payoff.rates[0].add(accepted, was_rejected=accepted < num)
+            self.seconds, made = self.seconds + verify_s(num) + num * draft_s, made + accepted + 1
+
+
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("slope", [0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("draft_s", [0.0, 0.2, 0.7])
+def test_speculation_never_loses_more_than_its_share(slope: float, right: float, draft_s: float) -> None:
+    """Whatever drafts cost: the share, the free steps, and one verification that was begun within them."""
+    times = Times(verify_s=lambda num: 1.0 + slope * num, right=lambda made: right, draft_s=draft_s)
+    assert times.seconds <= times.plain_s * (1 + LOSS) + FREE_STEPS + (slope + draft_s) * 8
+
+
+def test_speculation_gains_where_drafts_are_right_and_cheap() -> None:
+    times = Times(verify_s=lambda num: 1.0 + 0.05 * num, right=lambda made: 0.9)
+    assert times.plain_s / times.seconds > 2
+    assert max(times.verified[10:]) == 8
+
+
+def test_drafts_that_cost_time_are_made_where_they_are_worth_it() -> None:
+    times = Times(verify_s=lambda num: 1.0 + 0.05 * num, right=lambda made: 0.95, draft_s=0.2)
+    assert times.seconds < 0.6 * times.plain_s and max(times.verified) > 2
+
+
+def test_speculation_begins_when_the_text_begins_to_repeat() -> None:
+    times = Times(verify_s=lambda num: 1.0 + 0.1 * num, right=lambda made: 0.0 if made < 200 else 0.95, num_new=400)
+    assert sum(times.verified[:200]) < 60 and times.seconds < 0.85 * times.plain_s
+
+
+def test_the_report_says_when_speculation_turned_itself_off() -> None:
+    class Refusing(Payoff):
+        def num_to_verify(self, drafted: Any, **more: Any) -> int:
+            return 0
+
+    engine = engine_of(tiny_model("llama"))
+    ids = prompt(6) * 3
+    with patch.object(speculation, "Payoff", Refusing):
+        batch = engine.generate([ids], replace(DRAFTED, speculate_always=False, speculate_match=1))
+    report = report_of(batch)
+    assert report.verifications == report.drafted == 0 and report.mean_accepted is None
+    assert report.declined > 0 and report.off_after is not None and report.plain_steps == NUM_NEW - 1
+    text = summary([batch])
+    assert f"lookup: no draft was verified; {report.declined:,} drafts left out" in text
+    told = summary([engine.generate([ids], replace(DRAFTED, speculate_match=1))])
+    assert "drafted tokens accepted" in told and "s verifying" in told
+    assert "speculation" not in summary([engine.generate([ids], PLAIN)])
+
+
+SAMPLING = replace(PLAIN, max_new_tokens=6, do_sample=True, temperature=0.7, repetition_penalty=1.2)
+
+
+def require_same(engine: Engine, kind: Speculate, prompts: list[list[int]]) -> SpeculationReport:
+    """Tokens are those without speculation, of a greedy row and of sampled ones. Returns the report."""
+    options = [replace(SAMPLING, seed=row, do_sample=row != 1) for row in range(len(prompts))]
+    expected = [each.new_token_ids for each in engine.generate(prompts, options).generations]
+    speculating = [replace(each, speculate=kind, speculate_tokens=3, speculate_always=True) for each in options]
+    batch = engine.generate(prompts, speculating)
+    assert [each.new_token_ids for each in batch.generations] == expected
+    return report_of(batch)
+
+
+def test_a_smaller_model_drafts() -> None:
+    """A copy of the model drafts what it generates itself, also sampled; another one is mostly wrong."""
+    model = tiny_model("llama")
+    for draft, least, most in ((model, 1.0, 1.0), (Model(build("qwen2")), 0.0, 0.7)):
+        report = require_same(engine_of(model, draft=draft), Speculate.model, PROMPTS)
+        assert report.drafts == "model" and least <= report.accepted / report.drafted <= most
+
+
+def test_the_model_drafts_over_what_a_policy_keeps() -> None:
+    """With all tokens kept, every draft is right; a policy that keeps few tokens is wrong at times."""
+    engines = [engine_of(tiny_model("llama"), draft=policies(budget)) for budget in (1.0, 0.2)]
+    reports = [require_same(each, Speculate.policy, PROMPTS[:2]) for each in engines]
+    assert reports[0].accepted == reports[0].drafted and 0 < reports[1].accepted < reports[1].drafted
+    windows = engine_of(tiny_model("gemma2"), draft=policies(0.5))
+    assert require_same(windows, Speculate.policy, PROMPTS[:1]).drafted > 0
+
+
+def policies(budget: float) -> RankPolicies:
+    return RankPolicies.everywhere([SnapKV(budget=budget, window=4)])
+
+
+def test_what_cannot_draft_is_refused() -> None:
+    model = tiny_model("llama")
+    for draft, kind, message in (
+        (None, Speculate.model, "needs a smaller model that drafts"),
+        (Model(build("llama", vocab_size=50)), Speculate.model, "use one with the same tokenizer"),
+        (Model(build("llama", max_position_embeddings=8)), Speculate.model, "exceeds the 8 positions"),
+        (None, Speculate.policy, "needs policies of what drafts see"),
+        (RankPolicies.everywhere([ExactTopK()]), Speculate.policy, "retrieves for each token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine_of(model, draft=draft).generate([[5, 6]], replace(PLAIN, speculate=kind))
+    with pytest.raises(ValueError, match="lookup and model are asked for in one batch"):
+        engine_of(model).generate([[5], [6]], [DRAFTED, replace(PLAIN, speculate=Speculate.model)])
+    for kind, option in ((Speculate.model, "draft.model="), (Speculate.policy, "draft.policy=")):
+        with pytest.raises(ValueError, match=f"generation.speculate={kind.name} needs {option}"):
+            RunOptions(generation=replace(PLAIN, speculate=kind), policy={"name": "full"})
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "decode=sharded": {"decode": DecodeOptions(name=DecodeName.sharded)},
+    "cache policies": {"policies": RankPolicies.everywhere([StreamingLLM(sinks=2, recent=8)])},
+    "cache.bits=4": {"policies": RankPolicies(storage=CacheOptions(bits=4))},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_engine_refuses_what_cannot_take_back_tokens(what: str) -> None:
+    with pytest.raises(ValueError, match=f"generation.speculate=lookup does not go with {what}"):
+        engine_of(tiny_model("llama"), **REFUSED[what]).generate([[5, 6]], DRAFTED)
+
+
+def test_a_model_whose_rotation_depends_on_the_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="whose rotary angles depend on the length"):
+        engine_of(tiny_model("llama_dynamic_ntk")).generate([[5, 6]], DRAFTED)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"policy": {"name": "streaming_llm"}},
+        {"ranks": RanksOptions(tensor=2)},
+        {"prefill": PrefillOptions(name=PrefillName.tensor)},
+        {"cache": CacheOptions(bits=4)},
+    ],
+)
+def test_a_run_is_refused_before_its_ranks_start(more: dict[str, Any]) -> None:
+    policy = {"policy": {"name": "full"}}
+    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with"):
+        RunOptions(generation=DRAFTED, **{**policy, **more})
+    RunOptions(generation=PLAIN, **{**policy, **more})
+
+
+def test_a_server_and_a_conversation_do_not_speculate() -> None:
+    conversation = Conversation(tiny_model("llama"))
+    conversation.feed(torch.tensor([[5, 6]]))
+    with pytest.raises(ValueError, match=r"generation.speculate=lookup is for Engine.generate"):
+        conversation.generate(DRAFTED)
+    with pytest.raises(ValueError, match=r"generation.speculate=lookup is for launch/infer.py"):
+        ServeRun(generation=DRAFTED, policy={"name": "full"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculate": "guess"}, "generation.speculate=guess is not one of none, lookup, policy, model"),
+        ({"speculate_tokens": 0}, "generation.speculate_tokens=0 must be from 1 to 64"),
+        ({"speculate_match": 0}, "generation.speculate_match=0 must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_right(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GenerationOptions(**options)
