@@ -47,9 +47,10 @@ demo: $(STAMP)
 		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64
 
 # Tests that measure the rates of links or have the GPU go one by one; the others side by side, a file in one process,
-# those first that take longest (tests/conftest.py). 5: nothing was selected.
+# those first that take longest (tests/conftest.py). A process that ends early fails its test and the run: in its place
+# another would wait for ever for the rest of a file. 5: nothing was selected.
 ALONE := $(wildcard tests/network/test_shaped_network.py tests/gpu)
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: check
 	$(IN_VENV) -m pytest -m 'not slow' $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
 	$(IN_VENV) -m pytest -m 'not slow' $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]

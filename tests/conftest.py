@@ -14,6 +14,7 @@ from hypothesis import settings
 from transformers.utils import logging
 
 from runahead.model.loading.cache_folder import cache_folder
+from tests.exit_status import Exited
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
@@ -61,6 +62,23 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if any(folder.iterdir()):  # else a test downloads the model, once and for all
             patch.setenv("RUNAHEAD_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_end_of_the_tests() -> Iterator[None]:
+    """A program that fails inside a test ends that test and not the process of all tests; it is the only rank."""
+    leave, tests = os._exit, os.getpid()
+
+    def instead(status: int) -> None:
+        if os.getpid() != tests:  # a forked child
+            leave(status)
+        raise Exited(status)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "_exit", instead)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RUNAHEAD_TRACEBACK"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 class RankPools:

@@ -20,6 +20,7 @@ from benchmarks.ttft.measurement import Contenders, Run
 from benchmarks.ttft.plot import main as plot
 from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
+from tests.exit_status import exit_status
 
 BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
@@ -126,25 +127,14 @@ def test_pictures_and_tables_come_from_the_lines(
         assert printed.count(f"| {name} |") == 2
 
 
-class Exited(Exception):
-    """Stands for os._exit, which would end the tests."""
-
-
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the only rank."""
-
-    def leave(status: int) -> None:
-        raise Exited(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
+def same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that change while a test runs are not noticed."""
     monkeypatch.setattr(machine, "code", lambda: "the same code")  # however long a test takes
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RUNAHEAD_TRACEBACK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_no_rounds_state_the_bounds_and_keep_the_measured_compute(
-    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results, compute = tmp_path / "bench.jsonl", tmp_path / "compute.json"
     assert main(options(model, results, "bench.pairs=0", f"bench.compute={compute}")) == 0
@@ -156,7 +146,7 @@ def test_no_rounds_state_the_bounds_and_keep_the_measured_compute(
 
 
 def test_resume_runs_only_what_is_missing(
-    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "bench.jsonl"
     arguments = options(model, results, "bench.variants=[single,kvr_e]", f"bench.compute={tmp_path / 'compute.json'}")
@@ -174,7 +164,7 @@ def test_resume_runs_only_what_is_missing(
 
 
 @pytest.mark.slow
-def test_other_options_are_other_measurements(alone: None, model: Path, tmp_path: Path) -> None:
+def test_other_options_are_other_measurements(same_code: None, model: Path, tmp_path: Path) -> None:
     results = tmp_path / "bench.jsonl"
     arguments = [*options(model, results, "bench.variants=[single]", "bench.resume=true"), "bench.lengths=[96]"]
     for more in ([], ["model.seed=1"], ["model.dtype=bfloat16"], ["prefill.layers_in_flight=2"]):
@@ -201,7 +191,7 @@ def test_an_interruption_keeps_the_rounds_before_it(model: Path, tmp_path: Path)
 
 
 def test_variants_that_disagree_fail_loudly_and_keep_nothing(
-    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Contenders.run
 
@@ -211,8 +201,7 @@ def test_variants_that_disagree_fail_loudly_and_keep_nothing(
 
     monkeypatch.setattr(Contenders, "run", lying)
     results = tmp_path / "bench.jsonl"
-    with pytest.raises(Exited):
-        main(options(model, results, "bench.variants=[single,kvr_e]"))
+    assert exit_status(main, options(model, results, "bench.variants=[single,kvr_e]")) == 1
     told = capfd.readouterr().err.splitlines()[-1]
     assert told.startswith("first tokens differ at 96 tokens (single: ") and "; kvr_e: 1000)" in told
     assert not results.exists()
@@ -231,11 +220,10 @@ def test_variants_that_disagree_fail_loudly_and_keep_nothing(
     ],
 )
 def test_a_mistake_is_one_line_and_measures_nothing(
-    alone: None, model: Path, tmp_path: Path, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
+    same_code: None, model: Path, tmp_path: Path, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "bench.jsonl"
-    with pytest.raises(Exited):
-        main(options(model, results, *more))
+    assert exit_status(main, options(model, results, *more)) == 1
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1
     assert says in err
@@ -284,9 +272,8 @@ def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_hosts_are_not_made_under_torchrun(
-    alone: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(Exited):
-        main(options(model, tmp_path / "bench.jsonl", "bench.network=netns", "link.gbps=1"))
+    assert exit_status(main, options(model, tmp_path / "bench.jsonl", "bench.network=netns", "link.gbps=1")) == 1
     assert capfd.readouterr().err == "bench.network=netns starts its own ranks; run the program without torchrun\n"

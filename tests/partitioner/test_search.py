@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from pathlib import Path
 
@@ -17,11 +16,8 @@ from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from runahead import ContextPartition, PrefillOptions, Ranks, even
 from tests.conftest import RankPools
+from tests.exit_status import exit_status
 from tests.ranks.tasks import tiny_model
-
-
-class Exited(BaseException):
-    """In place of os._exit."""
 
 
 @pytest.fixture
@@ -40,16 +36,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture(autouse=True)
-def no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure ends the test, not the tests."""
-
-    def leave(status: int) -> None:
-        raise Exited(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
-
-
 def options(config: Path, table: Path, *more: str) -> list[str]:
     return [
         "model=random",
@@ -65,11 +51,7 @@ def options(config: Path, table: Path, *more: str) -> list[str]:
 
 
 def ended(args: list[str]) -> int:
-    """Exit status of a run that fails."""
-    try:
-        return main(args)
-    except Exited as exited:
-        return int(exited.args[0])
+    return exit_status(main, args)
 
 
 @pytest.mark.parametrize("objective", ["replayed", "modelled"])

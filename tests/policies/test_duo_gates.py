@@ -18,15 +18,13 @@ from runahead import Model
 from runahead.attention.gated import GatedAttention
 from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
+from tests.exit_status import exit_status
 from tests.families import build, prompt, throughout
-from tests.policies.program_runs import Exited, no_exit  # noqa: F401 (a fixture)
 from tests.policies.running import Run
 from tests.policies.test_kvzip import CHUNK, SINKS, scores_by_hand
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level
-
-pytestmark = pytest.mark.usefixtures("no_exit")
 
 
 def logits_of(tiny: Model, attention: GatedAttention, ids: list[int]) -> Tensor:
@@ -140,10 +138,7 @@ def ended(folder: Path, sample: Path, out: Path, *more: str) -> int:
         "ranks.threads=1",
         "ranks.device=cpu",
     ]
-    try:
-        return main([*given, "tokens=160", "sinks=2", "recent=8", "passkeys=1", "words=4", "steps=2", *more])
-    except Exited as exited:
-        return int(exited.args[0])
+    return exit_status(main, [*given, "tokens=160", "sinks=2", "recent=8", "passkeys=1", "words=4", "steps=2", *more])
 
 
 @pytest.mark.parametrize("by", ["optimising", "kvzip"])

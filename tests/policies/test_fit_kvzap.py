@@ -16,11 +16,10 @@ from runahead import Model
 from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
+from tests.exit_status import exit_status
 from tests.families import prompt, throughout
-from tests.policies import test_skew_program
 from tests.policies.running import Run
 from tests.policies.test_skew_program import folder as folder
-from tests.policies.test_skew_program import no_exit as no_exit
 from tests.ranks.tasks import tiny_model
 
 
@@ -101,8 +100,7 @@ def test_maps_are_fitted_on_some_contexts_and_judged_on_others() -> None:
 
 
 def ended(args: list[str]) -> int:
-    """Exit status."""
-    return test_skew_program.ended(args, main)
+    return exit_status(main, args)
 
 
 def arguments(folder: Path, sample: Path, out: Path, *more: str) -> list[str]:

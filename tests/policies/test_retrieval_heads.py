@@ -19,8 +19,8 @@ from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.config import ModelName, ModelOptions
+from tests.exit_status import exit_status
 from tests.families import build, prompt, throughout
-from tests.policies.program_runs import Exited, no_exit  # noqa: F401 (a fixture)
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level
@@ -28,9 +28,6 @@ from tests.unit.tokenizers_for_tests import byte_level
 # Legend: N query heads, C new tokens, n keys.
 
 PERIOD, COPIES = 9, 4
-
-
-pytestmark = pytest.mark.usefixtures("no_exit")
 
 
 class Noting(CausalAttention):
@@ -100,10 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(folder: Path, out: Path, *more: str) -> int:
     """Exit status."""
     given = ["model=hf", f"model.path={folder}", "tokens=20", f"out={out}", "ranks.threads=1", "ranks.device=cpu"]
-    try:
-        return main([*given, *more])
-    except Exited as exited:
-        return int(exited.args[0])
+    return exit_status(main, [*given, *more])
 
 
 def test_the_file_is_taken_by_its_own_model_alone(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.config import ModelName, ModelOptions
+from tests.exit_status import exit_status
 from tests.families import build, prompt
-from tests.policies.program_runs import Exited, no_exit  # noqa: F401 (a fixture)
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level
-
-pytestmark = pytest.mark.usefixtures("no_exit")
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +51,8 @@ def arguments(folder: Path, sample: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def ended(args: list[str], program: Callable[[list[str]], int] = main) -> int:
-    """Exit status."""
-    try:
-        return program(args)
-    except Exited as exited:
-        return int(exited.args[0])
+def ended(args: list[str]) -> int:
+    return exit_status(main, args)
 
 
 def test_the_file_is_taken_by_its_own_model_alone(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -36,6 +34,7 @@ from runahead.config import Device, Positions, PrefillName
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
+from tests.exit_status import exit_status
 from tests.families import build, oracle_logits, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.written_out import WrittenOut
@@ -285,23 +284,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def program() -> Callable[..., int]:
     """launch/infer.py in this process: arguments to exit status."""
-
-    class Exited(Exception):
-        pass
-
-    def leave(status: int) -> NoReturn:
-        raise Exited(status)
-
-    def run(*arguments: str) -> int:
-        try:
-            return main(arguments)
-        except Exited as ended:
-            return int(ended.args[0])
-
-    monkeypatch.setattr(os, "_exit", leave)
-    return run
+    return lambda *arguments: exit_status(main, arguments)
 
 
 def command(folder: str, *more: str) -> list[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from launch.infer import main as infer
 from policies.prompt_cache.encode import main as encode
+from tests.exit_status import exit_status
 from tests.families import save_tiny_llama
 from tests.prompt_cache.serving import chatting
-from tests.ranks.test_infer import Exited, torchrun
+from tests.ranks.test_infer import torchrun
 
 SCHEMA = """<schema name="ice">
   <system>Be short.</system>
@@ -27,20 +27,6 @@ CHAT = (
     "{% for m in messages %}<|end|>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|end|>assistant:{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    statuses: list[int] = []
-
-    def leave(status: int) -> None:
-        statuses.append(status)
-        raise Exited
-
-    monkeypatch.setattr(os, "_exit", leave)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RUNAHEAD_TRACEBACK"):
-        monkeypatch.delenv(name, raising=False)
-    return statuses
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +131,13 @@ def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, 
         (["generation.max_new_tokens=500"], "exceeds the model's 512 positions; use generation.max_new_tokens="),
     ],
 )
-def test_mistakes_are_told_in_one_line(
-    model: str, files: Path, capfd, exits: list[int], more: list[str], message: str
-) -> None:
-    try:
-        status = infer(options(model, files, f"prompt.file={files / 'ask.xml'}", *more))
-    except Exited:
-        [status] = exits
+def test_mistakes_are_told_in_one_line(model: str, files: Path, capfd, more: list[str], message: str) -> None:
+    status = exit_status(infer, options(model, files, f"prompt.file={files / 'ask.xml'}", *more))
     err = capfd.readouterr().err
     assert status != 0 and message in err and len(err.splitlines()) == 1, err
 
 
-def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd, exits: list[int]) -> None:
+def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd) -> None:
     base = ["model=hf", f"model.path={model}"]
     assert encode(base) == 2
     assert "schema=<xml file> is missing" in capfd.readouterr().err
@@ -165,8 +146,6 @@ def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd, 
         ([f"out={files / 'ice.xml'}"], "is not a writable folder"),
         ([f"out={files / 'store'}", "disk_bytes=1KiB"], "more than disk_bytes=1,024"),
     ):
-        with pytest.raises(Exited):
-            encode([*base, f"schema={files / 'ice.xml'}", *more])
+        assert exit_status(encode, [*base, f"schema={files / 'ice.xml'}", *more]) == 1
         err = capfd.readouterr().err
         assert message in err and len(err.splitlines()) == 1, err
-    assert exits == [1, 1, 1]

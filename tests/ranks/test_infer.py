@@ -13,29 +13,12 @@ import torch
 
 from launch.infer import main
 from runahead.engine import Engine
+from tests.exit_status import exit_status
 from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
 
 INFER = str(Path(__file__).resolve().parents[2] / "launch" / "infer.py")
 TEXT = "the letters of the captain to his sister, from the ice. " * 4
-
-
-class Exited(Exception):
-    """Stands for os._exit, which would end the tests."""
-
-
-@pytest.fixture(autouse=True)
-def exits(monkeypatch):
-    statuses: list[int] = []
-
-    def leave(status: int) -> None:
-        statuses.append(status)
-        raise Exited
-
-    monkeypatch.setattr(os, "_exit", leave)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RUNAHEAD_TRACEBACK"):
-        monkeypatch.delenv(name, raising=False)
-    return statuses
 
 
 @pytest.fixture(scope="module")
@@ -148,31 +131,26 @@ def test_ids_without_a_tokenizer_give_ids(model, tmp_path, capfd):
         (["prompt.text=a", "model.path=missing"], "missing"),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypatch, capfd, exits, more, message):
+def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypatch, capfd, more, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Exited):
-        main(options(model, "report=run.json", *more))
+    assert exit_status(main, options(model, "report=run.json", *more)) == 1
     out, err = capfd.readouterr()
-    assert exits == [1]
     assert out == ""
     [line] = err.splitlines()
     assert message in line
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd, exits):
+def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd):
     def fail(*args: object, **more: object) -> None:
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr(Engine, "generate", fail)
-    with pytest.raises(Exited):
-        main(options(model, "prompt.text=a"))
+    assert exit_status(main, options(model, "prompt.text=a")) == 1
     assert capfd.readouterr().err == "RuntimeError: first line\n"
     monkeypatch.setenv("RUNAHEAD_TRACEBACK", "1")
-    with pytest.raises(Exited):
-        main(options(model, "prompt.text=a"))
+    assert exit_status(main, options(model, "prompt.text=a")) == 1
     assert "Traceback (most recent call last)" in capfd.readouterr().err
-    assert exits == [1, 1]
 
 
 def test_settings_without_effect_are_warned_of(model, capfd):
