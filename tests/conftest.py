@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,8 +44,19 @@ LONGEST = (
 """Files that take long, the longest first: what begins last decides when all are done."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is marked slow is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, a file in one process: the longest files first."""
+    """All but a sample of tests marked `sampled` are slow. Where tests run side by side: the longest files first."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, sets in functions.items():
+        [one_in] = sets[0].get_closest_marker("sampled").args
+        often = random.Random(name).sample(sets, math.ceil(len(sets) / one_in))
+        for item in sets:
+            if item not in often:
+                item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}

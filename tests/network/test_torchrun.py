@@ -55,6 +55,7 @@ def pids(folder: Path) -> list[int]:
     return [int((folder / str(rank)).read_text().split()[0]) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_ranks_talk_over_the_link_each_on_its_own_cores(program, tmp_path, capfd):
     with ShapedNetwork(gbps=1) as network:
         assert run_in(network, [program[0], "work", program[1]]) == 0
@@ -106,6 +107,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, 
     assert not any(map(runs, pids(tmp_path)))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_killed_run_end(program, tmp_path):
     command = [sys.executable, "-m", "benchmarks.network", "gbps=1", "--", program[0], "wait", program[1]]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)

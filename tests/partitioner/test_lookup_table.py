@@ -228,6 +228,7 @@ def test_twice_as_many_ranks_have_to_bring_the_first_token_a_twentieth_earlier()
     assert table_of(entry([0, 50, 100], ttft_s=1.0), entry([0, 30, 60, 100], ttft_s=0.96)).best_ranks(100) == 3
 
 
+@pytest.mark.slow
 def test_a_table_takes_fewer_ranks_for_short_prompts_and_slow_links() -> None:
     """The paper's Appendix B, out of tables of Llama 7B: one rank or two on slow links, all of them on fast ones."""
     best: dict[float, list[int]] = {}

@@ -16,6 +16,7 @@ LENGTHS = (1024, 2048, 4096, 16384)
 BANDWIDTHS = (0.1, 1, 10, 300)
 
 
+@pytest.mark.slow
 def test_more_ranks_win_with_longer_prompts_and_more_bandwidth():
     best = {}
     for GBps in BANDWIDTHS:

@@ -36,6 +36,7 @@ def bowl(*bottom: int) -> Cost:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_tokens", "draws"), [(2, 8192, 30), (3, 8192, 30), (4, 4096, 26)])
+@pytest.mark.slow
 def test_both_are_within_one_percent_of_trying_everything(num_ranks, num_tokens, draws):
     rng = random.Random(num_ranks)
     excess: dict[str, list[float]] = {"grid": [], "seeded": []}

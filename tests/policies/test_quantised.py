@@ -214,6 +214,7 @@ def test_the_last_tokens_are_exact_and_the_others_are_not(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KEEPING if not policy(name).keeps_ragged])
+@pytest.mark.sampled(3)
 def test_policies_choose_before_anything_is_quantised(name: str) -> None:
     """The same tokens stay after the prompt as without bits, and the answer goes on to another turn."""
     exact, talk = (Talk("llama", policies_of(policy(name, 40), bits=bits), (50, 44)) for bits in (None, 4))

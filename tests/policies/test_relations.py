@@ -99,7 +99,8 @@ def test_the_more_recent_tokens_the_more_is_kept(ratio: float, share: float) -> 
     assert mean(lengths) / lengths[0] == pytest.approx(share, abs=0.01)
 
 
-@pytest.mark.parametrize("num_tokens", [512, pytest.param(768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tokens", [512, 768])
+@pytest.mark.slow
 def test_a_window_needs_sinks(num_tokens: int) -> None:
     with_sinks, without = streamed(num_tokens, sinks=4), streamed(num_tokens, sinks=0)
     assert without > with_sinks + 0.3

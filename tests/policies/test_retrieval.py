@@ -115,6 +115,7 @@ def fit(family: str, lengths: tuple[int, ...]) -> Model:
 
 @every_case
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+@pytest.mark.sampled(4)
 def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model = fit(family, lengths)
     ours, full = Turns(model, [policy(name, ALL[name])], lengths), Turns(model, [Full()], lengths)
@@ -125,6 +126,7 @@ def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: 
 
 
 @every_case
+@pytest.mark.sampled(4)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     model = fit(family, PADDED)
     # Fewer than a short row has, and free for more than one: the best slots of a group's queries are needed alike.
@@ -144,6 +146,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
 
 
 @every_case
+@pytest.mark.sampled(4)
 def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
     """More slots are chosen than it has tokens: it sees all of them, and no padding."""
     model, lengths = fit(family, (NUM_TOKENS, 7)), (NUM_TOKENS, 7)
@@ -178,6 +181,7 @@ def test_what_is_left_out_shows(name: str) -> None:
 
 @every_name
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
+@pytest.mark.sampled(4)
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
     options = SOME[name] | ({"observed": 8} if name in ("infinigen", "squeezed_attention") else {})
     whole, pieces = (Turns(tiny_model(family), [policy(name, options)]) for _ in range(2))
@@ -187,6 +191,7 @@ def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
 
 @every_name
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+@pytest.mark.sampled(3)
 def test_another_turn_sees_everything(name: str, lengths: tuple[int, ...]) -> None:
     """A prompt attends to all K,V; only single tokens are retrieved for."""
     ours, full = (Turns(tiny_model("llama"), [each], lengths) for each in (policy(name, SOME[name]), Full()))

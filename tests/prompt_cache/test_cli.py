@@ -74,6 +74,7 @@ def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Pat
     assert told["policy"] == {"name": "prompt_cache", "schema": str(files / "ice.xml"), "store": str(store)}
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_encoding_and_the_new_text(model: str, files: Path) -> None:
     store = files / "store"
     alone, both = files / "alone.json", files / "both.json"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.studies.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, edges_of, loss
@@ -53,6 +54,7 @@ def _loss(variant: Variant, new: list[int], where: SegmentStore) -> float:
     return loss(model(), one_rank(), where, prompt, len(new) - 1)
 
 
+@pytest.mark.slow
 def test_six_independent_modules_lose_and_link_tokens_win_most_of_it_back() -> None:
     plain, independent = copy_loss(PLAIN), copy_loss(INDEPENDENT)
     # Seen: 0.3 and 1.5 nats, 0.57 with link tokens, 0.48 with sinks.

@@ -180,6 +180,7 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
     assert pids == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
     texts = [TEXT, TEXT[:100], TEXT, "ice"]
@@ -207,6 +208,7 @@ def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_mistake_under_torchrun_is_told_by_one_rank(model, tmp_path):
     done = torchrun(*options(model, f"prompt.file={tmp_path}"))
     assert done.returncode != 0

@@ -33,6 +33,7 @@ def layers_bound(options: PrefillOptions, position: int) -> int:
 @pytest.mark.parametrize("layers_in_flight", [2, 3, 5])
 @pytest.mark.parametrize("transfer", list(Transfer))
 @pytest.mark.parametrize("bounds", SPLITS)
+@pytest.mark.sampled(4)
 def test_earlier_ranks_hold_a_few_layers_and_the_last_one_all(
     rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer, layers_in_flight: int
 ) -> None:
@@ -137,6 +138,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("lengths", [[SQUARE_TOKENS], [SQUARE_TOKENS, SQUARE_TOKENS - 900]], ids=["alone", "padded"])
+@pytest.mark.sampled(4)
 def test_no_tensor_of_prompt_times_prompt_in_prefill_or_decoding(
     rank_pools: RankPools, path: str, lengths: list[int]
 ) -> None:

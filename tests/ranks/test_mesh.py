@@ -88,6 +88,7 @@ OFTEN = ("llama", "llama_dynamic_ntk", "qwen3", "phi3", "gemma2", "gemma3_text",
 @pytest.mark.parametrize(
     "family", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
 )
+@pytest.mark.sampled(3)
 def test_two_stages_of_two_equal_transformers_in_every_family(rank_pools: RankPools, family: str) -> None:
     @seed(zlib.crc32(family.encode()))
     @settings(max_examples=2, phases=[Phase.generate])
@@ -234,6 +235,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("decode", [DecodeName.last, DecodeName.sharded])
     @pytest.mark.parametrize("name", POLICIES)
+    @pytest.mark.sampled(4)
     def test_two_stages_choose_the_same_tokens(self, rank_pools: RankPools, name: str, decode: DecodeName) -> None:
         """All of them are on the last stage, or with sharded decoding each stage chooses among its own."""
         policies = RankPolicies.everywhere(POLICIES[name])

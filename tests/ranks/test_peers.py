@@ -64,12 +64,14 @@ def check_logits(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(3)
 def test_first_logits_equal_transformers_for_every_family(rank_pools: RankPools, family: str) -> None:
     check_logits(rank_pools, 3, family, [prompt(PROMPT_TOKENS)], TOLERANCE, torch.float64)
 
 
 @pytest.mark.parametrize("family", SELECTED)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.sampled(4)
 def test_first_logits_equal_transformers_for_any_length(rank_pools: RankPools, family: str, size: int) -> None:
     """Also for lengths that no number of chunks divides, and for fewer tokens than ranks or chunks."""
 
@@ -89,6 +91,7 @@ def test_fewer_tokens_than_chunks(rank_pools: RankPools, num_tokens: int) -> Non
 
 @pytest.mark.parametrize("family", [*SELECTED, "llama_dynamic_ntk", "gemma2", "mpt"])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sampled(3)
 def test_padded_rows_equal_transformers_on_each_prompt_alone(rank_pools: RankPools, family: str, size: int) -> None:
     check_logits(rank_pools, size, family, BATCH, TOLERANCE, torch.float64)
 
@@ -100,6 +103,7 @@ def test_float32_with_transformers_own_choice_of_kernels(rank_pools: RankPools, 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.sampled(3)
 def test_greedy_tokens_equal_generate_on_every_rank(rank_pools: RankPools, variant: str, size: int) -> None:
     """Decoding goes on over the K,V that the exchange left on the last rank."""
     options = GenerationOptions(max_new_tokens=6, ignore_eos=True)

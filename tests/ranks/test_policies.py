@@ -94,6 +94,7 @@ def assert_same_answer(ours: GenerationBatch, theirs: GenerationBatch) -> None:
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 1, 59, 60), (0, 0, 40, 60)])
+@pytest.mark.sampled(4)
 def test_evicting_on_the_last_rank_is_what_one_rank_does(
     rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
     ],
 )
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])
+@pytest.mark.sampled(3)
 def test_retrieving_on_the_last_rank_is_what_one_rank_does(
     rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
 ) -> None:

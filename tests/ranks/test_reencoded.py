@@ -30,6 +30,7 @@ POLICIES: list[Policy] = [
 
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 35, 60), (0, 20, 44, 60)])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{type(policy).__name__}-{policy.budget}")
+@pytest.mark.sampled(3)
 def test_ranks_are_chunks_of_one_process(rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]) -> None:
     """Earlier chunks narrowed, nothing cut back before the last one: so the policies see the prompt whole."""
     prompts = [prompt(NUM_TOKENS), prompt(41, seed=4)]

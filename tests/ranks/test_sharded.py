@@ -49,12 +49,14 @@ def check(rank_pools: RankPools, size: int, family: str, cases: list[sharded_tas
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(3)
 def test_tokens_and_logits_equal_transformers_for_every_family(rank_pools: RankPools, family: str) -> None:
     check(rank_pools, 2, family, [([prompt(PROMPT_TOKENS)], (0, 41, 70), GREEDY, PrefillOptions())])
 
 
 @pytest.mark.parametrize("family", SEVERAL)
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sampled(4)
 def test_chunks_of_any_length_and_no_chunk(rank_pools: RankPools, family: str, size: int) -> None:
     ids = prompt(PROMPT_TOKENS)
     cases = [([ids], bounds, GREEDY, PrefillOptions()) for bounds in SPLITS[size]]
@@ -62,6 +64,7 @@ def test_chunks_of_any_length_and_no_chunk(rank_pools: RankPools, family: str, s
 
 
 @pytest.mark.parametrize("family", SEVERAL)
+@pytest.mark.sampled(3)
 def test_rows_of_different_lengths(rank_pools: RankPools, family: str) -> None:
     check(rank_pools, 3, family, [(BATCH, bounds, GREEDY, PrefillOptions()) for bounds in SPLITS[3]])
 
@@ -121,6 +124,7 @@ def test_rows_end_by_themselves_and_rank_0_is_told_step_by_step(
 
 @pytest.mark.parametrize("bounds", [(0, 35, 70), (0, 44, 70), (0, 20, 45, 70), (0, 30, 30, 70)])
 @pytest.mark.parametrize("num_new", [1, 5, 40])
+@pytest.mark.sampled(3)
 def test_bytes_of_each_rank_are_its_chunk_its_new_tokens_and_a_ring_of_the_prefix(
     rank_pools: RankPools, bounds: tuple[int, ...], num_new: int
 ) -> None:

@@ -36,6 +36,7 @@ def check(talks: list[Talk], family: str, turns: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "deepseek_v3", "gpt2"])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sampled(3)
 def test_answers_of_several_turns_are_those_of_transformers(rank_pools: RankPools, family: str, size: int) -> None:
     """Windows, soft caps, sinks, ALiBi, keys and values of two widths, learned positions."""
     turns = TURNS["of any length"]

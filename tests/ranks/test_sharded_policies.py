@@ -205,6 +205,7 @@ def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
 @pytest.mark.parametrize("name", ROOMY)
+@pytest.mark.sampled(4)
 def test_with_room_for_all_tokens_the_answer_is_that_of_one_rank(rank_pools: RankPools, name: str, family: str) -> None:
     """In windows of some layers and with attention sinks, too."""
     if name == "pyramidinfer" and family != "llama":
@@ -221,6 +222,7 @@ def test_with_room_for_all_tokens_the_answer_is_that_of_one_rank(rank_pools: Ran
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.sampled(4)
 def test_attention_is_over_what_the_ranks_kept(rank_pools: RankPools, name: str, bounds: tuple[int, ...]) -> None:
     seen = run(rank_pools, EVICTING[name], bounds)
     check_steps(seen)
@@ -231,6 +233,7 @@ def test_attention_is_over_what_the_ranks_kept(rank_pools: RankPools, name: str,
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("name", RETRIEVING)
+@pytest.mark.sampled(4)
 def test_attention_is_over_what_the_ranks_retrieved(rank_pools: RankPools, name: str, bounds: tuple[int, ...]) -> None:
     seen = run(rank_pools, RETRIEVING[name], bounds)
     check_steps(seen)
@@ -381,6 +384,7 @@ def test_a_rank_may_have_another_policy_or_none(rank_pools: RankPools) -> None:
 
 @pytest.mark.parametrize("num_new", [1, 5, 40])
 @pytest.mark.parametrize("bounds", [(0, 35, 70), (0, 44, 70), (0, 20, 45, 70), (0, 30, 30, 70)])
+@pytest.mark.sampled(3)
 def test_bytes_are_the_share_of_the_budget_and_a_ring(
     rank_pools: RankPools, bounds: tuple[int, ...], num_new: int
 ) -> None:

@@ -92,6 +92,7 @@ def test_several_files_and_another_dtype(rank_pools: RankPools, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(8, 2, 4), (8, 1, 2), (8, 1, 4), (9, 3, 3), (6, 2, 2), (8, 4, 4)]
 )
+@pytest.mark.sampled(3)
 def test_tokens_are_the_whole_models_with_kv_heads_split_or_copied(
     rank_pools: RankPools, tmp_path: Path, heads: int, kv_heads: int, size: int
 ) -> None:

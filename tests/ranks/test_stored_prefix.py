@@ -77,6 +77,7 @@ def counts(batch: GenerationBatch) -> tuple[int, int]:
     [(1, WAYS[0]), *product((2, 3), WAYS)],
     ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
 )
+@pytest.mark.sampled(2)
 def test_logits_are_those_of_the_whole_prompt(rank_pools: RankPools, size: int, prefill: PrefillOptions) -> None:
     turns, known = run(rank_pools, size, "llama", Split(), prefill), list[list[int]]()
     for prompts, ours, theirs in zip(BATCHES, turns.ours, turns.theirs, strict=True):

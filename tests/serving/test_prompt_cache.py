@@ -373,6 +373,7 @@ def test_answers_are_those_of_the_engine_and_modules_are_encoded_once(
     assert first[1] == first[3] == 0
 
 
+@pytest.mark.slow
 def test_stages_of_shares_agree_on_what_is_encoded(rank_pools: RankPools) -> None:
     load = replace(MODULES, num_shares=2)
     together = rank_pools.run(2, rank_tasks.serve, load)

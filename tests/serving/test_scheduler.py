@@ -78,6 +78,7 @@ def prefills(served: Served) -> list[Prefill]:
         "direct copies",
     ],
 )
+@pytest.mark.sampled(3)
 def test_an_answer_is_the_same_alone_and_among_others(rank_pools: RankPools, size: int, load: Load) -> None:
     by_rank = rank_pools.run(size, rank_tasks.serve, load)
     if load.num_shares == 1:
@@ -103,6 +104,7 @@ def test_an_answer_is_the_same_among_thirty_others(rank_pools: RankPools) -> Non
     assert rank_pools.run(2, rank_tasks.serve, load)[0].tokens == [*expected * 3, expected[0]]
 
 
+@pytest.mark.slow
 def test_four_ranks_in_stages_of_two_serve_like_one_after_another(rank_pools: RankPools) -> None:
     load = replace(MANY, num_shares=2)
     together = rank_pools.run(4, rank_tasks.serve, load)

@@ -152,6 +152,7 @@ def test_help_and_page_name_every_option():
         ("serve.prefix_host_bytes=9", "serve.prefix_host_bytes=9 has no effect without serve.prefix_cache_bytes"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_wrong_options_are_refused_in_one_line(argument, message):
     with pytest.raises(ValueError, match=message):
         SERVE.read([argument] if isinstance(argument, str) else argument)

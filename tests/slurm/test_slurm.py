@@ -68,6 +68,7 @@ def submit_long(cluster: Cluster, model: list[str], folder: Path) -> Job:
     return job
 
 
+@pytest.mark.slow
 def test_two_nodes_answer_as_one_process(
     cluster: Cluster, model: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def logits_of(model: Model, pads: list[int], *, fixed: bool) -> Tensor:
 
 @pytest.mark.parametrize("pads", [[0], [0, 0, 0], [0, 4, 9]], ids=["one row", "rows", "padded rows"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(4)
 def test_logits_equal_those_over_slabs(family: str, pads: list[int]) -> None:
     """The forward is told the first step's number in all steps, as a graph that is replayed has it."""
     model = Model(build(family))

@@ -90,6 +90,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family):
     engine = engine_of(family)
     with throughout(engine.model.dtype):

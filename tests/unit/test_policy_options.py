@@ -37,6 +37,7 @@ def test_every_policy_has_a_name_on_the_command_line() -> None:
     assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
 
 
+@pytest.mark.slow
 def test_policies_with_heads_of_different_lengths_are_known_before_they_are_made() -> None:
     made = {
         name: policies(f"policy={name}")
@@ -189,6 +190,7 @@ def test_ranks_may_differ() -> None:
         (["policy=kvzap", "policy.predictor=a, b"], "policy.predictor=a, b: there is no such file; make it with"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_mistakes_are_told_in_one_line(overrides: list[str], says: str) -> None:
     with pytest.raises(ValueError) as raised:
         policies(*overrides)

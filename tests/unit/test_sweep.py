@@ -95,6 +95,7 @@ def test_every_combination_is_a_job_and_the_last_option_changes_fastest(jobs):
         ("+policy=h2o,full", ["h2o", "full"]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_values_are_listed_in_hydras_grammar(jobs, text, values):
     assert run("sweep.dir=s", text) == 0
     name = text.partition("=")[0].lstrip("+")

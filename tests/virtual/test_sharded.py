@@ -96,6 +96,7 @@ def answers(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("boundaries", [(0, 9, 16), (0, 7, 11, 16), (0, 6, 6, 11, 16)])
+@pytest.mark.sampled(3)
 def test_tokens_do_not_depend_on_when_messages_arrive(boundaries: tuple[int, ...], order: str) -> None:
     for rank, tokens in enumerate(answers(boundaries, ORDERS[order])):
         assert tokens == (alone() if boundaries[rank] < boundaries[rank + 1] else None)
@@ -103,6 +104,7 @@ def test_tokens_do_not_depend_on_when_messages_arrive(boundaries: tuple[int, ...
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", [H2O(budget=400), PyramidInfer(mean_keep=1.0)], ids=["h2o", "pyramidinfer"])
+@pytest.mark.sampled(3)
 def test_policies_on_each_rank_do_not_depend_on_it_either(policy: Policy, order: str) -> None:
     """With room for all tokens, which are copied out of the ring, scored and attended to by slots."""
     found = answers((0, 7, 11, 16), ORDERS[order], RankPolicies.everywhere([policy]))
