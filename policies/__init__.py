@@ -51,6 +51,7 @@ POLICIES = PolicyTable(
         "fastgen": "policies.fastgen:FastGen",
         "razor_attention": "policies.razor_attention:RazorAttention",
         "duo_attention": "policies.duo_attention:DuoAttention",
+        "minicache": "policies.minicache:MiniCache",
         "pyramidinfer": "policies.pyramidinfer:PyramidInfer",
         "infinigen": "policies.infinigen:InfiniGen",
         "quest": "policies.quest:Quest",

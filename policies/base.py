@@ -259,6 +259,22 @@ class Replay:
     sinks: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerPairs:
+    """Neighbouring layers that share the directions of their keys and values, by KV head, with lengths of their own.
+
+    Attributes:
+        first_share: of the layers, that come before the first pair.
+        towards_upper: share of the angle between a token's vectors, from the lower layer's on, at which their direction
+            lies.
+        exact_share: of the tokens, those at the largest angles, that each layer stores as they are.
+    """
+
+    first_share: float
+    towards_upper: float
+    exact_share: float
+
+
 class Policy:
     """Base of all policies. A policy holds its options only; the state of a sequence is in the `LayerView`."""
 
@@ -303,6 +319,11 @@ class Policy:
 
         Such a policy has `replay_score` and `keep_in_all`, and nothing is dropped before.
         """
+        return None
+
+    @property
+    def layer_pairs(self) -> LayerPairs | None:
+        """The layers that share what they store, for a policy that merges layers; None: each stores its own."""
         return None
 
     def require(self, model: ModelFacts) -> None:

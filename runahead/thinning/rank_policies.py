@@ -9,6 +9,7 @@ from itertools import accumulate
 from policies.base import ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
 from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.merged.cache import MergedCache, paired_layers
 from runahead.cache.quantised.cache import QuantisedCache
 from runahead.config import CacheOptions, Positions
 from runahead.context import ContextPartition
@@ -56,6 +57,11 @@ class RankPolicies:
             raise ValueError(
                 f"cache.bits={self.storage.bits} needs KV heads that keep equally many tokens, and with this policy "
                 "they do not; use cache.bits=null or another policy, such as snapkv"
+            )
+        if self.merging is not None:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} does not go with policy {type(self.merging).__name__}, whose layers "
+                "share what they store; use cache.bits=null or another policy, such as snapkv"
             )
         if self.positions is Positions.reencoded:
             raise ValueError(
@@ -127,6 +133,11 @@ class RankPolicies:
         return next((each for each in self.last if each.decides_on_all or each.replay is not None), None)
 
     @property
+    def merging(self) -> Policy | None:
+        """The policy that merges neighbouring layers, on the rank that decodes."""
+        return next((policy for policy in self.last if policy.layer_pairs is not None), None)
+
+    @property
     def ragged(self) -> bool:
         """Whether heads may keep different numbers of tokens."""
         return any(policy.keeps_ragged for policy in (*self.last, *self.others))
@@ -149,6 +160,8 @@ class RankPolicies:
                 residual_bits=self.storage.residual_bits,
                 keys_by_token=bool(self.last if has_turns else self.while_decoding),
             )
+        if self.merging is not None and self.merging.layer_pairs is not None:
+            return MergedCache(kept.layers, self._pairs(model), self.merging.layer_pairs)
         if self.retriever is None:
             return kept
         return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part))
@@ -183,7 +196,7 @@ class RankPolicies:
         self._check_marks(model)
         self.rotaries(model)
         for policy in policies:
-            if policy.narrows or isinstance(policy, Retriever):
+            if policy.narrows or isinstance(policy, Retriever) or policy.layer_pairs is not None:
                 remedy = "use a policy that only evicts, such as snapkv"
                 model.require_own_kv(f"policy {type(policy).__name__}", remedy)
         for policy in policies:
@@ -220,6 +233,7 @@ class RankPolicies:
                         "as snapkv"
                     ) from error
         self._check_deciding()
+        self._check_merging(model)
         self._check_ragged(model)
         self._check_retrieval(model)
         self._require_files(policies, model)
@@ -267,6 +281,29 @@ class RankPolicies:
             raise ValueError(
                 f"policy {type(self.deciding).__name__} decides on the whole prompt, of which earlier ranks may drop "
                 "no tokens; use policy.ranks.others=full"
+            )
+
+    def _pairs(self, model: Model) -> list[tuple[int, int]]:
+        """The layers that are merged, lower and upper one of each pair."""
+        merging = self.merging
+        assert merging is not None and merging.layer_pairs is not None
+        sees_all = [rule is None or rule.sees_everything for rule in model.rules]
+        return paired_layers(model.kv_shapes, sees_all, merging.layer_pairs.first_share)
+
+    def _check_merging(self, model: Model) -> None:
+        """Check that a policy that merges layers has some, which store the same tokens."""
+        if self.merging is None:
+            return
+        name = type(self.merging).__name__
+        if len(self.last) > 1 or any(policy.narrows for policy in self.others):
+            raise ValueError(
+                f"policy {name} merges layers that store the same tokens, and must be the only one on all ranks"
+            )
+        if not self._pairs(model):
+            raise ValueError(
+                f"policy {name} merges neighbouring layers that see the whole text, and model {model.name} "
+                f"({model.config.model_type}) has none among its layers from policy.start_share on; use a smaller "
+                "policy.start_share, or another policy"
             )
 
     def _check_ragged(self, model: Model) -> None:

@@ -13,6 +13,7 @@ from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
+from runahead.config import Positions
 from runahead.model.model import Model
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
@@ -30,8 +31,13 @@ class Run:
         self.pads = [longest - len(prompt) for prompt in prompts]
         self.ids_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         self.prompt_tokens = longest
-        rotaries = model.rotaries if reencoded else None
-        self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device, rotaries=rotaries)
+        positions = Positions.reencoded if reencoded else Positions.original
+        policies = RankPolicies(last=steps, positions=positions)
+        if policies.merging is not None:
+            self.kept = policies.cache(model, batch=len(prompts))
+        else:
+            rotaries = model.rotaries if reencoded else None
+            self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device, rotaries=rotaries)
         self.seen = 0
 
     def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:
@@ -40,6 +46,7 @@ class Run:
             logits_BV = self.chunk(chunk, evicts=self.seen + chunk == self.prompt_tokens)
         with throughout(self.model.dtype):
             decide_on_prompt(self.model, RankPolicies(last=self.steps), self.kept, self.ids_BS, self.pads)
+        self.kept.settle(room=0)
         return logits_BV
 
     def chunk(self, num_tokens: int, *, evicts: bool = True) -> Tensor:
@@ -58,7 +65,9 @@ class Run:
     def next_prompt(self, ids: list[int]) -> Tensor:
         """Logits behind another turn's prompt, the same in every row."""
         self.prompt_tokens = self.seen + len(ids)
-        return self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
+        logits_BV = self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
+        self.kept.settle(room=0)
+        return logits_BV
 
     def _forward(self, ids_BC: Tensor, phase: Phase, evicts: bool = True) -> Tensor:
         tokens = NewTokens(self.seen, self.pads, phase)

@@ -14,6 +14,7 @@ from policies import POLICIES
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.criticalkv import CriticalKV
+from policies.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
@@ -57,10 +58,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fastgen": {"window": 4, "sinks": 2, "frequent": 6, "local": 6},
     "razor_attention": {"sinks": 2},
     "duo_attention": {"sinks": 3},
+    "minicache": {"start_share": 0.0},
     "pyramidinfer": {"min_tokens": 8},
 }
 KEEPING = [name for name, kind in POLICIES.items() if not (issubclass(kind, Retriever) or kind.follows_marks)]
-KEEP_NEW = ["snapkv", "pyramidkv", "chunkkv", "adakv", "criticalkv", "kvzip", "zigzagkv", "fastgen", "full"]
+KEEP_NEW = [
+    "snapkv",
+    "pyramidkv",
+    "chunkkv",
+    "adakv",
+    "criticalkv",
+    "kvzip",
+    "zigzagkv",
+    "fastgen",
+    "minicache",
+    "full",
+]
 """Those that keep all generated tokens."""
 NUM_TOKENS, BUDGET = 40, 16
 PADDED = (NUM_TOKENS, 23, 7)
@@ -82,6 +95,8 @@ def policy(name: str, budget: int | float = BUDGET) -> Policy:
         return STREAMING[name](**OPTIONS[name], recent=recent)
     if name == "pyramidinfer":  # its budget is the mean over layers
         return PyramidInfer(**OPTIONS[name], mean_keep=0.6 if budget == BUDGET else 1.0)
+    if name == "minicache":  # all tokens stay; with room for all they are exact
+        return MiniCache(**OPTIONS[name], retain_share=0.3 if budget == BUDGET else 1.0)
     if name == "kvzap":
         return MadeUpKVzap(**OPTIONS[name], budget=budget)
     return POLICIES[name](**OPTIONS[name], **({} if name == "full" else {"budget": budget}))
@@ -115,8 +130,8 @@ def test_a_policy_of_ones_own_is_one_short_file() -> None:
     assert len(source.splitlines()) <= 40
 
 
-BY_HEAD = ["kvzip", "zigzagkv", "fastgen", *STREAMING]
-"""Policies that give a layer what its heads need."""
+BY_HEAD = ["kvzip", "zigzagkv", "fastgen", "minicache", *STREAMING]
+"""Policies that give a layer what its heads need, or keep all tokens in less memory."""
 OF_EACH_LAYER = [*(name for name in KEEPING if name not in BY_HEAD), "odd_tokens", "adakv", "criticalkv"]
 """Policies whose budget is that of each layer."""
 every_policy = pytest.mark.parametrize("name", [*KEEPING, "odd_tokens", "adakv", "criticalkv"])
@@ -132,7 +147,7 @@ every_batch = pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["
 def _without_windows(request: pytest.FixtureRequest) -> None:
     """Some policies are for some models: without windows, or with rotations that are known."""
     options = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if options.get("name") == "pyramidinfer" and options.get("family") in ("gpt_oss", "gemma2"):
+    if options.get("name") in ("pyramidinfer", "minicache") and options.get("family") in ("gpt_oss", "gemma2"):
         pytest.skip("a model with windows")
     if options.get("name") == "expected_attention" and options.get("family") in ("gpt2", "gpt_bigcode"):
         pytest.skip("a model that does not rotate")
@@ -304,7 +319,9 @@ def test_generated_tokens_are_kept(name: str) -> None:
     assert run.kept.slots_by_layer == [slots + 27 for slots in before]
 
 
-@every_policy
+@pytest.mark.parametrize(
+    "name", [name for name in [*KEEPING, "odd_tokens", "adakv", "criticalkv"] if name != "minicache"]
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @pytest.mark.parametrize("lengths", [(3,), (3, 2, 1)], ids=["alone", "padded"])
 def test_a_prompt_shorter_than_the_window_is_kept_whole(name: str, family: str, lengths: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.keyformer import Keyformer
+from policies.minicache import MiniCache
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer, Select
 from policies.pyramidkv import PyramidKV
@@ -218,6 +219,7 @@ POLICIES: dict[str, list[Policy]] = {
     "r_kv": [RKV(budget=16, window=4, evict_every=6)],
     "scissorhands": [Scissorhands(budget=16, recent=3, window=6)],
     "keyformer": [Keyformer(budget=16, tau_tokens=8)],
+    "minicache": [MiniCache(start_share=0.0, retain_share=0.25)],
     "pyramidinfer": [PyramidInfer(mean_keep=0.6, min_tokens=8)],
     "pyramidinfer, fixed": [PyramidInfer(budget=24, mean_keep=0.6, min_tokens=8)],
     "quest": [Quest(fetch=16, min_tokens=0, page=4)],

@@ -52,8 +52,8 @@ class PolicyDrafter(GeneratedDrafter):
             why = "retrieves for each token, and from its index none can be taken back; use one that drops tokens"
         elif any(policy.narrows for policy in policies.last):
             why = "drops tokens between layers; use one that only drops from the cache"
-        elif policies.deciding is not None or policies.ragged:
-            why = "decides on all layers or heads together, once the prompt is there; use another"
+        elif policies.deciding is not None or policies.merging is not None or policies.ragged:
+            why = "decides on several layers or heads together, once the prompt is there; use another"
         elif policies.positions is Positions.reencoded:
             why = "re-encodes positions; use policy.positions=original and one that evicts"
         if why is not None:

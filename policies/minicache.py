@@ -1,0 +1,42 @@
+"""MiniCache (Liu et al., NeurIPS 2024, arXiv 2405.14366): neighbouring layers share the directions of keys and values.
+
+From the middle of a model on, keys and values of a token point to similar directions in neighbouring layers. A pair of
+layers stores one direction for both and the lengths of each. All tokens stay; those whose directions differ most are
+stored as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.base import LayerPairs, Policy, require
+
+
+@dataclass(kw_only=True)
+class MiniCache(Policy):
+    """Merge the upper layers in pairs.
+
+    Attributes:
+        start_share: of the layers, that come before the first pair.
+        interpolation: share of the angle between two vectors at which their direction lies, 0 for the lower layer's.
+        retain_share: of the tokens of each KV head, those at the largest angles, that stay as they are; 1 is the
+            full cache.
+    """
+
+    while_decoding: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = False
+
+    start_share: float = 0.5
+    interpolation: float = 0.6
+    retain_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(0 <= self.start_share < 1, "start_share", self.start_share, "must be at least 0 and less than 1")
+        for option in ("interpolation", "retain_share"):
+            value = getattr(self, option)
+            require(0 <= value <= 1, option, value, "must be from 0 to 1")
+
+    @property
+    def layer_pairs(self) -> LayerPairs:
+        return LayerPairs(first_share=self.start_share, towards_upper=self.interpolation, exact_share=self.retain_share)

@@ -1,0 +1,183 @@
+"""A layer that shares the directions of its keys and values with a neighbour, but for the newest tokens.
+
+Attention reads the layer as it is restored, in memory that is freed after it. Tokens of a prompt or turn are merged
+once all of them have attended to each other, generated ones in blocks.
+"""
+
+# Legend: T slots with room, B batch, K kv heads, C new tokens, S merged slots, H key dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from torch import Tensor
+
+from policies.base import LayerPairs
+from runahead.attention.causal import rows_by_pad
+from runahead.cache.kept import KeptLayer
+from runahead.cache.merged.directions import SharedDirections
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab
+
+BLOCK = 32
+"""Generated tokens that are merged at once, since that copies what is merged already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedRows:
+    """The merged tokens of rows with the same padding.
+
+    Attributes:
+        rows: all rows of the batch, or one.
+        pad: their slots of padding.
+    """
+
+    rows: slice
+    pad: int
+    keys: SharedDirections
+    values: SharedDirections
+
+
+@dataclass(kw_only=True)
+class MergedTokens:
+    """What two layers share.
+
+    Attributes:
+        parts: the merged tokens of all rows.
+        end: number of the slot after them.
+    """
+
+    pairs: LayerPairs
+    parts: Sequence[MergedRows] = ()
+    end: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.keys.num_bytes + part.values.num_bytes for part in self.parts)
+
+    def add(self, lower: KVSlab, upper: KVSlab, pads: Sequence[int]) -> None:
+        """Merge the tokens of two slabs, which begin with the first slot that is not merged, or with padding before."""
+        options = {"towards_upper": self.pairs.towards_upper, "exact_share": self.pairs.exact_share}
+        parts = []
+        for place, (rows, pad) in enumerate(rows_by_pad(pads)):
+            start = max(pad, self.end)
+            (k_lower, v_lower), (k_upper, v_upper) = (
+                [x[rows] for x in slab.read(start, slab.end)] for slab in (lower, upper)
+            )
+            keys, values = (
+                SharedDirections.of(k_lower, k_upper, **options),
+                SharedDirections.of(v_lower, v_upper, **options),
+            )
+            if self.parts:
+                keys, values = self.parts[place].keys.followed_by(keys), self.parts[place].values.followed_by(values)
+            parts.append(MergedRows(rows=rows, pad=pad, keys=keys, values=values))
+        self.parts, self.end = parts, upper.end
+
+
+@dataclass(kw_only=True)
+class MergedLayer(KeptLayer):
+    """One layer of a pair: the padding of each row, its merged tokens, and after these its newest ones.
+
+    Attributes:
+        slab_TBKX: the slots from `start` on.
+        merged: shared with the other layer; its bytes count as the upper layer's.
+        start: the first slot that is in `slab_TBKX`.
+        lower: the other layer, in the upper one.
+    """
+
+    merged: MergedTokens
+    start: int = 0
+    lower: MergedLayer | None = None
+
+    @classmethod
+    def pair_of(
+        cls, lower: KeptLayer, upper: KeptLayer, pairs: LayerPairs, *, room: int
+    ) -> tuple[MergedLayer, MergedLayer]:
+        """Merge two layers, whose memory is only read, and make room for so many new tokens."""
+        assert lower.first == upper.first == 0 and lower.pads == upper.pads, (lower.pads, upper.pads)
+        merged = MergedTokens(pairs=pairs)
+
+        def made(layer: KeptLayer, below: MergedLayer | None) -> MergedLayer:
+            kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
+            return cls(**kept, merged=merged, lower=below)
+
+        below = made(lower, None)
+        above = made(upper, below)
+        above.merge(room=room)
+        return below, above
+
+    def merge(self, *, room: int) -> None:
+        """Merge all tokens of this layer, the upper one, with those of the lower, and make room for new ones."""
+        lower, end = self.lower, self.num_slots
+        assert lower is not None and end <= lower.num_slots, "the lower layer stores a token first"
+        if end > self.merged.end:
+            self.merged.add(lower._window(end), self._window(end), self.pads)
+        lower.copy_out(room=room)
+        self.copy_out(room=room)
+
+    def _window(self, end: int) -> KVSlab:
+        """The slots from `start` to `end`, in place."""
+        return KVSlab(slab_TBKX=self.slab_TBKX[: end - self.start], key_dim=self.shape.key_dim, first=self.start)
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (0 if self.lower is None else self.merged.num_bytes)
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        if self.lower is not None and k_BKCH.shape[2] == 1 and self.num_slots - self.merged.end >= BLOCK:
+            self.merge(room=BLOCK)
+        super().append(k_BKCH, v_BKCV, tokens)
+
+    def slab(self) -> KVSlab:
+        """All slots, restored, in new memory; padding is 0."""
+        key_dim, end = self.shape.key_dim, self.start
+        slab_TBKX = self.slab_TBKX.new_empty(self.num_slots, *self.slab_TBKX.shape[1:])
+        for part in self.merged.parts:
+            slab_TBKX[: part.pad, part.rows] = 0
+            slots_SBKX = slab_TBKX[part.pad : end, part.rows]
+            upper = self.lower is not None
+            for dims, shared in ((slice(key_dim), part.keys), (slice(key_dim, None), part.values)):
+                slots_SBKX[..., dims] = shared.read(upper=upper).permute(2, 0, 1, 3)
+        slab_TBKX[end:] = self.slab_TBKX[: self.num_slots - end]
+        return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=0)
+
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
+        return self.slab().slab_TBKX.permute(1, 2, 0, 3)
+
+    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+        raise NotImplementedError("a token that one layer drops is still in the other")
+
+    def fork(self, *, copy: bool) -> MergedLayer:
+        """As of `KeptLayer`; the other layer is to be linked, see `link`."""
+        other, n = replace(self), self.num_slots
+        if copy:
+            other.copy_out(room=0)
+        else:
+            other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
+        return other
+
+    def free(self, *, room: int) -> None:
+        if self.slab_TBKX.shape[0] != self.num_slots - self.start + room:
+            self.copy_out(room=room)
+
+    def copy_out(self, *, room: int) -> None:
+        window_TBKX = self.slab_TBKX[self.merged.end - self.start : self.num_slots - self.start]
+        slab_TBKX = window_TBKX.new_empty(len(window_TBKX) + room, *window_TBKX.shape[1:])
+        slab_TBKX[: len(window_TBKX)] = window_TBKX
+        self.slab_TBKX, self.start = slab_TBKX, self.merged.end
+        self._resize_positions(room)
+
+    def _reserve(self, num_new: int) -> None:
+        if self.num_slots + num_new > self.start + self.slab_TBKX.shape[0]:
+            self.copy_out(room=num_new - 1 + BLOCK)
+
+    def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
+        slab.write(self.num_slots, k_BKCH, v_BKCV)
+
+
+def link(lower: MergedLayer, upper: MergedLayer) -> None:
+    """Make two forked layers a pair of their own."""
+    upper.merged = lower.merged = replace(upper.merged)
+    upper.lower = lower
