@@ -24,6 +24,7 @@ from torch import Tensor
 from policies.reuse import GivenPrompt as GivenPrompt
 from policies.reuse import ReusingPrompt as ReusingPrompt
 from policies.reuse import Segment as Segment
+from policies.reuse import SegmentUse as SegmentUse
 from policies.reuse import ids_of as ids_of
 
 

@@ -89,13 +89,22 @@ class ReusingPrompt:
     Attributes:
         uses: reused parts of segments, whose tokens are all at different positions.
         new_ids, new_positions: tokens that are computed and their positions, ascending; they include the last token.
+        blended: parts of segments whose tokens are among the new ones. The first layers compute all of these tokens,
+            later ones only those whose keys and values differ most from the stored ones, which serve for the others.
+        share: share of the `blended` tokens that later layers compute, as a mean over these layers.
     """
 
     uses: tuple[SegmentUse, ...]
     new_ids: tuple[int, ...]
     new_positions: tuple[int, ...]
+    blended: tuple[SegmentUse, ...] = ()
+    share: float = 0.0
 
     def __post_init__(self) -> None:
+        assert {token for use in self.blended for token in use.tokens} <= set(
+            zip(self.new_positions, self.new_ids, strict=True)
+        ), "a blended token is not among the new ones"
+        assert 0 <= self.share <= 1, self.share
         every = sorted([*(position for use in self.uses for position, _ in use.tokens), *self.new_positions])
         assert self.new_ids and len(self.new_ids) == len(self.new_positions)
         assert all(a < b for a, b in pairwise(self.new_positions)), "positions of new tokens do not ascend"
@@ -103,17 +112,23 @@ class ReusingPrompt:
         assert every[-1] == self.new_positions[-1], "the last token is not computed"
 
     def __len__(self) -> int:
-        """Number of tokens that a prefill computes, as for a prompt of token ids."""
+        """Number of tokens that a prefill computes, at least in the first layers, as for a prompt of token ids."""
         return len(self.new_ids)
 
     @property
+    def all_uses(self) -> tuple[SegmentUse, ...]:
+        """`uses` and `blended`."""
+        return (*self.uses, *self.blended)
+
+    @property
     def num_cached(self) -> int:
-        return sum(use.num_tokens for use in self.uses)
+        """Tokens whose stored keys and values are used, in all layers or in some."""
+        return sum(use.num_tokens for use in self.all_uses)
 
     @property
     def num_held(self) -> int:
         """Tokens for which its segments need memory, when they are encoded and later; also of those used in part."""
-        return sum(len(use.segment.ids) for use in self.uses)
+        return sum(len(use.segment.ids) for use in self.all_uses)
 
     @property
     def end(self) -> int:

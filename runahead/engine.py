@@ -271,6 +271,7 @@ class Engine:
             result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
             result.decode = "last" if shards is None else "sharded"
             if reuse is not None:
+                reuse.report.recomputed_tokens = prefilled.recomputed_tokens
                 reuse.add_to(result)
             num = len(result.generations)
             if not any(num_reused):  # the times of a rest say nothing of whole prompts
@@ -446,8 +447,12 @@ class Engine:
         reuses = self.prefixes is not None or any(isinstance(each, ReusingPrompt) for each in prompts)
         self._speculator.check(options, [len(ids_of(each)) for each in prompts], reuses=reuses)
 
-    def check_reuse(self) -> None:
-        """Check that prompts may reuse segments. Raises: ValueError: prefill, policies or model refuse it."""
+    def check_reuse(self, *, blends: bool = False) -> None:
+        """Check that prompts may reuse segments, and with `blends` that some of their tokens may be computed again.
+
+        Raises:
+            ValueError: prefill, policies or model refuse it.
+        """
         if not self._strategy.takes_policies or self.policies.chooses or self.prefill.chunk_tokens is not None:
             raise ValueError(
                 "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
@@ -458,6 +463,14 @@ class Engine:
         check_reuse(self.model)
         if self.policies.storage.bits is not None:
             check_gaps(self.model, f"cache.bits={self.policies.storage.bits}")
+        if blends:
+            if self.policies:
+                raise ValueError(
+                    "policy.recompute does not go with cache policies or cache.bits, which store prompts in memory of "
+                    "their own; leave it out, and use policy.link_tokens"
+                )
+            self.model.require_own_kv("policy.recompute", "use policy.link_tokens")
+            self.model.require_narrowing("policy.recompute", "use policy.link_tokens")
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
         given: dict[str, Any] = {
@@ -528,7 +541,8 @@ class Engine:
         """
         if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
             return None
-        self.check_reuse()
+        blends = any(isinstance(prompt, ReusingPrompt) and prompt.blended for prompt in prompts)
+        self.check_reuse(blends=blends)
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
 

@@ -45,7 +45,8 @@ class ReuseReport:
 
     Attributes:
         cached_tokens: reused tokens of all prompts of the batch.
-        computed_tokens: tokens that this rank computed.
+        computed_tokens: tokens that this rank computed, at least in the first layers.
+        recomputed_tokens: of these, tokens of segments that policy.recompute chose among, as a mean over the layers.
         found_bytes: bytes of the segments in use by the tier they were found in, once for all prompts of the batch.
         stored_bytes: bytes of all segments in the store, by tier.
         encoded_tokens, encode_s: tokens and time of encoding segments that were in no tier; TTFT does not include it.
@@ -56,6 +57,7 @@ class ReuseReport:
 
     cached_tokens: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: float = 0.0
     found_bytes: dict[str, int] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)
     encoded_tokens: int = 0

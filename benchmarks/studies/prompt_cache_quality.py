@@ -1,4 +1,4 @@
-"""Quality cost of module reuse: plain prompts, independent modules, link tokens, a sink prefix, scaffolds.
+"""Quality cost of module reuse: plain prompts, independent modules, link tokens, blends, a sink prefix, scaffolds.
 
     python -m benchmarks.studies.prompt_cache_quality
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 
@@ -27,10 +27,20 @@ from benchmarks.harness.study import Run, Study, last_run, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.harness.text_table import Rows, markdown
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead import (
+    ContextPartition,
+    Engine,
+    GenerationOptions,
+    Model,
+    ModelOptions,
+    PrefillOptions,
+    Ranks,
+    RanksOptions,
+)
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kv_cache import KVCache
-from runahead.reuse.cache import ReusedCache
+from runahead.prefill import PrefillJob, PromptBatch
+from runahead.prefill.kv_runahead import run_in_chain
+from runahead.reuse.blend import shares_by_layer
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.store import SegmentStore
 
@@ -39,20 +49,46 @@ CONTEXT = 768
 PEOPLE = ("Alice", "Bertram", "Clara", "Daniel", "Edith", "Frank", "Grace", "Henry")
 
 
+LAYERS = 30
+"""Layers of SmolLM2-135M."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """Encoding of modules: `link` first tokens of each computed again, `sinks` seen by all, `joint` ones as one."""
+    """Encoding of modules, and what is computed again of all but the first.
+
+    Attributes:
+        link: first tokens of each that are computed again.
+        link_share: the same as a share of its tokens.
+        blend: share of the others that later layers compute (policy.recompute).
+        sinks: first tokens that all modules see.
+        joint: they are encoded as one.
+    """
 
     name: str
     link: int = 0
+    link_share: float = 0.0
+    blend: float = 0.0
     sinks: int = 0
     joint: bool = False
+
+
+def equal_work(blend: float) -> tuple[Variant, Variant]:
+    """A blend, and link tokens of which as many are computed again: first layers of a blend compute all tokens."""
+    computed = mean(shares_by_layer(blend, LAYERS))
+    return (
+        Variant(f"blend of {blend:.0%}, which is {computed:.0%} computed again", blend=blend),
+        Variant(f"link tokens, {computed:.0%} computed again", link_share=computed),
+    )
 
 
 VARIANTS = (
     Variant("plain, or a scaffold", joint=True),
     Variant("independent"),
     *(Variant(f"{count} link token{'s' if count > 1 else ''}", link=count) for count in (1, 2, 4, 8, 16)),
+    *equal_work(0.05),
+    *equal_work(0.15),
+    Variant("4 link tokens, blend of 5%", link=4, blend=0.05),
     Variant("sink prefix of 4", sinks=4),
     Variant("sink prefix of 4, 1 link token", sinks=4, link=1),
     Variant("sink prefix of 4, 4 link tokens", sinks=4, link=4),
@@ -63,8 +99,8 @@ def cut(
     ids: Sequence[int], edges: Sequence[int], new: Sequence[int], variant: Variant, *, last: bool = True
 ) -> ReusingPrompt:
     """Cut a context into modules at these edges, with new tokens after it; `last`: its last token counts as new."""
-    again = {len(ids) - 1} if last else set[int]()
-    uses = []
+    again, blended_at = {len(ids) - 1} if last else set[int](), set[int]()
+    uses, blended = list[SegmentUse](), list[SegmentUse]()
     spans = [(0, len(ids))] if variant.joint else list(pairwise(edges))
     for start, end in spans:
         sinks = min(variant.sinks, start)
@@ -75,29 +111,47 @@ def cut(
             context_ids=tuple(ids[:sinks]),
             context_positions=tuple(range(sinks)),
         )
-        again |= set(range(start, min(start + variant.link, end))) if start else set()
+        link = variant.link + round(variant.link_share * (end - start))
+        again |= set(range(start, min(start + link, end))) if start else set()
         kept = [position - start for position in range(start, end) if position not in again]
         if kept:
-            uses.append(SegmentUse(segment=segment, parts=(range(kept[0], kept[-1] + 1),)))
-    positions = [*sorted(again), *range(len(ids), len(ids) + len(new))]
+            use = SegmentUse(segment=segment, parts=(range(kept[0], kept[-1] + 1),))
+            (blended if start and variant.blend else uses).append(use)
+            blended_at |= {start + index for index in kept} if start and variant.blend else set()
+    positions = [*sorted(again | blended_at), *range(len(ids), len(ids) + len(new))]
     every = [*ids, *new]
     new_ids = tuple(every[position] for position in positions)
-    return ReusingPrompt(uses=tuple(uses), new_ids=new_ids, new_positions=tuple(positions))
+    return ReusingPrompt(
+        uses=tuple(uses),
+        new_ids=new_ids,
+        new_positions=tuple(positions),
+        blended=tuple(blended),
+        share=variant.blend if blended else 0.0,
+    )
 
 
 @torch.inference_mode()
 def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt, num_last: int) -> float:
-    """Mean loss of the prompt's last tokens, in nats per token."""
-    reuse = Reuse([prompt], store, model, ranks)
+    """Mean loss of the prompt's last tokens, in nats per token. They and one before them follow all modules."""
+    start = len(prompt.new_ids) - num_last - 1
+    context = replace(prompt, new_ids=prompt.new_ids[:start], new_positions=prompt.new_positions[:start])
+    reuse = Reuse([context], store, model, ranks)
     reuse.encode_missing()
-    count = len(prompt.new_ids)
-    cache = KVCache(
-        model.kv_shapes, batch=1, spans=[(0, count)] * model.num_layers, num_slabs=model.num_layers, device=model.device
+    job = PrefillJob(
+        model=model,
+        ranks=ranks,
+        batch=PromptBatch.of([list(context.new_ids)], model.device),
+        partition=ContextPartition(boundaries=(0, start)),
+        capacity=len(prompt.new_ids),
+        options=PrefillOptions(),
+        reused=reuse.fetch(),
     )
-    attention = CausalAttention(ReusedCache(cache, reuse.fetch()), start=0, pads=[0])
-    ids_1C = torch.tensor([prompt.new_ids], device=model.device)
-    logits_CV: Tensor = model.forward(ids_1C, attention, start=0, pads=[0], all_logits=True)[0]
-    return torch.nn.functional.cross_entropy(logits_CV[-num_last - 1 : -1], ids_1C[0, -num_last:]).item()
+    cache = run_in_chain(job).cache
+    assert cache is not None
+    attention = CausalAttention(cache, start=start, pads=[0])
+    ids_1C = torch.tensor([prompt.new_ids[start:]], device=model.device)
+    logits_CV: Tensor = model.forward(ids_1C, attention, start=start, pads=[0], all_logits=True)[0]
+    return torch.nn.functional.cross_entropy(logits_CV[:-1], ids_1C[0, 1:]).item()
 
 
 def edges_of(num_tokens: int, modules: int) -> list[int]:

@@ -66,6 +66,7 @@ def _maker(
             tokenizer,
             max_positions=max_positions(config),
             link_tokens=policy.link_tokens,
+            recompute=policy.recompute,
             sinks=policy.sinks,
             max_tokens=max_tokens,
         )

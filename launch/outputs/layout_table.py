@@ -18,10 +18,11 @@ def layout_table(layout: Layout, prompt: ReusingPrompt | None = None) -> str:
     text = f"schema {layout.schema.name}: {layout.num_positions:,} positions\n" + text_table(rows, left=(0, 1, 4))
     text += "".join(f"scaffold: {' '.join(names)}\n" for names in layout.scaffolds)
     if prompt is not None:
-        total = prompt.num_cached + len(prompt.new_ids)
+        total, again = len(prompt.ids), sum(use.num_tokens for use in prompt.blended)
+        blended = f" ({prompt.share:.0%} of {again:,} computed again)" if again else ""
         text += (
-            f"prompt: {total:,} tokens, {prompt.num_cached:,} reused and {len(prompt.new_ids):,} computed; "
-            f"the answer begins at position {prompt.end:,}\n"
+            f"prompt: {total:,} tokens, {prompt.num_cached:,} reused{blended} and "
+            f"{len(prompt.new_ids) - again:,} computed; the answer begins at position {prompt.end:,}\n"
         )
     return text
 
@@ -52,5 +53,5 @@ def _num_reused(layout: Layout, module: ModuleLayout, prompt: ReusingPrompt) -> 
     groups = [(module.name,), *(layout.scaffold_modules(names) for names in layout.scaffolds)]
     own = [layout.segment(names) for names in groups if module.name in names]
     # Members of a union share positions, so both position and token tell what is reused.
-    reused = {token for use in prompt.uses if use.segment in own for token in use.tokens}
+    reused = {token for use in prompt.all_uses if use.segment in own for token in use.tokens}
     return len(reused & module.tokens.items())

@@ -94,7 +94,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         tree=tree,
     )
     if store is not None:
-        engine.check_reuse()
+        engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.json_schemas.warm_up()

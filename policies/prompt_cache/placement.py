@@ -2,7 +2,8 @@
 
 Arguments are placed in their slots. Text between imports is placed after everything that the prompt has before it, and
 must fit before what follows; text at the end is placed after everything. Link tokens, the first few of every run of
-reused tokens, are computed again in context, since they were encoded without the tokens before them.
+reused tokens, are computed again in context, since they were encoded without the tokens before them; of the tokens
+after them a share may be, which is chosen while the prompt is computed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ class Placement:
         self._taken = {position for name in arguments for position in layout.by_name[name].tokens}
         """Positions of all imported modules, including their slots."""
 
-    def place(self, link_tokens: int) -> ReusingPrompt:
-        """Place the prompt; `link_tokens` tokens of every run are computed again.
+    def place(self, link_tokens: int, recompute: float = 0.0) -> ReusingPrompt:
+        """Place the prompt.
+
+        Args:
+            link_tokens: first tokens of every run of reused ones that are computed again.
+            recompute: share of the others that is computed again, chosen while the prompt is computed; of the first
+                run none is, since nothing comes before it.
 
         Raises:
             PMLError: an argument is too long, text does not fit, or the model has too few positions.
@@ -57,18 +63,31 @@ class Placement:
             for start, end in _runs(sorted(positions)):
                 if start > first:
                     again.update(range(start, min(end, start + link_tokens)))
+        blended = {position for _, positions in chosen for position in positions} - again if recompute else set[int]()
+        blended -= self._first_run(chosen, first)
         tokens = {p: t for segment, _ in chosen for p, t in zip(segment.positions, segment.ids, strict=True)}
-        self._new.update((position, tokens[position]) for position in again)
-        uses = []
-        for segment, positions in chosen:
-            parts = _parts(segment, positions - self._new.keys())
-            if parts:
-                uses.append(SegmentUse(segment=segment, parts=parts))
+        uses = _uses(chosen, reused - again - blended)
+        self._new.update((position, tokens[position]) for position in again | blended)
         end, limit = max(self._new) + 1, self._layout.max_positions
         if limit is not None and end > limit:
             raise self._error(None, f"reaches position {end:,} of the model's {limit:,}; shorten it")
         at = sorted(self._new)
-        return ReusingPrompt(uses=tuple(uses), new_ids=tuple(self._new[p] for p in at), new_positions=tuple(at))
+        return ReusingPrompt(
+            uses=uses,
+            new_ids=tuple(self._new[p] for p in at),
+            new_positions=tuple(at),
+            blended=_uses(chosen, blended),
+            share=recompute if blended else 0.0,
+        )
+
+    @staticmethod
+    def _first_run(chosen: list[tuple[Segment, set[int]]], first: int) -> set[int]:
+        """Positions of the first run of reused tokens, if it begins the prompt and was encoded without others."""
+        for segment, positions in chosen:
+            if first in positions and segment.positions[0] == first and not segment.context_ids:
+                start, end = _runs(sorted(positions))[0]
+                return set(range(start, end)) if segment.positions[: end - start] == tuple(range(start, end)) else set()
+        return set()
 
     def _place_arguments(self) -> None:
         for name, (arguments, line) in self._arguments.items():
@@ -164,6 +183,12 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     breaks = [index for index, (a, b) in enumerate(pairwise(positions), start=1) if b != a + 1]
     edges = [0, *breaks, len(positions)]
     return [(positions[first], positions[last - 1] + 1) for first, last in pairwise(edges)]
+
+
+def _uses(chosen: list[tuple[Segment, set[int]]], positions: set[int]) -> tuple[SegmentUse, ...]:
+    """The parts of the chosen segments at these positions."""
+    found = [(segment, _parts(segment, of_segment & positions)) for segment, of_segment in chosen]
+    return tuple(SegmentUse(segment=segment, parts=parts) for segment, parts in found if parts)
 
 
 def _parts(segment: Segment, positions: set[int]) -> tuple[range, ...]:

@@ -26,6 +26,8 @@ class PromptCacheOptions:
         schema: XML file with the modules; launch/serve.py takes a list of such files, or none.
         store: folder in which encoded modules stay; null keeps them in memory alone.
         link_tokens: first tokens of every run of reused ones that are computed again in context.
+        recompute: share of the tokens after them that is computed again, those whose keys and values differ most; a
+            mean over all layers but the first two, which compute all.
         sinks: first tokens of the schema that all modules see while they are encoded.
         device_bytes: memory of a GPU for encoded modules, such as 2GiB.
         host_bytes: memory of the host for them.
@@ -38,6 +40,7 @@ class PromptCacheOptions:
     schema: Any = None
     store: str | None = None
     link_tokens: int = LINK_TOKENS
+    recompute: float = 0.0
     sinks: int = 0
     device_bytes: Any = None
     host_bytes: Any = None
@@ -48,6 +51,7 @@ class PromptCacheOptions:
             raise ValueError(f"policy.schema={self.schema} is no XML file; name one, or [one,another] for a server")
         for name in ("link_tokens", "sinks"):
             check_not_negative(name, getattr(self, name))
+        check_share("recompute", self.recompute)
         for name, size in self.limits.items():
             setattr(self, name, 0 if size == 0 else num_bytes(size, f"policy.{name}"))
 
@@ -72,12 +76,13 @@ class PromptCache:
         tokenizer: the model's tokenizer of transformers.
         max_positions: number of positions of the model; None: no limit.
         link_tokens: number of first tokens of every run of reused tokens that are computed again in context.
+        recompute: share of the tokens after them that is computed again.
         sinks: number of first tokens of the schema that all modules attend to while they are encoded.
         max_tokens: most tokens of all modules; None: no limit.
 
     Raises:
         PMLError: the schema does not fit the model.
-        ValueError: a negative number of tokens.
+        ValueError: a negative number of tokens, or no share.
     """
 
     def __init__(
@@ -87,12 +92,14 @@ class PromptCache:
         *,
         max_positions: int | None = None,
         link_tokens: int = LINK_TOKENS,
+        recompute: float = 0.0,
         sinks: int = 0,
         max_tokens: int | None = None,
     ) -> None:
         for name, value in (("link_tokens", link_tokens), ("sinks", sinks)):
             check_not_negative(name, value)
-        self.schema, self.link_tokens = schema, link_tokens
+        check_share("recompute", recompute)
+        self.schema, self.link_tokens, self.recompute = schema, link_tokens, recompute
         self._text = ModelText(tokenizer)
         self.layout = Layout(schema, self._text, max_positions=max_positions, sinks=sinks, max_tokens=max_tokens)
 
@@ -116,10 +123,16 @@ class PromptCache:
             source = Prompt.from_xml(source, self.schema, name=name)
         if source.schema != self.schema.name:
             raise PMLError(source.source, source.line, "prompt", f"is of {source.schema}, not of {self.schema.name}")
-        return Placement(source, self.layout, self._text).place(self.link_tokens)
+        return Placement(source, self.layout, self._text).place(self.link_tokens, self.recompute)
 
 
 def check_not_negative(name: str, value: int) -> None:
     """Check an option that is a number of tokens. Raises: ValueError."""
     if value < 0:
         raise ValueError(f"policy.{name}={value} must not be negative; 0 is none")
+
+
+def check_share(name: str, value: float) -> None:
+    """Check an option that is a share. Raises: ValueError."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"policy.{name}={value} must be a share, from 0 to 1; 0 is none")

@@ -245,6 +245,22 @@ class Model:
                 f"values of other layers, which {what} does not support; {remedy}"
             )
 
+    def require_narrowing(self, what: str, remedy: str) -> None:
+        """Check that deeper layers may compute fewer tokens.
+
+        Args:
+            what: needs it, for the message.
+
+        Raises:
+            ValueError: the layers are not found.
+        """
+        try:
+            _ = self._layers
+        except ValueError as error:
+            raise ValueError(
+                f"{what}: model {self.name} ({self.config.model_type}) has no list of layers; {remedy}"
+            ) from error
+
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)

@@ -167,6 +167,7 @@ class Prefilled:
         prefixes: of each row, on a rank that decodes, if prefixes are reused.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
         encoded: content keys of the reused segments that this rank encoded for it, as they were not stored.
+        recomputed_tokens: blended tokens that this rank computed, as a mean over the layers.
     """
 
     report: RankReport
@@ -177,6 +178,7 @@ class Prefilled:
     prefixes: list[RowPrefix] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
+    recomputed_tokens: float = 0.0
 
 
 class Prefill(ABC):

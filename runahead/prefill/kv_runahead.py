@@ -22,6 +22,7 @@ from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
 from runahead.model.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
+from runahead.prefill.blended_attention import BlendedAttention
 from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
@@ -146,6 +147,13 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         prefilled = run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens, finish=decide)
         if schedule.is_last and job.gives_new:
             prefilled.given = run.cache
+        return prefilled
+    if reused is not None and reused.blended:
+        blended = BlendedAttention(run, reused, chunk)
+        prefilled = run.compute(
+            blended, [chunk], store=blended.cache if schedule.is_last else None, narrowed=blended.tokens
+        )
+        prefilled.recomputed_tokens = blended.blend.mean_computed
         return prefilled
     cache = run.cache if reused is None else ReusedCache(run.cache, reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from policies.base import GivenPrompt, ReusingPrompt, Segment
+from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -61,7 +61,7 @@ class Reuse:
     @property
     def segments(self) -> list[Segment]:
         """All segments in use, each once."""
-        found = {use.segment.content_key: use.segment for prompt in self.prompts for use in prompt.uses}
+        found = {use.segment.content_key: use.segment for prompt in self.prompts for use in prompt.all_uses}
         return list(found.values())
 
     def encode_missing(self, *, in_stage: bool = False) -> None:
@@ -112,12 +112,17 @@ class Reuse:
             for key, kv in kvs.items()
         }
         report.copy_s = time.perf_counter() - found_s
-        parts = self._parts(on_device, mapped)
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
         ends = [prompt.end for prompt in self.prompts]
-        return ReusedKV(parts=parts, positions_BS=torch.tensor(rows), ends=ends)
+        return ReusedKV(
+            parts=self._parts([prompt.uses for prompt in self.prompts], on_device, mapped),
+            positions_BS=torch.tensor(rows),
+            ends=ends,
+            blended=self._parts([prompt.blended for prompt in self.prompts], on_device, mapped),
+            shares=[prompt.share for prompt in self.prompts],
+        )
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Add every rank's report of reuse to the result. All ranks call it."""
@@ -126,17 +131,20 @@ class Reuse:
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
-    def _parts(self, on_device: dict[str, SegmentKV], mapped: set[str]) -> list[ReusedPart]:
+    def _parts(
+        self, uses_B: Sequence[Sequence[SegmentUse]], on_device: dict[str, SegmentKV], mapped: set[str]
+    ) -> list[ReusedPart]:
         """The parts of segments in use, each once for all rows that use it.
 
         Args:
+            uses_B: of each row.
             on_device: keys and values by segment.
             mapped: segments that are mapped from files.
         """
         rows: dict[tuple[str, range], list[int]] = {}
         segments = {segment.content_key: segment for segment in self.segments}
-        for row, prompt in enumerate(self.prompts):
-            for use in prompt.uses:
+        for row, uses in enumerate(uses_B):
+            for use in uses:
                 for part in use.parts:
                     rows.setdefault((use.segment.content_key, part), []).append(row)
         return [

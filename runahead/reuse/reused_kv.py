@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,12 +43,20 @@ class ReusedKV:
         positions_BS: positions of the new tokens of the left-padded batch, 0 on padding; on the host.
         ends: position of the first generated token, by row.
         arrives: the parts arrive together with the prefix of earlier ranks, and are not read before it.
+        blended: parts whose tokens are new tokens, too, see `policies.reuse.ReusingPrompt`.
+        shares: of the blended tokens of each row, those that later layers compute.
     """
 
     parts: list[ReusedPart]
     positions_BS: Tensor
     ends: list[int]
     arrives: bool = False
+    blended: list[ReusedPart] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def without_blended(self) -> ReusedKV:
+        """The same once the new tokens are stored: the blended parts are among them."""
+        return replace(self, blended=[])
 
     def joined(self) -> ReusedKV:
         """Concatenate the parts that the same rows see, since each part takes a call per layer and generated token.

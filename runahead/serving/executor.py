@@ -196,7 +196,7 @@ class Executor:
                 self._stepped_s = time.monotonic()
             new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths, prompt_of)
             cached = {
-                id: sum(use.num_tokens for use in prompt.uses if use.segment.content_key not in prefilled.encoded)
+                id: sum(use.num_tokens for use in prompt.all_uses if use.segment.content_key not in prefilled.encoded)
                 for id, prompt in zip(ids, item.prompts, strict=True)
                 if isinstance(prompt, ReusingPrompt)
             }

@@ -414,5 +414,5 @@ def _end(prompt: GivenPrompt) -> int:
 
 def _segments(prompts: Sequence[GivenPrompt]) -> dict[str, int]:
     """Tokens of the segments that prompts reuse, by content key."""
-    uses = [use for prompt in prompts if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
+    uses = [use for prompt in prompts if isinstance(prompt, ReusingPrompt) for use in prompt.all_uses]
     return {use.segment.content_key: len(use.segment.ids) for use in uses}
