@@ -59,6 +59,7 @@ POLICIES = PolicyTable(
         "clusterkv": "policies.clusterkv:ClusterKV",
         "squeezed_attention": "policies.squeezed_attention:SqueezedAttention",
         "retroinfer": "policies.retroinfer:RetroInfer",
+        "infllm": "policies.infllm:InfLLM",
         "exact_topk": "policies.exact_topk:ExactTopK",
         "offload": "policies.offload:Offload",
     }

@@ -123,7 +123,7 @@ class Clusters(Index):
         self._made = Made.rows(
             [
                 self._of_row(k_BKnH[rows, :, :clustered], v_BKnV[rows, :, :clustered], pad=min(pad, clustered))
-                for rows, pad in _rows_by_pad(view.pads)
+                for rows, pad in rows_by_pad(view.pads)
             ]
         )
         self._k_BKWH, self._v_BKWV = (x[:, :, clustered:].clone() for x in (k_BKnH, v_BKnV))
@@ -237,6 +237,6 @@ class Clusters(Index):
         )
 
 
-def _rows_by_pad(pads: Sequence[int]) -> list[tuple[slice, int]]:
+def rows_by_pad(pads: Sequence[int]) -> list[tuple[slice, int]]:
     """Rows with the same padding: all at once if none is padded, else one by one."""
     return [(slice(row, row + 1), pad) for row, pad in enumerate(pads)] if any(pads) else [(slice(None), 0)]

@@ -105,6 +105,9 @@ class Index:
     def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
         """Replace one slot of every row and KV head by a new token."""
 
+    def see(self, q_BNwH: Tensor) -> None:
+        """Take queries of later given tokens, before these are appended; see `Retriever.extends`."""
+
     def fork(self, stored: Callable[[], Tensor]) -> Index:
         """Independent copy of the index. `stored` is as in `PromptView`."""
         return copy.copy(self)
@@ -225,6 +228,8 @@ class Retriever(Policy, ABC):
     """Number of last tokens of the prompt whose queries are given to `index`."""
     takes_full_pool: ClassVar[bool] = True
     """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
+    extends: ClassVar[bool] = False
+    """Whether an index that depends on queries takes later ones by `Index.see`, and is never made anew from them."""
 
     first_layer: int = 0
     min_tokens: int | None = None
@@ -270,6 +275,15 @@ class Retriever(Policy, ABC):
             )
         if self.pool.bytes is not None:
             raise ValueError(f"policy.late={late} does not go with policy.pool.bytes; leave one of them out")
+
+    @property
+    def clamps(self) -> bool:
+        """Whether all tokens before the last `recent` ones are attended to as if they were at one distance.
+
+        Keys are then stored before RoPE, and a text may be longer than the model's context: chunk by chunk, a prompt
+        is retrieved for where it is longer. The query that chooses is at that distance.
+        """
+        return False
 
     @property
     def estimates_rest(self) -> bool:

@@ -293,6 +293,7 @@ class DecodeOptions:
         positions: Positions = Positions.original,
         reuses: bool = False,
         ragged: bool = False,
+        clamps: bool = False,
     ) -> None:
         """Check that a prefill leaves keys and values where this option wants them.
 
@@ -300,6 +301,7 @@ class DecodeOptions:
             positions: positions of kept tokens under a cache policy.
             reuses: whether prompts reuse segments.
             ragged: whether KV heads keep different numbers of tokens under a cache policy.
+            clamps: whether a cache policy clamps distances.
 
         Raises:
             ValueError: it does not.
@@ -320,6 +322,11 @@ class DecodeOptions:
             raise ValueError(
                 "decode=sharded needs KV heads that keep equally many tokens, and with this policy they do not; use "
                 "decode=last"
+            )
+        if clamps:
+            raise ValueError(
+                "decode=sharded keeps tokens of a text on several ranks, and policy.clamped=true counts the slots of "
+                "one; use policy.clamped=false or decode=last"
             )
         if reuses:
             raise ValueError(

@@ -108,6 +108,7 @@ class Engine:
             self.prefill,
             positions=self.policies.positions if self.policies else Positions.original,
             ragged=self.policies.ragged,
+            clamps=self.policies.clamped_to is not None,
         )
         if self.decode.name is DecodeName.sharded:
             model.require_own_kv("decode=sharded", "use decode=last")

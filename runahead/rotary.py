@@ -41,6 +41,12 @@ class Rotary:
             return out_TBNX
         # As in transformers, tables are in at least float32, whatever the model's dtype.
         cos_LF, sin_LF = self._cos_sin(end, torch.promote_types(x_TBNX.dtype, torch.float32), x_TBNX.device)
+        if any(pads) and len(set(pads)) == 1:  # those at position 0, of which there may be many, stay as they are
+            (pad,) = set(pads)
+            skipped = min(max(0, pad - start), x_TBNX.shape[0])
+            cos, sin = (x_LF[start + skipped - pad : end - pad, None, None] for x_LF in (cos_LF, sin_LF))
+            self._rotate(x_TBNX[skipped:], cos, sin, out_TBNX[skipped:])
+            return out_TBNX
         if any(pads):
             slots_T1 = torch.arange(start, end, device=x_TBNX.device)[:, None]
             index_TB = (slots_T1 - torch.tensor(pads, device=x_TBNX.device)).clamp_min(0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import checked, keeps_ragged, names_of
+from launch.inputs.policies import checked, clamps, keeps_ragged, names_of
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -202,7 +202,13 @@ def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksO
         )
     positions = Positions.original if policy["name"] == "full" else Positions[policy.get("positions", "original")]
     names = set(names_of(policy))
-    decode.check(prefill, positions=positions, reuses="prompt_cache" in names, ragged=keeps_ragged(policy))
+    decode.check(
+        prefill,
+        positions=positions,
+        reuses="prompt_cache" in names,
+        ragged=keeps_ragged(policy),
+        clamps=clamps(policy),
+    )
 
 
 def ineffective_settings(run: RunOptions) -> list[str]:

@@ -86,6 +86,9 @@ RAGGED = frozenset({"adakv", "dms", "kvzip", "zigzagkv", "fastgen", "razor_atten
 RAGGED_WITH = {"kvzap": "threshold"}
 """Policies whose KV heads do so if they are given this option."""
 
+CLAMPING = frozenset({"infllm"})
+"""Policies that clamp distances, unless they are told not to (`clamped`)."""
+
 PARTS = ("steps", "ranks", "last", "others", "scorer")
 """Options that are policies themselves, or lead to some."""
 
@@ -187,7 +190,8 @@ def keeps_all(policy: Mapping[str, Any]) -> bool:
         return True
     from policies.retriever import Retriever
 
-    return all(name in POLICIES and issubclass(POLICIES[name], Retriever) for name in names)
+    are_kept = all(name in POLICIES and issubclass(POLICIES[name], Retriever) for name in names)
+    return are_kept and not clamps(policy)
 
 
 def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
@@ -272,6 +276,17 @@ def keeps_ragged(step: Any) -> bool:
     if name in RAGGED or (name in RAGGED_WITH and step.get(RAGGED_WITH[name]) is not None):
         return True
     return any(keeps_ragged(step.get(part)) for part in PARTS)
+
+
+def clamps(step: Any) -> bool:
+    """Whether a policy, or one that it is made of, clamps distances, and so stores keys before RoPE."""
+    if isinstance(step, list):
+        return any(map(clamps, step))
+    if not isinstance(step, Mapping):
+        return step in CLAMPING
+    if step.get("name") in CLAMPING and step.get("clamped", True):
+        return True
+    return any(clamps(step.get(part)) for part in PARTS)
 
 
 def _made(name: str, kind: type[T], settings: Mapping[str, Any], option: str) -> T:

@@ -334,6 +334,11 @@ class KeptCache(KVStore):
         return any(layer.rotary is not None for layer in self.layers)
 
     @property
+    def indexes_all(self) -> bool:
+        """Whether `index` is called after every chunk of a prompt, not only after the last one."""
+        return False
+
+    @property
     def slots_by_layer(self) -> list[int]:
         """Number of stored slots of each layer, on average over its KV heads."""
         return [layer.tokens_per_head for layer in self.layers]

@@ -286,6 +286,9 @@ class Conversation:
         num_positions = end - min(pads)
         if self.cache is not None and self.cache.rotates:  # positions of kept and new tokens alone
             num_positions = max(self.cache.slots_by_layer) + end - self.num_tokens
+            window = self.rank_policies.clamped_to
+            if window is not None and end - self.num_tokens <= window:
+                num_positions = window + 1
         if model.max_positions is not None and num_positions > model.max_positions:
             raise ValueError(
                 f"the conversation would have {num_positions} tokens, which exceeds the {model.max_positions} "

@@ -325,7 +325,11 @@ class Model:
         Raises:
             ValueError: the rotations are not known, or cannot be replaced.
         """
-        self.require_own_kv("policy.positions=reencoded", "use policy.positions=original")
+        return self.rotaries_for("policy.positions=reencoded", "use policy.positions=original")
+
+    def rotaries_for(self, option: str, remedy: str) -> list[Rotary]:
+        """`rotaries`, for an option that needs them. Raises: ValueError, with the remedy."""
+        self.require_own_kv(option, remedy)
         if any(rule is not None and not rule.sees_everything for rule in self.rules):
             name = f"{self.name} ({self.config.model_type})"
             why = f"model {name} has layers with sliding windows over the original positions"
@@ -334,7 +338,7 @@ class Model:
                 return self.rotations
             except ValueError as error:
                 why = str(error)
-        raise ValueError(f"{why}, so its positions cannot be re-encoded; use policy.positions=original")
+        raise ValueError(f"{why}, so its positions cannot be re-encoded; {remedy}")
 
     @cached_property
     def output_projections(self) -> list[Tensor]:

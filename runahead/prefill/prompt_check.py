@@ -74,8 +74,12 @@ class PromptLimits:
         """Number of tokens of a prompt that one rank computes at a time; None is all of them."""
         if self.prefill.chunk_tokens is not None:
             return self.prefill.chunk_tokens
+        if self.max_positions is None or num_tokens <= self.max_positions:
+            return None
+        if self.policies.clamped_to is not None:
+            return max(1, min(DEFAULT_CHUNK_TOKENS, self.policies.clamped_to))
         stay = self.policies.most_slots(self.num_layers, Phase.prefill)
-        if self.max_positions is None or num_tokens <= self.max_positions or stay is None:
+        if stay is None:
             return None
         return max(1, min(DEFAULT_CHUNK_TOKENS, self.max_positions - stay))
 
@@ -88,6 +92,15 @@ class PromptLimits:
         shorter = "a shorter prompt"
         if fitting > 0:
             shorter = f"generation.max_new_tokens={fitting} or less, or {shorter}"
+        one_rank = f"{shorter}, or one rank (prefill=single), which takes such a prompt chunk by chunk"
+        is_split = num_tokens > limit and self.num_ranks > 1 and self.prefill.name is not PrefillName.single
+        window = policies.clamped_to
+        if window is not None:
+            if is_split:
+                return one_rank
+            chunk_tokens = self.chunk_tokens(num_tokens)
+            is_long = num_tokens > limit and chunk_tokens is not None and chunk_tokens > window
+            return f"prefill.chunk_tokens={window} or less, as policy.recent, or {shorter}" if is_long else None
         stay = policies.most_slots(self.num_layers, Phase.prefill)
         if stay is None or policies.ragged:  # whose positions cannot be re-encoded
             budget = max(1, min(1024, limit // 2))
@@ -97,8 +110,8 @@ class PromptLimits:
             return f"{shorter}, or {streams}"
         if policies.positions is not Positions.reencoded:
             return f"{shorter}, or policy.positions=reencoded"
-        if num_tokens > limit and self.num_ranks > 1 and self.prefill.name is not PrefillName.single:
-            return f"{shorter}, or one rank (prefill=single), which takes such a prompt chunk by chunk"
+        if is_split:
+            return one_rank
         chunk_tokens = self.chunk_tokens(num_tokens)
         in_prefill = num_tokens if chunk_tokens is None else min(num_tokens, stay + chunk_tokens)
         if in_prefill > limit:
@@ -147,6 +160,12 @@ def check_prompts(
         raise ValueError(
             f"{limits.name} counts positions from the start of the longest prompt, so prompts of different lengths "
             "cannot run at once; use prompt.batch=1"
+        )
+    limit, clamps = limits.max_positions, limits.policies.clamped_to is not None
+    if uneven and clamps and limit is not None and max(lengths) > limit:
+        raise ValueError(
+            f"prompts of {min(lengths)} to {max(lengths)} tokens cannot run at once, since those beyond the model's "
+            f"{limit} positions retrieve together; use prompt.batch=1"
         )
 
 

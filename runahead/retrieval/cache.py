@@ -19,6 +19,7 @@ from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
+from runahead.cache.slot_positions import at_slots
 from runahead.report import RankReport
 from runahead.retrieval.retrieval import Retrieval
 
@@ -27,7 +28,7 @@ class RetrievedCache(KeptCache):
     """KV cache of all tokens of a batch, in a pool in host memory if the device is a GPU.
 
     A generated token attends to what is retrieved for it, and so do the tokens of a later turn that is short enough for
-    the policy. A prompt attends to everything.
+    the policy. A prompt attends to everything, but for chunks beyond the model's context if distances are clamped.
 
     Args:
         retrieval: chooses and fetches; its pool are the layers of this cache.
@@ -44,10 +45,15 @@ class RetrievedCache(KeptCache):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
-        if tokens.phase is Phase.decode or self.retrieval.serves_turn(layer, q_BNCH.shape[2]):
+        if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
+        self.retrieval.seen_whole(layer)
         self.layers[layer] = self.layers[layer].brought()
         return self.layers[layer]
+
+    @property
+    def indexes_all(self) -> bool:
+        return self.retrieval.policy.clamps
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         self.retrieval.look_ahead(layer, given)
@@ -105,7 +111,11 @@ class RetrievedLayer(LayerStore):
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab, pads = self.slots()
-        return self.with_rest(SeenSlab.of(slab, q_BNCH, start=slab.end - q_BNCH.shape[2], pads=pads))
+        start = slab.end - q_BNCH.shape[2]
+        if self._kept.rotary is not None:
+            bases = self._retrieval.clamped_from(self._layer, slab.end, pads)
+            slab, q_BNCH = at_slots(self._kept.rotary, slab, q_BNCH, new=start, pads=bases)
+        return self.with_rest(SeenSlab.of(slab, q_BNCH, start=start, pads=pads))
 
     def slots(self) -> tuple[KVSlab, list[int]]:
         if self._slab is None or self._fetched is None:

@@ -130,7 +130,8 @@ class Retrieval:
         self.layers: list[LayerRetrieval | None] = [None] * model.num_layers
         looks_ahead = policy.late is None and policy.looks_ahead_on(model.device)
         self._prediction = model.query_prediction if looks_ahead else None
-        self._rotaries = model.known_rotaries
+        self._rotaries, self._max_positions = model.known_rotaries, model.max_positions
+        self._newest: dict[int, list[int]] = {}  # by layer: clamped position of the newest token of each row
         self._mean_over_shares = model.mean_over_shards if model.num_shards > 1 else None
         self._fetched: dict[int, Fetched | None] = {}
         self._copies = copies_for(model.device)
@@ -165,7 +166,7 @@ class Retrieval:
     def fork(self, pool: list[KeptLayer]) -> Retrieval:
         """An independent copy over other layers with the same slots."""
         other = copy.copy(self)
-        other.pool, other._fetched = pool, {}
+        other.pool, other._fetched, other._newest = pool, {}, {}
         other.layers = [None if layer is None else copy.copy(layer) for layer in self.layers]
         for number, layer in enumerate(other.layers):
             if layer is not None:
@@ -183,11 +184,13 @@ class Retrieval:
         self._fetched.pop(layer, None)  # chosen before these tokens came
         if found is not None:
             found.asked_BNH = None
-        if found is not None and not was_cut and (num_new < observed or observed == 0):
+        q_BNwH = self._observed(layer, q_BNCH, positions_BC)
+        extends = num_new < observed or observed == 0 or self.policy.extends
+        if found is not None and not was_cut and extends:
+            found.index.see(q_BNwH)
             self._index_all(layer)
             found.age += num_new
         else:
-            q_BNwH = self._observed(layer, q_BNCH, positions_BC)
             self._make_index(layer, *self.pool[layer].read(), q_BNwH, self._after(positions_BC), terms, room=room)
         if self.max_slots is not None:
             self._limit_prompt(layer, q_BNCH, positions_BC)
@@ -222,7 +225,7 @@ class Retrieval:
         if found is None:
             found = self.layers[layer] = LayerRetrieval(index=index, terms=terms)
         found.index, found.folded, found.terms, found.age = index, self._folded(layer, index), terms, 0
-        if self.policy.observed and self._rotaries is not None:
+        if self.policy.observed and self._rotaries is not None and not self.policy.extends:
             some_BNoH = q_BNwH[:, :, ::REMEMBERED_EVERY] if q_BNwH.shape[2] == self.policy.observed else q_BNwH
             found.observed_BNoH = some_BNoH.clone()
 
@@ -271,9 +274,43 @@ class Retrieval:
             q_BNH = self._prediction.queries(layer, given)[:, :, -1]
         self._fetched[layer] = self._fetch(layer, q_BNH, given.start, given.pads)
 
-    def serves_turn(self, layer: int, num_new: int) -> bool:
+    def serves_given(self, layer: int, num_new: int) -> bool:
         """Whether so many given tokens attend to what is retrieved for them; of a first turn there is no index yet."""
+        if self.policy.clamps and self._exceeds(self.pool[layer].num_slots + num_new):
+            return True
         return num_new <= self.policy.turn_tokens and self._part is None and self._chooses(layer)
+
+    def _exceeds(self, num_tokens: int) -> bool:
+        """Whether a text of so many tokens is longer than the model's context."""
+        return self._max_positions is not None and num_tokens > self._max_positions
+
+    def clamped_from(self, layer: int, end: int, pads: Sequence[int]) -> list[int]:
+        """Slot of each row, among those that new tokens see, at which positions begin; earlier slots are at 0, too.
+
+        The last of them is as far from the newest token as the window is long. A row of which everything is seen, and
+        which fits into the model's context, is at its own positions.
+
+        Args:
+            end: number of slots that are seen, those of new tokens included.
+            pads: number of them that are padding, by row.
+        """
+        kept, first = self.pool[layer], max(0, end - 1 - self.policy.recent)
+        bases = [
+            pad if end - pad == kept.num_slots - row_pad and not self._exceeds(end - pad) else first
+            for pad, row_pad in zip(pads, kept.pads, strict=True)
+        ]
+        self._newest[layer] = [end - 1 - base for base in bases]
+        return bases
+
+    def seen_whole(self, layer: int) -> None:
+        """Note that given tokens attend to all slots of a layer, each at its own position."""
+        self._newest.pop(layer, None)
+
+    def _at_window(self, layer: int, q_BNCH: Tensor) -> Tensor:
+        """Unrotated queries, rotated to the distance of clamped keys."""
+        rotary = self.pool[layer].rotary
+        assert rotary is not None, layer
+        return rotary.turned(q_BNCH, torch.full_like(q_BNCH[:, 0, :, 0], self.policy.recent, dtype=torch.int64))
 
     def fetched(self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
         """The slots of a layer that new tokens attend to, the same for all of them; None is all slots."""
@@ -285,7 +322,8 @@ class Retrieval:
             self._fetched.pop(layer, None)  # chosen late, for one token
         if layer not in self._fetched:  # not chosen ahead, by this policy, for the first layers or in a fork
             self._renew_if_old(layer, start, pads)
-            q_BNH = self._as_heads(layer, q_BNCH) if asked_BNH is None else asked_BNH
+            asking_BNCH = self._at_window(layer, q_BNCH) if self.policy.clamps else q_BNCH
+            q_BNH = self._as_heads(layer, asking_BNCH) if asked_BNH is None else asked_BNH
             self._fetched[layer] = self._fetch(layer, q_BNH, start, pads, num_new=q_BNCH.shape[2])
         chosen = self._fetched[layer]
         if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
@@ -407,6 +445,8 @@ class Retrieval:
             found.hit_mass.append(1.0)
             return
         k_BKnH = self._keys(layer)
+        if self.policy.clamps:
+            q_BNH, k_BKnH, k_BKCH = self._clamped(layer, q_BNH, k_BKnH, k_BKCH)
         q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * scaling
         scores_BKGn = (q_BKGH @ k_BKnH.transpose(-1, -2)).float()
         for row, pad in enumerate(self.pool[layer].pads):
@@ -418,6 +458,16 @@ class Retrieval:
         sees_any = [row for row, pad in enumerate(self.pool[layer].pads) if pad < k_BKnH.shape[2] or k_BKCH.shape[2]]
         if sees_any:  # else every row is padding here, and its tokens are another rank's
             found.hit_mass.append(float(seen[sees_any].mean()))
+
+    def _clamped(self, layer: int, q_BNH: Tensor, k_BKnH: Tensor, k_BK1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A new token's query, all keys and its key, unrotated, at the positions that they have for this query."""
+        rotary, num_slots = self.pool[layer].rotary, k_BKnH.shape[2]
+        assert rotary is not None, layer
+        bases = [max(0, num_slots - self.policy.recent)] * len(q_BNH)
+        k_nBKH = rotary.rotated(k_BKnH.permute(2, 0, 1, 3), 0, bases)
+        new_1BXH = rotary.rotated(torch.cat([q_BNH, k_BK1H[:, :, 0]], dim=1)[None], num_slots, bases)
+        q_BNH, k_BKH = new_1BXH[0].split([q_BNH.shape[1], k_BK1H.shape[1]], dim=1)
+        return q_BNH, k_nBKH.permute(1, 2, 0, 3), k_BKH.unsqueeze(2)
 
     def _folded(self, layer: int, index: Index) -> FoldedProjection | None:
         """The query projection folded with an index's basis; None if the index has no smaller basis of one row.
@@ -538,6 +588,11 @@ class Retrieval:
         q_BNwH = q_BNwH * (positions_Bw >= 0)[:, None, :, None]
         if self._rotaries is None:
             return q_BNwH
+        if self.policy.clamps:
+            if layer in self._newest:  # they have attended at other positions than their own
+                newest_B = torch.tensor(self._newest.pop(layer), device=positions_Bw.device)
+                positions_Bw = newest_B[:, None] + torch.arange(1 - observed, 1, device=positions_Bw.device)
+            return self._rotaries[layer].turned(q_BNwH, self.policy.recent - positions_Bw.clamp_min(0))
         return self._rotaries[layer].turned(q_BNwH, torch.full_like(positions_Bw, self._ahead + DECODED_SOON))
 
     def _limit_prompt(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor) -> None:

@@ -90,8 +90,8 @@ class RankPolicies:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all keys and values of a prompt are computed and kept: policies, if there are any, retrieve."""
-        return all(isinstance(each, Retriever) for each in (*self.last, *self.others))
+        """Whether all keys and values of a prompt are computed and kept as they are: policies, if any, retrieve."""
+        return all(isinstance(each, Retriever) for each in (*self.last, *self.others)) and self.clamped_to is None
 
     @property
     def num_observed(self) -> int:
@@ -116,6 +116,11 @@ class RankPolicies:
     def retriever(self) -> Retriever | None:
         """The policy that retrieves, on the rank that decodes."""
         return next((policy for policy in self.last if isinstance(policy, Retriever)), None)
+
+    @property
+    def clamped_to(self) -> int | None:
+        """Distance in tokens to which a policy that retrieves clamps larger ones; None: none does."""
+        return self.retriever.recent if self.retriever is not None and self.retriever.clamps else None
 
     @property
     def while_decoding(self) -> list[Policy]:
@@ -173,11 +178,13 @@ class RankPolicies:
         return min(NEW_ROOM, num_new)
 
     def rotaries(self, model: Model) -> list[Rotary] | None:
-        """The rotary embedding of each layer if positions are re-encoded, else None.
+        """The rotary embedding of each layer if positions are re-encoded or distances clamped, else None.
 
         Raises:
             ValueError: positions of this model cannot be re-encoded.
         """
+        if self.clamped_to is not None:
+            return model.rotaries_for("policy.clamped=true", "use policy.clamped=false")
         return model.rotaries if self and self.positions is Positions.reencoded else None
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
@@ -348,8 +355,23 @@ class RankPolicies:
             raise ValueError(
                 f"policy {type(retriever).__name__} keeps all tokens at their positions; use policy.positions=original"
             )
+        if retriever.clamps:
+            self._check_clamped(retriever, policies, model)
         if retriever.looks_ahead_on(model.device):
             _ = model.query_prediction
+
+    def _check_clamped(self, retriever: Retriever, policies: Sequence[Policy], model: Model) -> None:
+        """Check that a model has positions for clamped distances, and that nothing drops tokens before."""
+        if len(policies) > 1:
+            raise ValueError(
+                f"policy {type(retriever).__name__} with clamped distances must be the only one, since those before it "
+                "in a sequence drop tokens at their positions; use policy.clamped=false"
+            )
+        if model.max_positions is not None and retriever.recent >= model.max_positions:
+            raise ValueError(
+                f"policy.recent={retriever.recent} is the distance of all tokens before, and model {model.name} has "
+                f"{model.max_positions} positions; use at most {model.max_positions - 1}"
+            )
 
     def _require_files(self, policies: Sequence[Policy], model: Model) -> None:
         """Let policies that have a file for one model check and read it."""

@@ -91,7 +91,7 @@ class PolicySteps:
         before = kept.num_slots
         if self.policies and not self._rests(layer, kept):
             kept = self._run_all(layer, kept, seen, terms, positions_BC)
-        if self.cache is not None and self.evicts:
+        if self.cache is not None and (self.evicts or self.cache.indexes_all):
             was_cut = kept.num_slots < before
             self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
         return kept

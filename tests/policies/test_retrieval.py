@@ -36,6 +36,7 @@ ALL = {
     "clusterkv": {"fetch": 1.0, "first_layer": 0},
     "squeezed_attention": {"fetch": 1.0, "first_layer": 0},
     "retroinfer": {"fetch": 1.0, "first_layer": 0},
+    "infllm": {"fetch": 1.0, "clamped": False},
     "exact_topk": {"fetch": 1.0},
     "offload": {},
 }
@@ -46,6 +47,7 @@ SOME = {
     "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
+    "infllm": {"fetch": 10, "block": 2, "representatives": 1, "observed": 8, "clamped": False},
     "exact_topk": {"fetch": 10},
     "offload": {},
 }
@@ -91,7 +93,7 @@ class Turns:
         return self.conversation.cache.retrieval
 
 
-SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer")
+SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm")
 """Names that go with a family of each kind, and with all of them in the slow set."""
 OFTEN = ("gpt_bigcode", "deepseek_v3", "gemma2")
 
@@ -183,7 +185,7 @@ def test_what_is_left_out_shows(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @pytest.mark.sampled(4)
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
-    options = SOME[name] | ({"observed": 8} if name in ("infinigen", "squeezed_attention") else {})
+    options = SOME[name] | ({"observed": 8} if name in ("infinigen", "squeezed_attention", "infllm") else {})
     whole, pieces = (Turns(tiny_model(family), [policy(name, options)]) for _ in range(2))
     torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
     torch.testing.assert_close(whole.decode(GENERATED), pieces.decode(GENERATED), atol=1e-9, rtol=0)

@@ -46,7 +46,7 @@ class WrittenOut:
             self.v_KnH[i] = torch.cat([self.v_KnH[i], v_KCH], dim=1)
             self.tokens_Kn[i] = torch.cat([self.tokens_Kn[i], text_C.expand(self.kv_heads, -1)], dim=1)
             n = self.k_KnH[i].shape[1]
-            places_n = torch.arange(n)
+            places_n = self.places(n)
             group = self.heads // self.kv_heads
             k_NnH = self.rotated(self.k_KnH[i], places_n).repeat_interleave(group, dim=0)
             v_NnH = self.v_KnH[i].repeat_interleave(group, dim=0)
@@ -69,6 +69,10 @@ class WrittenOut:
         self.k_KnH[layer] = self.k_KnH[layer].take_along_dim(places_Km1, dim=1)
         self.v_KnH[layer] = self.v_KnH[layer].take_along_dim(places_Km1, dim=1)
         self.tokens_Kn[layer] = tokens_Km
+
+    def places(self, num_tokens: int) -> Tensor:
+        """Positions of a layer's tokens, of which the newest have just come."""
+        return torch.arange(num_tokens)
 
     def rotated(self, x_NnH: Tensor, places_n: Tensor) -> Tensor:
         """Heads at these positions."""

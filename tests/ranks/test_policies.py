@@ -14,6 +14,7 @@ from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
+from policies.infllm import InfLLM
 from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
 from policies.kvzip import KVzip
@@ -145,6 +146,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         SparQ(min_tokens=0, fetch=12, dims=3),
         RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
+        InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
     ],
     ids=[
         "infinigen",
@@ -155,6 +157,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "sparq",
         "retroinfer",
         "squeezed_attention",
+        "infllm",
     ],
 )
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])

@@ -1,0 +1,1 @@
+"""Texts longer than the model's context."""
