@@ -45,6 +45,7 @@ STUDIES = (
     "second_question",
     "serving",
     "shared_decoding",
+    "long_texts.__main__",
     "speculation.__main__",
 )
 

@@ -1,6 +1,6 @@
 """What does a model know of a text several times its length, under `infllm` and under a window of the same bytes?
 
-    python -m benchmarks.studies.long_texts.long_texts --text wikitext2.txt --tokens 32768
+    python -m benchmarks.studies.long_texts --text wikitext2.txt --tokens 32768
 
 Two texts of `tokens` tokens go through the model in chunks. `keys` is repetitive, with a pass key of a person at each
 depth, and each is asked for at the end: the loss of its digits in nats, and whether all of them are the likeliest ones.
@@ -138,7 +138,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="long_texts.long_texts",
+    name="long_texts",
     text=__doc__,
     has="found",
     measure=measure,
