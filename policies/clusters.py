@@ -150,6 +150,11 @@ class Clusters(Index):
             self._k_BKWH, self._v_BKWV = self._k_BKWH.clone(), self._v_BKWV.clone()
 
     @property
+    def num_alone(self) -> int:
+        """Number of last tokens that are alone."""
+        return self._k_BKWH.shape[2]
+
+    @property
     def of_BKn(self) -> Tensor:  # noqa: N802
         """Cluster (B, K, n) of each slot; any one for padding."""
         batch, heads, num_clustered = self._made.of_BKn.shape
@@ -167,8 +172,12 @@ class Clusters(Index):
 
     def scores(self, q_BNH: Tensor, sizes_BKY: Tensor) -> Tensor:
         """Scores (B, K, G, Y) of the mean keys, scaled, in at least float32; minus infinity where there is no token."""
+        return self.scores_of(q_BNH, self._made.means_BKPH, sizes_BKY)
+
+    def scores_of(self, q_BNH: Tensor, means_BKPH: Tensor, sizes_BKY: Tensor) -> Tensor:
+        """`scores` of these mean keys and, after them, of the tokens that are alone."""
         q_BKGH = q_BNH.unflatten(1, (sizes_BKY.shape[1], -1)) * self._scaling
-        scores_BKGY = torch.cat([q_BKGH @ self._made.means_BKPH.mT, q_BKGH @ self._k_BKWH.mT], dim=3)
+        scores_BKGY = torch.cat([q_BKGH @ means_BKPH.mT, q_BKGH @ self._k_BKWH.mT], dim=3)
         scores_BKGY = scores_BKGY.to(torch.promote_types(scores_BKGY.dtype, torch.float32))
         return scores_BKGY.masked_fill_((sizes_BKY == 0).unsqueeze(2), -torch.inf)
 

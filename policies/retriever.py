@@ -226,6 +226,8 @@ class Retriever(Policy, ABC):
     """Whether the choice depends on the query."""
     observed: ClassVar[int] = 0
     """Number of last tokens of the prompt whose queries are given to `index`."""
+    renews_index: ClassVar[bool] = False
+    """Whether an index is kept when its queries are out of date, see `renewed`."""
     takes_full_pool: ClassVar[bool] = True
     """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
     extends: ClassVar[bool] = False
@@ -309,6 +311,14 @@ class Retriever(Policy, ABC):
     @abstractmethod
     def index(self, view: PromptView) -> Index:
         """Index of a layer from `first_layer` on."""
+
+    def renewed(self, index: Index, view: PromptView) -> Index:
+        """Index of a layer for the queries of `view`, if `renews_index`.
+
+        Args:
+            index: of earlier queries, with all slots of `view`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes its index anew")
 
     @abstractmethod
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:

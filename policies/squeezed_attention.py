@@ -4,54 +4,24 @@ The score of a cluster i of keys with mean C_i is S_i = exp(q C_i) / sum_j n_j e
 of its tokens (Sec. 4.2), as a mean over queries and the heads of a group. The threshold is the quantile of the tokens'
 scores by the last queries of the prompt, so that the mean number of tokens above it is known. Here each KV head has a
 threshold of its own, published is one for all heads and layers; and those of a row fetch the mean of their numbers.
+
+With two levels (Sec. 4.4) the means of clusters are clustered themselves. A query is first compared with these coarse
+clusters; clusters of those below a threshold of their own are not compared with it, nor counted in the sum above.
 """
 
-# Legend: B batch, N query heads, K kv heads, n slots, w observed tokens, Y clusters, H key dim.
+# Legend: B batch, N query heads, K kv heads, n slots, H key dim.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from policies.base import Budget, require, require_least
 from policies.clusterkv import ClusterKV
-from policies.clusters import Clusters
-from policies.retriever import Choice, Group, Index, PromptView, Slots, most_needed, need_of_group, num_needed
-
-
-class ThresholdClusters(Clusters):
-    """Index of clusters with the score from which on they are needed.
-
-    Args:
-        view: the layer after the prompt.
-        policy: says how keys are clustered, and the quantile.
-    """
-
-    def __init__(self, view: PromptView, policy: SqueezedAttention) -> None:
-        super().__init__(view, policy.clustering)
-        slots = Slots(num_slots=self.num_slots, pads=view.pads, positions_BKn=None, next_B=None)
-        num_kv_heads, scores = view.k_BKnH.shape[1], dict[int, Tensor]()
-        least = list[Tensor]()
-        for row, pad in enumerate(view.pads):
-            num_queries = min(view.q_BNwH.shape[2], self.num_slots - pad)  # those before are padding
-            if num_queries == 0:  # a rank may have no token of a row
-                least.append(view.k_BKnH.new_zeros(num_kv_heads, dtype=torch.float64))
-                continue
-            if num_queries not in scores:
-                q_BNwH = view.q_BNwH[:, :, -num_queries:]
-                q_BNH = q_BNwH.unflatten(1, (num_kv_heads, -1)).flatten(1, 3)
-                scores[num_queries] = self.slot_scores(q_BNH, policy.group, slots).double()
-            score_Kn = scores[num_queries][row, :, pad:]
-            least.append(score_Kn.kthvalue(1 + int(policy.quantile * score_Kn.shape[1]), dim=1).values)
-        self.least_BK = torch.stack(least)
-
-    def slot_scores(self, q_BNH: Tensor, group: Group, slots: Slots) -> Tensor:
-        """Score (B, K, n) of each slot's cluster by these queries."""
-        sizes_BKY = self.sizes_BKY(slots)
-        need_BKY = need_of_group(self.scores(q_BNH, sizes_BKY), group, sizes_BKY)
-        return need_BKY.take_along_dim(self.of_BKn, dim=2)
+from policies.retriever import Choice, Group, Index, PromptView, Slots, most_needed, num_needed
+from policies.threshold_clusters import ThresholdClusters, Thresholds
 
 
 @dataclass(kw_only=True)
@@ -60,6 +30,8 @@ class SqueezedAttention(ClusterKV):
 
     Attributes:
         quantile: share of the prompt's tokens whose scores by its last queries are below the threshold.
+        coarse: mean number of clusters in a coarse cluster; 0 has no coarse ones.
+        coarse_quantile: the same as `quantile` of coarse clusters, whose clusters are then not looked at.
         max_fetch: largest share of the slots that is fetched.
         observed: number of these last queries.
 
@@ -67,18 +39,27 @@ class SqueezedAttention(ClusterKV):
         ValueError: an option is out of range.
     """
 
+    renews_index: ClassVar[bool] = True
+
     fetch: Budget | None = None
     group: Group = Group.mean
     sinks: int = 4
     recent: int = 100
     cluster: int = 20
     quantile: float = 0.9
+    coarse: int = 0
+    coarse_quantile: float = 0.5
     max_fetch: float = 0.3
     observed: int = 100  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 <= self.quantile < 1, "quantile", self.quantile, "must be at least 0 and below 1")
+        require(self.coarse >= 0, "coarse", self.coarse, "must not be negative; 0 has no coarse clusters")
+        if self.coarse:
+            least, most = self.coarse_quantile, self.quantile
+            require(0 <= least <= most, "coarse_quantile", least, f"must be from 0 to policy.quantile={most}")
+            require(self.fetch is None, "coarse", self.coarse, "has a threshold; leave policy.fetch out")
         require(0 < self.max_fetch <= 1, "max_fetch", self.max_fetch, "must be above 0 and at most 1")
         require_least(self, observed=1)
         if self.group not in (Group.mean, Group.max):
@@ -87,13 +68,21 @@ class SqueezedAttention(ClusterKV):
             )
 
     def index(self, view: PromptView) -> ThresholdClusters:
-        return ThresholdClusters(view, self)
+        thresholds = Thresholds(
+            group=self.group, quantile=self.quantile, coarse_quantile=self.coarse_quantile, coarse=self.coarse
+        )
+        return ThresholdClusters(view, self.clustering, thresholds)
+
+    def renewed(self, index: Index, view: PromptView) -> ThresholdClusters:
+        assert isinstance(index, ThresholdClusters)
+        index.set_least(view)
+        return index
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, ThresholdClusters)
         if self.fetch is not None:
             return super().choose(index, q_BNH, slots)
-        score_BKn = index.slot_scores(q_BNH, self.group, slots).double() - index.least_BK.unsqueeze(2)
+        score_BKn = index.slot_scores(q_BNH, slots).double() - index.least_BK.unsqueeze(2)
         slots.mark(score_BKn, sinks=self.sinks, recent=self.recent)
         wanted = min(num_needed(score_BKn, 0.0, slots), int(self.max_fetch * slots.num_slots))
         return most_needed(score_BKn, self.num_chosen(slots, wanted), slots)

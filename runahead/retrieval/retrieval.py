@@ -191,7 +191,8 @@ class Retrieval:
             self._index_all(layer)
             found.age += num_new
         else:
-            self._make_index(layer, *self.pool[layer].read(), q_BNwH, self._after(positions_BC), terms, room=room)
+            next_B = self._after(positions_BC)
+            self._make_index(layer, *self.pool[layer].read(), q_BNwH, next_B, terms, room=room, was_cut=was_cut)
         if self.max_slots is not None:
             self._limit_prompt(layer, q_BNCH, positions_BC)
 
@@ -205,8 +206,13 @@ class Retrieval:
         terms: AttentionTerms,
         *,
         room: int,
+        was_cut: bool = False,
     ) -> None:
-        """Build a layer's index of these tokens, for queries like `q_BNwH`, which are rotated to later positions."""
+        """Build a layer's index of these tokens, for queries like `q_BNwH`, which are rotated to later positions.
+
+        Args:
+            was_cut: tokens of an earlier index are not among these.
+        """
         view = PromptView(
             layer=layer,
             num_layers=len(self.layers),
@@ -221,7 +227,12 @@ class Retrieval:
             room=room,
             stored=partial(self._keys, layer),
         )
-        index, found = self.policy.index(view), self.layers[layer]
+        found = self.layers[layer]
+        if found is not None and self.policy.renews_index and not was_cut:
+            self._index_all(layer)
+            index = self.policy.renewed(found.index, view)
+        else:
+            index = self.policy.index(view)
         if found is None:
             found = self.layers[layer] = LayerRetrieval(index=index, terms=terms)
         found.index, found.folded, found.terms, found.age = index, self._folded(layer, index), terms, 0
@@ -230,7 +241,7 @@ class Retrieval:
             found.observed_BNoH = some_BNoH.clone()
 
     def _renew_if_old(self, layer: int, start: int, pads: Sequence[int]) -> None:
-        """Rebuild an old index for the positions that decoding has reached, since rotation changes the queries.
+        """Rebuild or renew an old index for the positions that decoding has reached, as rotation changes the queries.
 
         Layers take turns, so that no step rebuilds all of them.
         """
@@ -241,7 +252,7 @@ class Retrieval:
         by_Bo = torch.full_like(found.observed_BNoH[:, 0, :, 0], found.age, dtype=torch.int64)
         q_BNoH = self._rotaries[layer].turned(found.observed_BNoH, by_Bo)
         k_BKnH, v_BKnV = self.pool[layer].read()
-        if self.pool[layer].on_host:
+        if self.pool[layer].on_host and not self.policy.renews_index:
             k_BKnH = k_BKnH.contiguous()  # one copy over the link, since an index reads them more than once
         next_B = self._next_positions(start, pads)
         self._make_index(layer, k_BKnH, v_BKnV, q_BNoH, next_B, found.terms, room=DECODED_SOON + layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from policies.quest import Digest, Pages, Quest
 from policies.retriever import Group, PromptView, Rest, Slots, need_of_group
 from policies.retroinfer import RetroInfer
 from policies.sparq import SparQ
-from policies.squeezed_attention import SqueezedAttention, ThresholdClusters
+from policies.squeezed_attention import SqueezedAttention
+from policies.threshold_clusters import ThresholdClusters
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.slabs import KVSlab
@@ -297,6 +299,86 @@ def test_digests_of_a_page_are_their_formulas() -> None:
     assert not (scores[Digest.shrunk][..., :7] >= exact).all()  # no bound any more
 
 
+@pytest.mark.parametrize("coarse_quantile", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("pads", [[0], [0, 70, 215]], ids=["alone", "padded"])
+def test_each_of_two_levels_has_its_quantile(pads: list[int], coarse_quantile: float) -> None:
+    """Of all tokens, those above the second threshold are as many as with one level: the first one takes off others.
+
+    Wrong variant: the quantile of the tokens that are left above the first threshold, which leaves too few.
+    """
+    chooses = SqueezedAttention(
+        quantile=0.8, cluster=4, coarse=3, coarse_quantile=coarse_quantile, observed=8, sinks=1, recent=6, iterations=4
+    )
+    given, slots = view(220, pads), slots_of(220, pads)
+    index = chooses.index(given)
+    assert isinstance(index, ThresholdClusters) and index.coarse is not None
+    one = chooses.index(given) if coarse_quantile else replace(chooses, coarse=0).index(given)
+    for row, pad in enumerate(pads):
+        q_BNH = given.q_BNwH[:, :, max(0, pad - 212) :].unflatten(1, (KV_HEADS, -1)).flatten(1, 3)
+        score_Kn = index.slot_scores(q_BNH, slots)[row, :, pad:]
+        size = float(index.sizes_BKY(slots)[row].max()) * (1 if coarse_quantile else 0) + 5
+        for score_n, least in zip(score_Kn, index.least_BK[row], strict=True):
+            above = float((score_n >= least - 1e-15).double().mean())
+            assert 0.2 <= above <= 0.2 + size / len(score_n), (row, above)
+            below = float((score_n < 0).double().mean())
+            assert below <= coarse_quantile and (below > 0.5 * coarse_quantile or len(score_n) < 20), (row, below)
+    if not coarse_quantile:  # all are compared
+        assert isinstance(one, ThresholdClusters)
+        torch.testing.assert_close(index.least_BK, one.least_BK)
+
+
+def test_every_cluster_is_in_one_coarse_cluster_which_has_the_mean_of_its_tokens() -> None:
+    given, more = view(90, [0]), drawn(1, KV_HEADS, 30, DIM, seed=9)
+    index = SqueezedAttention(cluster=4, coarse=3, observed=8, sinks=1, recent=6, block=8).index(given)
+    assert isinstance(index, ThresholdClusters) and index.coarse is not None
+    bytes_before = index.num_bytes
+    index.append(more, drawn(1, KV_HEADS, 30, VALUE_DIM, seed=4))
+    assert index.coarse is not None and index.num_bytes - bytes_before > more.nbytes // 8
+    keys, coarse = torch.cat([given.k_BKnH, more], dim=2), index.coarse
+    clustered = index._made.of_BKn.shape[2]
+    of_BKn = coarse.of_BKP.take_along_dim(index._made.of_BKn, dim=2)
+    for head in range(KV_HEADS):
+        assert (
+            of_BKn[0, head].bincount(minlength=coarse.sizes_BKZ.shape[2]).tolist() == coarse.sizes_BKZ[0, head].tolist()
+        )
+        for cluster in of_BKn[0, head].unique().tolist():
+            mean = keys[0, head, :clustered][of_BKn[0, head] == cluster].mean(dim=0)
+            torch.testing.assert_close(coarse.means_BKZH[0, head, cluster], mean)
+
+
+@pytest.mark.parametrize("coarse", [0, 3])
+def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
+    coarse: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong variant: thresholds of the prompt are kept, whose quantile the queries of later positions do not have."""
+    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 4)
+    chooses = SqueezedAttention(
+        min_tokens=0,
+        first_layer=0,
+        sinks=1,
+        recent=2,
+        cluster=3,
+        block=2,
+        observed=8,
+        quantile=0.5,
+        coarse=coarse,
+        coarse_quantile=0.2,
+        max_fetch=1.0,
+    )
+    turns = Turns(tiny_model("llama"), [chooses])
+    turns.prefill()
+    before = [layer.index for layer in turns.retrieval.layers if layer is not None]
+    least = [each.least_BK.clone() for each in before if isinstance(each, ThresholdClusters)]
+    made = [each._made.of_BKn.clone() for each in before if isinstance(each, ThresholdClusters)]
+    turns.decode(GENERATED)
+    after = [layer.index for layer in turns.retrieval.layers if layer is not None]
+    for old, index, thresholds, clusters in zip(before, after, least, made, strict=True):
+        assert index is old and isinstance(index, ThresholdClusters)
+        assert index._made.of_BKn.shape[2] > clusters.shape[2]  # later tokens are in clusters
+        assert torch.equal(index._made.of_BKn[..., : clusters.shape[2]], clusters)
+        assert not torch.equal(index.least_BK, thresholds)
+
+
 @pytest.mark.parametrize("quantile", [0.5, 0.8])
 @pytest.mark.parametrize("pads", [[0], [0, 70, 215]], ids=["alone", "padded"])
 def test_the_threshold_is_the_quantile_of_the_queries_that_it_is_made_of(pads: list[int], quantile: float) -> None:
@@ -425,6 +507,9 @@ def test_the_first_turn_sees_everything_in_pieces_too() -> None:
         (SqueezedAttention, {"quantile": 1.0}, "policy.quantile=1.0 must be at least 0 and below 1"),
         (SqueezedAttention, {"max_fetch": 0.0}, "policy.max_fetch=0.0"),
         (SqueezedAttention, {"observed": 0}, "policy.observed=0"),
+        (SqueezedAttention, {"coarse": -1}, "policy.coarse=-1 must not be negative"),
+        (SqueezedAttention, {"coarse": 5, "coarse_quantile": 0.95}, "policy.coarse_quantile=0.95 must be from 0 to"),
+        (SqueezedAttention, {"coarse": 5, "fetch": 0.1}, "policy.coarse=5 has a threshold"),
         (SqueezedAttention, {"group": "sum"}, "policy.group=sum has no probabilities"),
     ],
 )
