@@ -351,7 +351,7 @@ def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
     coarse: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong variant: thresholds of the prompt are kept, whose quantile the queries of later positions do not have."""
-    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 4)
+    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 2)
     chooses = SqueezedAttention(
         min_tokens=0,
         first_layer=0,
@@ -370,7 +370,7 @@ def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
     before = [layer.index for layer in turns.retrieval.layers if layer is not None]
     least = [each.least_BK.clone() for each in before if isinstance(each, ThresholdClusters)]
     made = [each._made.of_BKn.clone() for each in before if isinstance(each, ThresholdClusters)]
-    turns.decode(GENERATED)
+    turns.decode([*GENERATED, *GENERATED])
     after = [layer.index for layer in turns.retrieval.layers if layer is not None]
     for old, index, thresholds, clusters in zip(before, after, least, made, strict=True):
         assert index is old and isinstance(index, ThresholdClusters)
