@@ -1,6 +1,6 @@
 """Squeezed Attention on one level of clusters and on two: what a choice costs and finds, and what renewing costs.
 
-    python -m benchmarks.studies.squeezed_levels --lengths 2000 8000
+    python -m benchmarks.studies.squeezed.levels --lengths 2000 8000
 
 One prompt, of which indices are made per variant. Then tokens of the text are decoded, and every fourth step measures
 the attention probability of what was fetched. Times are those of all layers together: of a choice, of making an index
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -63,7 +64,7 @@ def times_of(conversation: Conversation, policy: SqueezedAttention) -> dict[str,
             next_B=torch.tensor([num_slots]),
             turn=None,
             room=0,
-            stored=lambda k_BKnH=k_BKnH: k_BKnH,
+            stored=partial(kept.read().__getitem__, 0),
         )
         q_BNH = q_BNwH[:, :, -1]
         seconds["choose_s"] += median(_timed(lambda: policy.choose(index, q_BNH, slots)) for _ in range(TIMES))  # noqa: B023

@@ -1,0 +1,1 @@
+"""A study of Squeezed Attention."""
