@@ -16,6 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, option
@@ -26,6 +27,7 @@ from policies.retriever import PromptView, Slots
 from policies.squeezed_attention import SqueezedAttention
 from policies.threshold_clusters import ThresholdClusters
 from runahead import Model, ModelOptions
+from runahead.cache.kept import KeptLayer
 from runahead.conversation import Conversation
 from runahead.retrieval.cache import RetrievedCache
 
@@ -64,7 +66,7 @@ def times_of(conversation: Conversation, policy: SqueezedAttention) -> dict[str,
             next_B=torch.tensor([num_slots]),
             turn=None,
             room=0,
-            stored=partial(kept.read().__getitem__, 0),
+            stored=partial(_keys, kept),
         )
         q_BNH = q_BNwH[:, :, -1]
         seconds["choose_s"] += median(_timed(lambda: policy.choose(index, q_BNH, slots)) for _ in range(TIMES))  # noqa: B023
@@ -72,6 +74,10 @@ def times_of(conversation: Conversation, policy: SqueezedAttention) -> dict[str,
         seconds["anew_s"] += _timed(lambda: policy.index(view))  # noqa: B023
         compared.append(index.compared_share(q_BNH, slots))
     return seconds | {"compared": mean(compared)}
+
+
+def _keys(kept: KeptLayer) -> Tensor:
+    return kept.read()[0]
 
 
 def _timed(call: Any) -> float:
