@@ -103,20 +103,18 @@ def measure(run: Run) -> Iterator[Line]:
             conversation, began_s = Conversation(model, policies), time.perf_counter()
             for start in run.bar(range(0, len(text), options.chunk), "chunk"):
                 conversation.feed(torch.tensor([text[start : start + options.chunk]]))
-            prefill_s, losses, found, began_s = time.perf_counter() - began_s, {}, {}, time.perf_counter()
+            prefill_s, losses, found = time.perf_counter() - began_s, {}, {}
             for tail, given, wanted in tails:
                 logits_1CV = conversation.fork().follow(torch.tensor([given + wanted[:-1]]))[:, len(given) - 1 :]
                 targets = torch.tensor(wanted)
                 losses[tail] = float(torch.nn.functional.cross_entropy(logits_1CV[0].float(), targets))
                 found[tail] = bool((logits_1CV[0].argmax(-1) == targets).all())
-            tail_tokens = sum(len(given) + len(wanted) - 1 for _, given, wanted in tails)
-            step_s = (time.perf_counter() - began_s) / tail_tokens
-            yield about | {"prefill_s": prefill_s, "step_s": step_s, "nll": losses, "found": found}
+            yield about | {"prefill_s": prefill_s, "nll": losses, "found": found}
 
 
 def table(found: list[Line]) -> str:
     """The last line of each policy, text and length."""
-    rows: Rows = [("text", "policy", "tokens", "attended", "losses, nats", "mean", "found", "prefill", "per token")]
+    rows: Rows = [("text", "policy", "tokens", "attended", "losses, nats", "mean", "found", "prefill")]
     for line in newest(found, "text", "policy", "tokens", "fetch", "recent").values():
         losses = {name: loss for name, loss in line["nll"].items() if name != "following"}
         shown = ", ".join(f"{name} {loss:.2f}" for name, loss in line["nll"].items())
@@ -131,7 +129,6 @@ def table(found: list[Line]) -> str:
                 f"{mean(losses.values()):.2f}",
                 share,
                 f"{line['prefill_s']:.0f} s",
-                f"{1000 * line['step_s']:.0f} ms",
             )
         )
     return text_table(rows, left=(0, 1, 4))
