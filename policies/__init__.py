@@ -55,6 +55,7 @@ POLICIES = PolicyTable(
         "pyramidinfer": "policies.pyramidinfer:PyramidInfer",
         "infinigen": "policies.infinigen:InfiniGen",
         "quest": "policies.quest:Quest",
+        "shadowkv": "policies.shadowkv:ShadowKV",
         "sparq": "policies.sparq:SparQ",
         "clusterkv": "policies.clusterkv:ClusterKV",
         "squeezed_attention": "policies.squeezed_attention:SqueezedAttention",

@@ -128,7 +128,7 @@ class InfLLM(Retriever):
         representatives: keys that stand for a block, in each KV head.
         clamped: attend to all tokens before the last `recent` ones as if they were that far away; then a prompt may be
             longer than the model's context. Otherwise tokens are at their own distances.
-        observed: last tokens of a prompt, chunk or turn whose queries choose representatives.
+        observed: last tokens of a prompt, and of a chunk or turn of as many, whose queries choose representatives.
 
     Raises:
         ValueError: an option is out of range.

@@ -71,6 +71,14 @@ class Pages(Index):
         self._add(k_BKnH)
 
     @property
+    def num_held(self) -> int:
+        """Number of pages per KV head that are not chosen, since they are on the device."""
+        return 0
+
+    def leave_out(self, need_BKP: Tensor) -> None:
+        """Set the need of these pages to minus infinity."""
+
+    @property
     def num_bytes(self) -> int:
         ends = [self._least_BKPH] if self._digest is Digest.mean else [self._least_BKPH, self._most_BKPH]
         return sum(each.nbytes for each in (*ends, self._open_BKSH))
@@ -136,7 +144,7 @@ class Quest(Retriever):
         assert isinstance(index, Pages)
         whole, rest = divmod(slots.num_slots, self.page)
         chosen = self._num_pages(slots)
-        if chosen >= whole:
+        if chosen + index.num_held >= whole:
             return None
         scores_BKGP = index.scores(q_BNH)[..., :whole]
         for row, pad in enumerate(slots.pads):
@@ -155,6 +163,7 @@ class Quest(Retriever):
                 need_BKP[row, :, first : (pad + num_sinks - 1) // self.page + 1] = torch.inf
             # Pages of padding alone come last, those closest to the tokens first.
             need_BKP[row, :, :first] = torch.arange(first, device=need_BKP.device, dtype=need_BKP.dtype) - 1e30
+        index.leave_out(need_BKP)
         pages_BKp = need_BKP.topk(chosen, dim=-1, sorted=False).indices
         within_S = torch.arange(self.page, device=pages_BKp.device)
         slots_BKm = (pages_BKp[..., None] * self.page + within_S).flatten(2)
@@ -171,7 +180,8 @@ class Quest(Retriever):
 
     def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
         whole, chosen = slots.num_slots // self.page, self._num_pages(slots)
-        with_tokens = [whole - pad // self.page for pad in slots.pads]
+        held = num_chosen // self.page - chosen
+        with_tokens = [whole - held - pad // self.page for pad in slots.pads]
         return [
             pad % self.page + max(0, chosen - pages) * self.page
             for pad, pages in zip(slots.pads, with_tokens, strict=True)

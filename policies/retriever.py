@@ -39,6 +39,7 @@ class PromptView:
         scaling: factor of the scores of this layer.
         softcap: this layer's scores s become softcap * tanh(s / softcap); None: they stay as they are.
         pads: number of padding slots on the left of each row.
+        positions_BKn: positions of the slots' tokens, below 0 on padding; (B, 1, n) if all KV heads have the same.
         next_B: position of the first token after the prompt, in each row.
         turn: (queries (B, X, C, H), positions (B, C)) -> the queries rotated by that many positions; None if rotations
             are not known.
@@ -54,6 +55,7 @@ class PromptView:
     scaling: float
     softcap: float | None
     pads: list[int]
+    positions_BKn: Tensor
     next_B: Tensor
     turn: Callable[[Tensor, Tensor], Tensor] | None
     room: int
@@ -106,7 +108,7 @@ class Index:
         """Replace one slot of every row and KV head by a new token."""
 
     def see(self, q_BNwH: Tensor) -> None:
-        """Take queries of later given tokens, before these are appended; see `Retriever.extends`."""
+        """Take queries of the last `observed` of later given tokens, before these are appended; see `extends`."""
 
     def fork(self, stored: Callable[[], Tensor]) -> Index:
         """Independent copy of the index. `stored` is as in `PromptView`."""
@@ -166,6 +168,27 @@ class Rest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """Keys and values of chosen slots that an index holds on the device, so that they are not fetched.
+
+    Attributes:
+        kv_BKoX: keys and values of the last o chosen slots, none of which is padding.
+        keys: slots (B, K, m - o) -> keys of the other ones, of which values alone are fetched; None: keys are fetched.
+    """
+
+    kv_BKoX: Tensor
+    keys: Callable[[Tensor], Tensor] | None = None
+
+    def complete(self, slab_mBKX: Tensor, fetched_BKf: Tensor) -> None:
+        """Write what is held to the fetched slots, which come first, and to those after them."""
+        num_fetched, num_held = fetched_BKf.shape[2], self.kv_BKoX.shape[2]
+        slab_mBKX[num_fetched : num_fetched + num_held] = self.kv_BKoX.permute(2, 0, 1, 3)
+        if self.keys is not None:
+            k_BKfH = self.keys(fetched_BKf)
+            slab_mBKX[:num_fetched, ..., : k_BKfH.shape[3]] = k_BKfH.permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """The choice of a policy for a query.
 
@@ -173,10 +196,12 @@ class Choice:
         slots_BKm: slots to fetch, in any order, each at most once. Where a row has fewer than m tokens, the other
             slots are the last ones of its padding.
         rest: estimate of the attention to the others; None leaves them out.
+        on_device: what is not fetched of the chosen slots; None: all is.
     """
 
     slots_BKm: Tensor
     rest: Rest | None = None
+    on_device: OnDevice | None = None
 
 
 class Group(Enum):
@@ -231,7 +256,7 @@ class Retriever(Policy, ABC):
     takes_full_pool: ClassVar[bool] = True
     """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
     extends: ClassVar[bool] = False
-    """Whether an index that depends on queries takes later ones by `Index.see`, and is never made anew from them."""
+    """Whether an index that depends on queries takes later ones by `Index.see`, and is not made anew from them."""
 
     first_layer: int = 0
     min_tokens: int | None = None

@@ -66,9 +66,14 @@ class HostLayer(KeptLayer):
         return BroughtLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
 
     def gather(
-        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+        self,
+        rows_X: Tensor | None,
+        *,
+        room: int = 1,
+        heads: tuple[int, int] | None = None,
+        skips_keys: bool = False,
     ) -> Callable[[], Tensor]:
-        slab_TBKX, mark = self.fetch(rows_X, room=room, heads=heads)
+        slab_TBKX, mark = self.fetch(rows_X, room=room, heads=heads, skips_keys=skips_keys)
 
         def fetched() -> Tensor:
             self.copies.hold_compute(mark)
@@ -77,7 +82,12 @@ class HostLayer(KeptLayer):
         return fetched
 
     def fetch(
-        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+        self,
+        rows_X: Tensor | None,
+        *,
+        room: int = 1,
+        heads: tuple[int, int] | None = None,
+        skips_keys: bool = False,
     ) -> tuple[Tensor, Event]:
         """Start the copy of `gather`. Returns what that returns, and the mark to wait for before reading."""
         width = self.slab_TBKX.shape[3]
@@ -91,7 +101,12 @@ class HostLayer(KeptLayer):
                 slab_TBKX[:num_fetched].copy_(self.slab_TBKX[:num_fetched], non_blocking=True)
             else:
                 out = slab_TBKX[:num_fetched].view(-1, width)
-                torch.index_select(self.mapped_TBKX().view(-1, width), 0, rows_X, out=out)
+                source = self.mapped_TBKX().view(-1, width)
+                if skips_keys:
+                    first = self.shape.key_dim
+                    out[:, first:] = source[:, first:].index_select(0, rows_X)
+                else:
+                    torch.index_select(source, 0, rows_X, out=out)
         return slab_TBKX, self.copies.mark()
 
     def slab(self) -> KVSlab:

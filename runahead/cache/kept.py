@@ -189,13 +189,19 @@ class KeptLayer(LayerStore):
         return slab.read(slab.first, slab.end)
 
     def gather(
-        self, rows_X: Tensor | None, *, room: int = 1, heads: tuple[int, int] | None = None
+        self,
+        rows_X: Tensor | None,
+        *,
+        room: int = 1,
+        heads: tuple[int, int] | None = None,
+        skips_keys: bool = False,
     ) -> Callable[[], Tensor] | None:
         """Copy some slots to the device, with room for `room` more after them.
 
         Args:
             rows_X: rows of the memory as a (T * B * K, X) matrix, those of one slot side by side; None is all slots.
             heads: (1, number of heads) if these are rows of some heads only; None is (B, K).
+            skips_keys: copy values alone; the slots' keys are not initialised.
 
         Returns:
             function that returns the slots (m + room, *heads, X); None if attention can read all slots in place. On a
@@ -205,13 +211,17 @@ class KeptLayer(LayerStore):
             return None
         width = self.slab_TBKX.shape[3]
         batch, num_heads = heads or self.slab_TBKX.shape[1:3]
+        first = self.shape.key_dim if skips_keys else 0
 
         def gathered() -> Tensor:
             source_TBKX = self.slab_TBKX
             num_chosen = len(rows_X) // (batch * num_heads)
             slab_TBKX = source_TBKX.new_empty(num_chosen + room, batch, num_heads, width)
             out = slab_TBKX[:num_chosen].view(-1, width)
-            torch.index_select(source_TBKX.view(-1, width), 0, rows_X, out=out)
+            if first:
+                out[:, first:] = source_TBKX.view(-1, width)[:, first:].index_select(0, rows_X)
+            else:
+                torch.index_select(source_TBKX.view(-1, width), 0, rows_X, out=out)
             return slab_TBKX
 
         return gathered

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies.base import PromptPart
 from policies.pool import Victim, note_choice, victims
-from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, PromptView, Rest, Retriever, Slots
+from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, OnDevice, PromptView, Rest, Retriever, Slots
 from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
@@ -88,6 +88,7 @@ class Fetched:
         under_way: whether the copy has been started.
         pads: chosen slots on the left of each row that are padding.
         slots_BKm: numbers of the chosen slots; None is all slots, in order.
+        num_held: number of the last of them that were on the device.
         rest: estimate of the attention to all other slots, if there is one.
     """
 
@@ -96,6 +97,7 @@ class Fetched:
     under_way: bool
     pads: list[int]
     slots_BKm: Tensor | None
+    num_held: int = 0
     rest: Rest | None = None
 
     def slab(self, key_dim: int) -> KVSlab:
@@ -184,10 +186,10 @@ class Retrieval:
         self._fetched.pop(layer, None)  # chosen before these tokens came
         if found is not None:
             found.asked_BNH = None
-        q_BNwH = self._observed(layer, q_BNCH, positions_BC)
-        extends = num_new < observed or observed == 0 or self.policy.extends
-        if found is not None and not was_cut and extends:
-            found.index.see(q_BNwH)
+        q_BNwH, is_short = self._observed(layer, q_BNCH, positions_BC), num_new < observed or observed == 0
+        if found is not None and not was_cut and (is_short or self.policy.extends):
+            if not is_short:
+                found.index.see(q_BNwH)
             self._index_all(layer)
             found.age += num_new
         else:
@@ -222,6 +224,7 @@ class Retrieval:
             scaling=terms.scaling,
             softcap=terms.softcap,
             pads=list(self.pool[layer].pads),
+            positions_BKn=self.pool[layer].positions_BKn(),
             next_B=next_B,
             turn=None if self._rotaries is None else self._rotaries[layer].turned,
             room=room,
@@ -340,10 +343,11 @@ class Retrieval:
         if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
             chosen = self._corrected(layer, chosen, chosen.slots_BKm, asked_BNH, q_BNCH[:, :, 0], start, pads)
             self._fetched[layer] = chosen
-        slots_BKm = None if chosen is None else chosen.slots_BKm
         found.steps += 1
         found.resident += num_slots
-        found.fetched += num_slots if slots_BKm is None else slots_BKm.shape[2]
+        slots_BKm = None if chosen is None else chosen.slots_BKm
+        num_held = 0 if chosen is None else chosen.num_held
+        found.fetched += num_slots if slots_BKm is None else slots_BKm.shape[2] - num_held
         held = [each.num_bytes for at, each in self._fetched.items() if each and (at == layer or each.under_way)]
         self.peak_fetched_bytes = max(self.peak_fetched_bytes, sum(held))
         return self._fetched.pop(layer)
@@ -539,31 +543,54 @@ class Retrieval:
         if self.max_slots is not None:
             note_choice(self.policy.pool.victim, _use_of(kept), slots_BKm, found.steps + 1 + SIMULATED_STEPS)
         chosen_pads = self.policy.chosen_padding(slots, slots_BKm.shape[2])
-        fetched = self._gathered(kept, slots_BKm, chosen_pads, room=num_new)
+        fetched = self._gathered(kept, slots_BKm, chosen_pads, room=num_new, on_device=choice.on_device)
         if fetched is not None:
             fetched.rest = choice.rest
         return fetched
 
-    def _gathered(self, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int], *, room: int) -> Fetched | None:
+    def _gathered(
+        self,
+        kept: KeptLayer,
+        slots_BKm: Tensor | None,
+        pads: list[int],
+        *,
+        room: int,
+        on_device: OnDevice | None = None,
+    ) -> Fetched | None:
         """Start fetching slots of a layer; None if attention can read them in place.
 
         Args:
             slots_BKm: the chosen slots; None is all slots.
             pads: number of padding slots among the chosen ones, by row.
             room: number of new tokens, which come after them.
+            on_device: what need not be fetched of the chosen slots.
         """
         batch, heads, num_chosen, rows_mBK = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots, None
+        num_held, held_BKo, skips_keys = 0, None, on_device is not None and on_device.keys is not None
         if slots_BKm is not None:
             num_chosen = slots_BKm.shape[2]
+            if on_device is not None:
+                num_held = on_device.kv_BKoX.shape[2]
+                slots_BKm, held_BKo = slots_BKm.split([num_chosen - num_held, num_held], dim=2)
             slots_BKm = self._in_order(slots_BKm, pads)
             if self._places_BK is None or self._places_BK.shape != (batch, heads):
                 self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
             rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
-        bring = kept.gather(rows_mBK, room=room)
+        bring = kept.gather(rows_mBK, room=num_held + room, skips_keys=skips_keys)
         if bring is None:
             return None
         num_bytes = (num_chosen + room) * kept.shape.bytes_per_token(batch)
-        return Fetched(bring=bring, num_bytes=num_bytes, under_way=kept.on_host, pads=pads, slots_BKm=slots_BKm)
+        if on_device is not None and slots_BKm is not None and held_BKo is not None:
+            bring = partial(_completed, bring, on_device, slots_BKm)
+            slots_BKm = torch.cat([slots_BKm, held_BKo], dim=2)
+        return Fetched(
+            bring=bring,
+            num_bytes=num_bytes,
+            under_way=kept.on_host,
+            pads=pads,
+            slots_BKm=slots_BKm,
+            num_held=num_held,
+        )
 
     @staticmethod
     def _in_order(slots_BKm: Tensor, pads: Sequence[int]) -> Tensor:
@@ -648,6 +675,13 @@ class Retrieval:
         sinks, keep_from_B = self.policy.sinks, next_B - self.policy.recent
         victim, positions_BKn = self.policy.pool.victim, kept.positions_BKn()
         return victims(victim, _use_of(kept), positions_BKn, count, sinks=sinks, keep_from_B=keep_from_B)
+
+
+def _completed(bring: Callable[[], Tensor], on_device: OnDevice, fetched_BKf: Tensor) -> Tensor:
+    """Fetched slots with what the index holds of them, and of the slots after them."""
+    slab_TBKX = bring()
+    on_device.complete(slab_TBKX, fetched_BKf)
+    return slab_TBKX
 
 
 def _use_of(kept: KeptLayer) -> Tensor:

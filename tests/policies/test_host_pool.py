@@ -69,8 +69,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 
     fetch = HostLayer.fetch
 
-    def late(self: HostLayer, rows_X: Tensor | None, *, room: int, heads: tuple[int, int] | None) -> Any:
-        slab_TBKX, _ = fetch(self, rows_X, room=room, heads=heads)
+    def late(self: HostLayer, rows_X: Tensor | None, *, room: int, **more: Any) -> Any:
+        slab_TBKX, _ = fetch(self, rows_X, room=room, **more)
         assert isinstance(self.copies, LateCopies)
         self.copies.fetched.pop()
         self.copies.hide(slab_TBKX[: len(slab_TBKX) - room])
@@ -109,7 +109,7 @@ def test_it_is_what_is_read_in_place_bit_by_bit(
     assert sorted(copies[0].waited) == list(range(12 * sum(ours.retrieval.in_pool)))  # for each copy once
 
 
-@pytest.mark.parametrize("name", ["exact_topk", "quest", "retroinfer", "sparq", "offload"])
+@pytest.mark.parametrize("name", ["exact_topk", "quest", "shadowkv", "retroinfer", "sparq", "offload"])
 def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
     name: str, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def view(num_slots: int, pads: list[int], seed: int = 0, observed: int = 8) -> P
         scaling=0.9,
         softcap=None,
         pads=pads,
+        positions_BKn=(torch.arange(num_slots) - torch.tensor(pads)[:, None])[:, None],
         next_B=num_slots - torch.tensor(pads),
         turn=None,
         room=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,14 @@ from tests.policies.written_out import WrittenOut
 from tests.ranks.tasks import tiny_model
 
 LIMIT, WINDOW, LENGTH, CHUNK = 64, 24, 150, 16
-BLOCKS: dict[str, Any] = {"sinks": 2, "recent": WINDOW, "block": 4, "representatives": 2, "min_tokens": 0}
+BLOCKS: dict[str, Any] = {
+    "sinks": 2,
+    "recent": WINDOW,
+    "block": 4,
+    "representatives": 2,
+    "observed": 8,
+    "min_tokens": 0,
+}
 TOLERANCE = 1e-9  # float64
 
 
@@ -116,7 +124,7 @@ def test_while_everything_fits_it_is_full_attention(family: str, lengths: tuple[
 
 
 def test_rows_of_a_padded_batch_are_what_they_are_alone_at_clamped_distances() -> None:
-    """The second row is whole and at its own distances, though the first one is not."""
+    """The second row is whole and at its own distances, though the first one is not; if all were as that, it fails."""
     model, policy = tiny_model("llama"), InfLLM(**BLOCKS | {"recent": 8, "fetch": 25})
     together = Turns(model, [policy], PADDED)
     together.prefill()
@@ -132,29 +140,41 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone_at_clamped_distances() -
 @pytest.mark.parametrize("pads", [[0], [0, 11, 36]], ids=["alone", "padded"])
 def test_blocks_are_ranked_by_their_representatives_for_all_heads(pads: list[int]) -> None:
     """With the block's mean, or a choice per KV head, in place of these it fails."""
-    policy, seen = InfLLM(**BLOCKS | {"recent": 5, "fetch": 20}), view(40, pads)
-    index, slots, q_BNH = Blocks(seen, policy), slots_of(40, pads), drawn(len(pads), 4, 8, seed=5)
-    choice = policy.choose(index, q_BNH, slots)
-    assert choice is not None
-    asking_BKH = seen.q_BNwH.unflatten(1, (2, 2)).sum(dim=(2, 3))
-    for row, pad in enumerate(pads):
-        scores = {}
-        for first in range(pad + 2, 40 - 5 - 4 + 1, 4):
-            k_KSH = seen.k_BKnH[row, :, first : first + 4]
-            best_KR = (k_KSH @ asking_BKH[row, :, :, None])[..., 0].topk(2).indices
-            mean_KH = torch.stack([k_KSH[head, best_R].mean(0) for head, best_R in enumerate(best_KR)])
-            scores[first] = float((q_BNH[row].unflatten(0, (2, 2)) * mean_KH[:, None]).sum())
-        last = max(scores, default=pad + 2 - 4) + 4
-        always = {*range(pad, min(pad + 2, 40)), *range(max(pad, 35), 40), *range(last, 35)}
-        order = [
-            slot
-            for first in sorted(scores, key=scores.__getitem__, reverse=True)
-            for slot in reversed(range(first, first + 4))
-        ]
-        expected = {*always, *order[: 20 - len(always)]}
-        for slots_m in choice.slots_BKm[row].tolist():
-            assert {slot for slot in slots_m if slot >= pad} == expected
-            assert slots_m == sorted(slots_m)
+    policy, seen, slots = InfLLM(**BLOCKS | {"recent": 5, "fetch": 20}), view(40, pads), slots_of(40, pads)
+    index, asking_BKH = Blocks(seen, policy), seen.q_BNwH.unflatten(1, (2, 2)).sum(dim=(2, 3))
+    for seed in range(4):
+        q_BNH = drawn(len(pads), 4, 8, seed=seed)
+        choice = policy.choose(index, q_BNH, slots)
+        assert choice is not None
+        for row, pad in enumerate(pads):
+            scores = {}
+            for first in range(pad + 2, 40 - 5 - 4 + 1, 4):
+                k_KSH = seen.k_BKnH[row, :, first : first + 4]
+                best_KR = (k_KSH @ asking_BKH[row, :, :, None])[..., 0].topk(2).indices
+                mean_KH = torch.stack([k_KSH[head, best_R].mean(0) for head, best_R in enumerate(best_KR)])
+                scores[first] = float((q_BNH[row].unflatten(0, (2, 2)) * mean_KH[:, None]).sum())
+            last = max(scores, default=pad + 2 - 4) + 4
+            always = {*range(pad, min(pad + 2, 40)), *range(max(pad, 35), 40), *range(last, 35)}
+            blocks = sorted(scores, key=scores.__getitem__, reverse=True)
+            order = [slot for first in blocks for slot in reversed(range(first, first + 4))]
+            expected = {*always, *order[: 20 - len(always)]}
+            for slots_m in choice.slots_BKm[row].tolist():
+                assert {slot for slot in slots_m if slot >= pad} == expected
+                assert slots_m == sorted(slots_m)
+
+
+def test_a_block_is_represented_by_what_the_newest_queries_look_for() -> None:
+    """With the queries that the index was made from the mean of its representatives is another."""
+    policy, seen, q_BNwH = InfLLM(**BLOCKS | {"recent": 5}), view(44, [0]), drawn(1, 4, 8, 8, seed=9)
+    k_BKnH = seen.k_BKnH
+    index = Blocks(replace(seen, k_BKnH=k_BKnH[:, :, :40]), policy)
+    index.see(q_BNwH)
+    index.append(k_BKnH[:, :, 40:], seen.v_BKnV[:, :, 40:])
+    asking_KH, k_KSH = q_BNwH[0].unflatten(0, (2, 2)).sum(dim=(1, 2)), k_BKnH[0, :, 34:38]
+    best_KR = (k_KSH @ asking_KH[:, :, None])[..., 0].topk(2).indices
+    mean_KH = torch.stack([k_KSH[head, best_R].mean(0) for head, best_R in enumerate(best_KR)])
+    assert index._parts[0].keys_bKPH.shape[2] == 9
+    torch.testing.assert_close(index._parts[0].keys_bKPH[0, :, -1], mean_KH)
 
 
 def test_a_block_is_in_the_index_once_it_has_left_the_window_and_costs_a_key() -> None:

@@ -32,6 +32,7 @@ NAMES = [name for name, kind in POLICIES.items() if issubclass(kind, Retriever)]
 ALL = {
     "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
     "quest": {"fetch": 1.0, "first_layer": 0},
+    "shadowkv": {"fetch": 1.0},
     "sparq": {"fetch": 1.0},
     "clusterkv": {"fetch": 1.0, "first_layer": 0},
     "squeezed_attention": {"fetch": 1.0, "first_layer": 0},
@@ -43,6 +44,7 @@ ALL = {
 SOME = {
     "infinigen": {"fetch": 10, "first_layer": 1},
     "quest": {"fetch": 10, "page": 4, "first_layer": 0},
+    "shadowkv": {"fetch": 10, "page": 4, "outliers": 1, "rank": 1000},
     "sparq": {"fetch": 10, "dims": 3},
     "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
@@ -93,7 +95,7 @@ class Turns:
         return self.conversation.cache.retrieval
 
 
-SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm")
+SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm", "shadowkv")
 """Names that go with a family of each kind, and with all of them in the slow set."""
 OFTEN = ("gpt_bigcode", "deepseek_v3", "gemma2")
 
@@ -135,7 +137,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
     options: dict[str, Any] = SOME[name] | ({} if name == "offload" else {"fetch": 6, "sinks": 1, "recent": 1})
     if name == "infinigen":
         options |= {"ratio": 0.25}  # fewer columns than a short row has queries, which leave the others open
-    if name == "quest":
+    if name in ("quest", "shadowkv"):
         options |= {"page": 1}  # pages of several tokens begin elsewhere in a padded row
     together = Turns(model, [policy(name, options)], PADDED)
     logits = torch.cat([together.prefill()[:, None], together.decode(GENERATED)], dim=1)

@@ -26,6 +26,7 @@ from policies.quest import Quest
 from policies.r_kv import RKV
 from policies.retroinfer import RetroInfer
 from policies.scissorhands import Scissorhands
+from policies.shadowkv import ShadowKV
 from policies.snapkv import SnapKV
 from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
@@ -146,6 +147,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         SparQ(min_tokens=0, fetch=12, dims=3),
         RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
+        ShadowKV(min_tokens=0, fetch=12, page=4, outliers=1, rank=6),
         InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
     ],
     ids=[
@@ -157,6 +159,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "sparq",
         "retroinfer",
         "squeezed_attention",
+        "shadowkv",
         "infllm",
     ],
 )
