@@ -65,7 +65,7 @@ class AdaKV(Policy):
 
     def keep(self, view: LayerView) -> Tensor | None:
         m = self.scorer.slots(view)
-        if view.num_slots <= m:
+        if view.num_slots <= m and view.num_shares == 1:  # the heads of another share may have more
             return None
         sinks = [min(num, m) for num in view.sinks(self.scorer.sinks)]
         recent = min(self.scorer.recent_of(m), m - max(sinks))
@@ -75,10 +75,12 @@ class AdaKV(Policy):
         scores_BKn.masked_fill_(~view.is_token_BKn(), -math.inf)
         # A stable sort keeps the earlier of two equal scores, as the policy itself does.
         best_BKn, slots_BKn = scores_BKn.sort(dim=-1, descending=True, stable=True)
+        best_BKn = view.joined_over_shares(best_BKn)
         certain_BK: list[list[int]] = best_BKn.isposinf().sum(dim=-1).tolist()
         tokens_BK: list[list[int]] = (~best_BKn.isneginf()).sum(dim=-1).tolist()
         rows = zip(best_BKn, certain_BK, tokens_BK, strict=True)
-        kept_BK = [self._share_out(m, best_Kn, certain, tokens) for best_Kn, certain, tokens in rows]
+        kept_BK = [self._share_out(m, best_Kn, certain, tokens)[view.own_heads] for best_Kn, certain, tokens in rows]
+        tokens_BK = [tokens[view.own_heads] for tokens in tokens_BK]
         return None if kept_BK == tokens_BK else first_slots(slots_BKn, kept_BK, tokens_BK)
 
     def _share_out(self, budget: int, best_Kn: Tensor, certain: Sequence[int], tokens: Sequence[int]) -> list[int]:

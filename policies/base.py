@@ -111,6 +111,7 @@ class ModelFacts:
         heads: number of KV heads and key dim (K, H) of every layer, on this rank.
         input_dims: width of the attention input of every layer, for a policy with `needs_attention_input`.
         share, num_shares: this rank's share of the model's heads, and number of shares.
+        copies: number of shares that have the same KV head.
     """
 
     name: str
@@ -119,10 +120,22 @@ class ModelFacts:
     input_dims: list[int] = field(default_factory=list)
     share: int = 0
     num_shares: int = 1
+    copies: int = 1
+
+    @property
+    def heads_of_all(self) -> list[int]:
+        """Number of KV heads of every layer, those of all shares."""
+        return [num_heads * self.num_shares // self.copies for num_heads, _ in self.heads]
+
+    def own_heads(self, layer: int) -> slice:
+        """This rank's KV heads among those of all shares."""
+        num_heads = self.heads[layer][0]
+        first = self.share * num_heads // self.copies
+        return slice(first, first + num_heads)
 
 
 def alone(x: Tensor) -> Tensor:
-    """Mean of a tensor over the ranks that share the model, where a rank has all of it."""
+    """A tensor over the ranks that share the model, where a rank has all of it."""
     return x
 
 
@@ -183,12 +196,16 @@ class LayerView:
         unseen_BKn: whether each slot holds a token that no later query sees, since the model has marked it; None for a
             model that marks none.
         mean_over_shares: mean of a tensor over the ranks that share the model; all of them call it alike.
+        joined_over_shares: values (B, K, n) of the KV heads of all these ranks, each filled up with minus infinity at
+            its end to the longest; called like `mean_over_shares`.
+        share, num_shares: number of this rank among them, and of them.
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own. `prompt_tokens` and all slots
             then are of this part, and probabilities still are shares of the attention to all tokens. A generated token
             is in the last slot of one rank, and has a query on all of them.
 
     Where ranks share the model, heads are those of this rank's share. What is chosen by KV head needs no others; what
-    is chosen for all heads alike has to be the same on all ranks, and so takes `mean_over_heads`.
+    is chosen for all heads alike has to be the same on all ranks, and so takes `mean_over_heads`; and where heads share
+    a budget, all ranks need the scores of all of them, from `joined_over_shares`.
     """
 
     layer: int
@@ -205,6 +222,9 @@ class LayerView:
     carried_BKn: Tensor | None
     signals: Signals
     mean_over_shares: Callable[[Tensor], Tensor] = alone
+    joined_over_shares: Callable[[Tensor], Tensor] = alone
+    share: int = 0
+    num_shares: int = 1
     part: PromptPart | None = None
     num_generated: int = 0
     new_kinds_BC: Tensor | None = None
@@ -218,6 +238,11 @@ class LayerView:
     @property
     def num_kv_heads(self) -> int:
         return self.k_BKnH.shape[1]
+
+    @property
+    def own_heads(self) -> slice:
+        """This rank's KV heads among those of `joined_over_shares`."""
+        return slice(self.share * self.num_kv_heads, (self.share + 1) * self.num_kv_heads)
 
     def sinks(self, num_sinks: int) -> list[int]:
         """Number of the first `num_sinks` tokens of each row that are stored here, in the first slots after padding."""
@@ -390,7 +415,7 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} asks for no replay")
 
     def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
-        """Slots to keep in all layers, each as `keep` returns them.
+        """Slots to keep in all layers, each as `keep` returns them; of the heads of all ranks that share the model.
 
         Args:
             scores: of all tokens (B, K, n) by layer, minus infinity on padding: `replay_score`, or what `carry`

@@ -53,7 +53,7 @@ class DuoAttention(StreamingHeads):
 
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
         table = self._load(heads)
-        shape, wanted = [len(gates_K) for gates_K in table.gates], [num_kv_heads for num_kv_heads, _ in model.heads]
+        shape, wanted = [len(gates_K) for gates_K in table.gates], model.heads_of_all
         if shape != wanted:
             raise ValueError(
                 f"policy.heads={heads} has gates of {_shape(shape)}, and model {model.name} has {_shape(wanted)}; "

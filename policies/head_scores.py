@@ -50,12 +50,12 @@ class HeadScores:
         return cls(induction=[found[layer][0] for layer in layers], echo=[found[layer][1] for layer in layers])
 
     def by_kv_head(self, model: ModelFacts) -> tuple[list[Tensor], list[Tensor]]:
-        """Largest induction and echo scores (K) by layer over the query heads that share a KV head.
+        """Largest induction and echo scores (K) by layer over the query heads that share a KV head, of all shares.
 
         Raises:
             ValueError: they are of other numbers of heads.
         """
-        heads = [num_kv_heads for num_kv_heads, _ in model.heads]
+        heads = model.heads_of_all
         found = [len(scores_N) for scores_N in self.induction]
         if len(found) != len(heads) or any(num % num_kv for num, num_kv in zip(found, heads, strict=True)):
             raise ValueError(

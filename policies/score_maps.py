@@ -43,11 +43,11 @@ class ScoreMaps:
         return F.linear(x_BCD.to(wide), *self._placed[place]).transpose(1, 2)
 
     def of_share(self, share: int, num_shares: int) -> ScoreMaps:
-        """The maps to a share of the KV heads, which ranks that share a model have in order."""
+        """The maps to a share of the KV heads, which ranks that share a model have in order, or copies of one."""
 
         def own(x_Kx: Tensor) -> Tensor:
-            num = len(x_Kx) // num_shares
-            return x_Kx[share * num : (share + 1) * num]
+            first = share * len(x_Kx) // num_shares
+            return x_Kx[first : first + max(1, len(x_Kx) // num_shares)]
 
         return ScoreMaps(
             weights={layer: own(x_KD) for layer, x_KD in self.weights.items()},

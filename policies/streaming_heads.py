@@ -43,7 +43,7 @@ class StreamingHeads(Policy, ABC):
 
     @abstractmethod
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
-        """Whether each KV head of each layer is a retrieval head. Raises: ValueError."""
+        """Whether each KV head of each layer is a retrieval head, those of all shares. Raises: ValueError."""
 
     @abstractmethod
     def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
@@ -55,7 +55,8 @@ class StreamingHeads(Policy, ABC):
                 f"policy {type(self).__name__} needs to know which heads of model {model.name} retrieve; give "
                 f"policy.heads=<{self.made_by}>"
             )
-        self._retrieving = self.found_in(self.heads, model)
+        found = self.found_in(self.heads, model)
+        self._retrieving = [heads[model.own_heads(layer)] for layer, heads in enumerate(found)]
 
     def retrieving(self, layer: int, num_kv_heads: int) -> list[bool]:
         """Whether each KV head of a layer is a retrieval head."""

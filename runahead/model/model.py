@@ -8,11 +8,12 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from runahead.attention.base import LayerAttention, Recording
@@ -42,6 +43,8 @@ from runahead.model.shared_kv import ReadingAttention, find_sources, last_token_
 from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary, find_rotaries
+
+T = TypeVar("T")
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
@@ -176,10 +179,12 @@ class Model:
     @property
     def copies_kv_heads(self) -> bool:
         """Whether several shares have the same KV head, each with some of its query heads."""
-        return bool(copies_of_heads(self.module))
+        return self.kv_head_copies > 1
 
-    def _run(self, forward: Callable[[], Tensor]) -> Tensor:
-        return forward() if self.shares is None else self.shares.run(forward)
+    @property
+    def kv_head_copies(self) -> int:
+        """Number of shares that have the same KV head."""
+        return max((copies for copies, _ in copies_of_heads(self.module).values()), default=1)
 
     @property
     def shard_number(self) -> int:
@@ -193,6 +198,25 @@ class Model:
         total = x.clone()
         dist.all_reduce(total, group=self.shares.group)
         return total / self.num_shards
+
+    def joined_over_shards(self, x_BKn: Tensor) -> Tensor:
+        """Values of the KV heads of all ranks that share the model, in order. All of them call this, inside a forward.
+
+        Each rank's are filled up with minus infinity at their end to the longest.
+        """
+        if self.shares is None:
+            return x_BKn
+        lengths = [torch.empty(1, dtype=torch.long, device=x_BKn.device) for _ in range(self.num_shards)]
+        dist.all_gather(lengths, torch.full_like(lengths[0], x_BKn.shape[2]), group=self.shares.group)
+        longest = max(int(length) for length in lengths)
+        x_BKn = functional.pad(x_BKn, (0, longest - x_BKn.shape[2]), value=-torch.inf).contiguous()
+        joined = [torch.empty_like(x_BKn) for _ in range(self.num_shards)]
+        dist.all_gather(joined, x_BKn, group=self.shares.group)
+        return torch.cat(joined, dim=1)
+
+    def in_step(self, call: Callable[[], T]) -> T:
+        """Run a call in which the ranks that share the model wait for each other, such as a forward."""
+        return call() if self.shares is None else self.shares.run(call)
 
     def memory_after(self, *, kv_bytes: int, num_tokens: int) -> MemoryReport | None:
         """`memory` with the peak of a call; None if the weights were given.
@@ -521,7 +545,7 @@ class Model:
         if self.kv_sources and not all_logits and num_new > 1:
             narrowed = last_token_only(self._layers[self.num_layers :], num_new)
         with rotary_length(self._rotaries, [length - pad for pad in pads]), narrowed:
-            logits_BCV = self._run(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
+            logits_BCV = self.in_step(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
@@ -606,7 +630,9 @@ class Model:
         # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
         set_attention(self.module, "sdpa" if self.config.model_type == "falcon" else "eager")
         try:
-            return self._run(torch.inference_mode()(lambda: self.module(input_ids=ids, use_cache=False).logits[:, -1]))
+            return self.in_step(
+                torch.inference_mode()(lambda: self.module(input_ids=ids, use_cache=False).logits[:, -1])
+            )
         finally:
             set_attention(self.module, ATTENTION_NAME)
             for module, forward in adapted.items():

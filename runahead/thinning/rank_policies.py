@@ -241,7 +241,7 @@ class RankPolicies:
                     ) from error
         self._check_deciding()
         self._check_merging(model)
-        self._check_ragged(model)
+        self._check_ragged()
         self._check_retrieval(model)
         self._require_files(policies, model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
@@ -313,7 +313,7 @@ class RankPolicies:
                 "policy.start_share, or another policy"
             )
 
-    def _check_ragged(self, model: Model) -> None:
+    def _check_ragged(self) -> None:
         """Check that a policy whose heads keep different numbers of tokens has nothing to share them with."""
         for policies in (self.last, self.others):
             for policy in policies:
@@ -326,11 +326,6 @@ class RankPolicies:
                     raise ValueError(
                         f"policy {name} keeps other tokens in each head, at their positions; use "
                         "policy.positions=original"
-                    )
-                if model.num_shards > 1:
-                    raise ValueError(
-                        f"policy {name} decides on all KV heads of a layer together, and {model.num_shards} ranks "
-                        "share those of this model; use ranks.tensor=1, or another policy"
                     )
 
     def _check_retrieval(self, model: Model) -> None:
@@ -385,6 +380,7 @@ class RankPolicies:
             input_dims=model.attention_input_dims if any(each.needs_attention_input for each in policies) else [],
             share=model.shard_number,
             num_shares=model.num_shards,
+            copies=model.kv_head_copies,
         )
         for policy in policies:
             policy.require(facts)

@@ -65,12 +65,16 @@ def decide_on_prompt(
         scores = [_taken_scores(layer) for layer in kept.layers]
     else:
         scores = score_prompt(model, policy, kept, ids_BS, pads, on_layer=on_layer)
-    decided = [layer for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
+    decided = [(layer, scores_BKn) for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
     if not decided:
         return
-    slots = policy.keep_in_all([each for each in scores if each is not None], ids_BS.shape[1])
-    for layer, slots_BKm in zip(decided, slots, strict=True):
-        kept.put(layer, cut_back(kept.layers[layer], slots_BKm, room=room))
+    of_all = model.in_step(lambda: [model.joined_over_shards(scores_BKn) for _, scores_BKn in decided])
+    slots = policy.keep_in_all(of_all, ids_BS.shape[1])
+    for (layer, scores_BKn), slots_BKm in zip(decided, slots, strict=True):
+        first, num_heads = model.shard_number * scores_BKn.shape[1], scores_BKn.shape[1]
+        own_BKm = slots_BKm[:, first : first + num_heads]
+        most = max(1, int((own_BKm >= 0).sum(dim=-1).max()))  # heads of other ranks may keep more
+        kept.put(layer, cut_back(kept.layers[layer], own_BKm[..., own_BKm.shape[2] - most :], room=room))
 
 
 def _taken_scores(layer: KeptLayer) -> Tensor | None:

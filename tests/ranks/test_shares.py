@@ -114,7 +114,7 @@ def test_policies_that_need_all_queries_of_a_kv_head(
 ) -> None:
     options = saved(tmp_path, hidden_size=64, num_attention_heads=8, num_key_value_heads=kv_heads)
     refused = ["snapkv", "pyramidkv", "chunkkv", "r_kv", "h2o", "keyformer", "scissorhands"]
-    refused += ["expected_attention", "quest"]
+    refused += ["expected_attention", "quest", "kvzip", "zigzagkv", "fastgen"]
     names = [*refused, "streaming_llm", "window", "keydiff", "tova", "lagkv", "k_centers", "pyramidinfer", "offload"]
     if not are_refused:
         refused = []
