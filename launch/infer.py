@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,6 +21,7 @@ from runahead.config import ModelName, ModelOptions, PrefillName, Speculate
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
     from runahead.context import Partitioner
+    from runahead.decoding.speculative.speculator import Draft
     from runahead.model.model import Model
     from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
@@ -67,6 +68,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.speculate=none|lookup|policy|model   generation.speculate_tokens=8
                                generation.speculate_match=2   generation.speculate_always=false
   draft.model=<folder, hub id or .gguf>   draft.policy={{name:snapkv,budget:0.1}}, of generation.speculate
+  draft.speculate=none|lookup|model, which drafts for these
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
@@ -187,17 +189,24 @@ def infer(
     return batches
 
 
-def _draft(run: RunOptions, ranks: Ranks) -> Model | RankPolicies | None:
-    """The drafting model or policies, if the generation options ask for any. Every rank calls this."""
+def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
+    """What drafts, if the generation options ask for a model or policies. Every rank calls this."""
     from launch.inputs.policies import rank_policies
+    from runahead.decoding.speculative.speculator import Draft
     from runahead.model.shares import load_model
 
     kind, draft = run.generation.speculate, run.draft
+    if kind not in (Speculate.model, Speculate.policy):
+        return None
+    model = None
+    if draft.needs_model(kind):
+        model = load_model(ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks)
+    first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None
     if kind is Speculate.model:
-        return load_model(ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks)
-    if kind is Speculate.policy:
-        return ranks.on_rank_0("the drafting policy", lambda: rank_policies(draft.policy))
-    return None
+        assert model is not None
+        return Draft(by=model, first=first)
+    policies = ranks.on_rank_0("the drafting policy", lambda: rank_policies(draft.policy))
+    return Draft(by=policies, first=first if model is None else model)
 
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:

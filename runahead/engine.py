@@ -28,7 +28,7 @@ from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.placement import Placement
 from runahead.decoding.sampling import check_options
-from runahead.decoding.speculative.speculator import Speculator
+from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
@@ -64,7 +64,7 @@ class Engine:
         decode: where keys and values are while decoding.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
         draft: for speculation by a smaller model, this rank's copy of it; for that by a policy, the policies that
-            choose what the model drafts from.
+            choose what the model drafts from; a `Draft` where another one drafts for these.
         tree: earlier prompts and answers, of which later prompts reuse what they begin with; None reuses none. It is
             used by one thread, and may be that of several engines. All ranks have one, and that of the last stage is
             used; what it has not stored, since another stage decoded, is computed.
@@ -84,7 +84,7 @@ class Engine:
         decode: DecodeOptions | None = None,
         store: SegmentStore | None = None,
         tree: PrefixTree | None = None,
-        draft: Model | RankPolicies | None = None,
+        draft: Model | RankPolicies | Draft | None = None,
     ) -> None:
         self.model, self.ranks = model, ranks
         self.policies = policies or RankPolicies()
@@ -165,7 +165,7 @@ class Engine:
         num_new = max((each.max_new_tokens for each, _ in rows), default=1)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         check_prompts(prompts, self.prompt_limits, num_new=num_new)
-        self._check_speculation([each for each, _ in rows], prompts)
+        self.check_speculation([each for each, _ in rows], prompts)
         ids = [ids_of(prompt) for prompt in prompts]
         reuse, prefixes = self._reuse(prompts), list[RowPrefix]()
         try:
@@ -434,7 +434,7 @@ class Engine:
         assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
         return layers
 
-    def _check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
+    def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""
         for each in options:
             check_speculation(

@@ -79,6 +79,7 @@ class SpeculationReport:
         accepted_lengths: how many verified drafts had 0, 1, 2 ... accepted tokens.
         declined: steps in which a draft was not verified, as that was not expected to save time.
         off_after: new tokens of the longest row before the first of these; None if there was none.
+        within: statistics of the drafts for the drafts, if the drafter has some.
     """
 
     drafts: str
@@ -92,6 +93,24 @@ class SpeculationReport:
     accepted_lengths: list[int] = field(default_factory=list)
     declined: int = 0
     off_after: int | None = None
+    within: SpeculationReport | None = None
+
+    def add_plain(self, seconds: float) -> None:
+        """Take a decoding step of one token per row."""
+        self.plain_steps += 1
+        self.plain_s += seconds
+
+    def add_verification(self, accepted: Mapping[int, int], drafted: Mapping[int, int], seconds: float) -> None:
+        """Take a verification: of each row, how many tokens were accepted and how many drafted."""
+        self.verifications += 1
+        self.verify_s += seconds
+        for row, num_drafted in drafted.items():
+            if num_drafted:
+                num = accepted[row]
+                self.drafted += num_drafted
+                self.accepted += num
+                self.accepted_lengths += [0] * (num + 1 - len(self.accepted_lengths))
+                self.accepted_lengths[num] += 1
 
     @property
     def mean_accepted(self) -> float | None:

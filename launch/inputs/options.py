@@ -122,14 +122,24 @@ class DraftOptions:
     Attributes:
         model: folder, hub id or .gguf file of a smaller model with the same tokenizer.
         policy: name and options of the cache policy that chooses what the model drafts from.
+        speculate: who drafts for that policy or model, whose forward then verifies several tokens: none, lookup, or
+            model for a policy.
     """
 
     model: str | None = None
     policy: dict[str, Any] = field(default_factory=dict)
+    speculate: Speculate = Speculate.none
 
     def __post_init__(self) -> None:
+        self.speculate = choice("draft.speculate", Speculate, self.speculate)
+        if self.speculate is Speculate.policy:
+            raise ValueError("draft.speculate=policy is not one of none, lookup, model")
         if self.policy:
             self.policy = checked(self.policy)
+
+    def needs_model(self, kind: Speculate) -> bool:
+        """Whether a smaller model drafts, for the model or for a policy."""
+        return kind is Speculate.model or (kind is Speculate.policy and self.speculate is Speculate.model)
 
     def check(self, generation: GenerationOptions) -> None:
         """Check that there is what the generation options ask for. Raises: ValueError."""
@@ -144,6 +154,17 @@ class DraftOptions:
                 "generation.speculate=policy needs draft.policy={name:<policy>}, such as draft.policy={name:snapkv,"
                 "budget:0.1}"
             )
+        if self.speculate is Speculate.model and kind is not Speculate.none:
+            if kind is not Speculate.policy:
+                raise ValueError(
+                    f"draft.speculate=model needs generation.speculate=policy, and not {kind.name}; use "
+                    "draft.speculate=lookup or none"
+                )
+            if self.model is None:
+                raise ValueError(
+                    "draft.speculate=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
+                    "tokens"
+                )
 
 
 @dataclass(kw_only=True)
@@ -217,14 +238,22 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
     sampling = ["temperature", "top_p", "top_k", "min_p", "seed"]
     drafting, speculate = ["speculate_tokens", "speculate_always"], run.generation.speculate
+    drafts = speculate in (Speculate.policy, Speculate.model)
+    looks_up = speculate is Speculate.lookup or (drafts and run.draft.speculate is Speculate.lookup)
     is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
         ("generation", drafting, speculate is Speculate.none, "without generation.speculate"),
-        ("generation", ["speculate_match"], speculate is not Speculate.lookup, "without generation.speculate=lookup"),
-        ("draft", ["model"], speculate is not Speculate.model, "without generation.speculate=model"),
+        (
+            "generation",
+            ["speculate_match"],
+            not looks_up,
+            "without speculate=lookup",
+        ),
+        ("draft", ["model"], not run.draft.needs_model(speculate), "without generation.speculate=model"),
+        ("draft", ["speculate"], not drafts, "without generation.speculate=policy or model"),
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),

@@ -20,6 +20,7 @@ from runahead.config import (
     RanksOptions,
     Speculate,
     check_prefix_reuse,
+    check_speculation,
     require,
 )
 from runahead.serving.limits import QueueLimits
@@ -123,11 +124,19 @@ class ServeRun:
             self._check_prompt_cache(prompt_cache_options(self.policy))
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
         self.cache.check(self.prefill, self.decode)
-        if self.generation.speculate is not Speculate.none:
+        if self.generation.speculate not in (Speculate.none, Speculate.lookup):
             raise ValueError(
-                f"generation.speculate={self.generation.speculate.name} is for launch/infer.py: a server decodes a "
-                "token of every answer per step; leave it out"
+                f"generation.speculate={self.generation.speculate.name} is for launch/infer.py, as a server's drafter "
+                "would need keys and values of every row; use generation.speculate=lookup"
             )
+        check_speculation(
+            self.generation,
+            self.prefill,
+            self.decode,
+            has_policies=self.policy["name"] not in ("full", "prompt_cache"),
+            bits=self.cache.bits,
+            num_shares=self.ranks.tensor,
+        )
         if self.serve.prefix_cache_bytes:
             check_prefix_reuse(
                 self.prefill,

@@ -93,6 +93,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         store=store,
         tree=tree,
     )
+    engine.check_speculation([run.generation], [])
     if store is not None:
         engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:

@@ -214,14 +214,14 @@ class KeptLayer(LayerStore):
         first = self.shape.key_dim if skips_keys else 0
 
         def gathered() -> Tensor:
-            source_TBKX = self.slab_TBKX
-            num_chosen = len(rows_X) // (batch * num_heads)
+            source_TBKX, num_chosen = self.slab_TBKX, len(rows_X) // (batch * num_heads)
             slab_TBKX = source_TBKX.new_empty(num_chosen + room, batch, num_heads, width)
             out = slab_TBKX[:num_chosen].view(-1, width)
+            flat, index_X = _as_rows(source_TBKX, rows_X)
             if first:
-                out[:, first:] = source_TBKX.view(-1, width)[:, first:].index_select(0, rows_X)
+                out[:, first:] = flat[:, first:].index_select(0, index_X)
             else:
-                torch.index_select(source_TBKX.view(-1, width), 0, rows_X, out=out)
+                torch.index_select(flat, 0, index_X, out=out)
             return slab_TBKX
 
         return gathered
@@ -289,6 +289,19 @@ def _with_room(old: Tensor, room: int) -> Tensor:
     new = old.new_empty(old.shape[0] + room, *old.shape[1:])
     new[: old.shape[0]] = old
     return new
+
+
+def _as_rows(source_TBKX: Tensor, rows_X: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory of a layer as rows of one head and token, and the numbers there of rows of the (T * B * K, X) matrix.
+
+    A row of a batch lies in its memory with those of other rows between its tokens.
+    """
+    num_tokens, batch, heads, width = source_TBKX.shape
+    if source_TBKX.is_contiguous():
+        return source_TBKX.view(-1, width), rows_X
+    apart, own = source_TBKX.stride(0) // width, batch * heads
+    flat = source_TBKX.as_strided(((num_tokens - 1) * apart + own, width), (width, 1))
+    return flat, rows_X // own * apart + rows_X % own
 
 
 def taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:

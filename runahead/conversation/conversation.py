@@ -14,13 +14,17 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from runahead.attention.causal import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.config import GenerationOptions, Speculate
+from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions, Speculate, check_speculation
 from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.sampling import check_options
+from runahead.decoding.speculative.speculator import Speculator
+from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
+from runahead.report import SpeculationReport
 from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
@@ -34,6 +38,7 @@ class Conversation:
         model: the model.
         policies: run after each layer in every turn, as on the rank that decodes; by default all tokens are kept.
         length: number of tokens that the conversation will have, for models whose RoPE depends on it.
+        draft: a smaller model, for answers that it drafts (`generation.speculate=model`).
 
     Attributes:
         rank_policies: the policies as given.
@@ -44,16 +49,26 @@ class Conversation:
         num_tokens: number of tokens per row that went through the cache, including padding.
         logits_BV: logits of the last token that was fed; None after an answer, whose last token is fed with the next
             turn.
+        speculation: statistics of the last answer that was drafted.
 
     Raises:
         ValueError: the policies cannot run on this model.
     """
 
-    def __init__(self, model: Model, policies: RankPolicies | None = None, *, length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        policies: RankPolicies | None = None,
+        *,
+        length: int | None = None,
+        draft: Model | None = None,
+    ) -> None:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
         self._while_decoding, self.rank_policies = policies.while_decoding, policies
+        self._speculator = Speculator(model, draft, on_layer=nothing)
+        self.speculation: SpeculationReport | None = None
         self.pads: list[int] = []
         self.rows: list[list[int]] = []
         self.cache: KeptCache | None = None
@@ -156,33 +171,52 @@ class Conversation:
 
         Raises:
             ValueError: there is nothing to answer, more tokens than the model has positions, or options that ask for
-                speculation.
+                drafts that cannot be made or verified.
         """
         options = options or GenerationOptions()
-        if options.speculate is not Speculate.none:
-            raise ValueError(
-                f"generation.speculate={options.speculate.name} is for Engine.generate, since a conversation's cache "
-                "takes back no tokens; leave it out"
-            )
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")
         check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
-        decoded = decode(
-            rows,
-            self.logits_BV,
-            self._one_token_forward(),
-            num_tokens=self.num_tokens,
-            on_step=lambda tokens: (),
-            choose=self._choose(),
-        )
+        if options.speculate is not Speculate.none:
+            decoded = self._speculated(rows, options)
+        else:
+            decoded = decode(
+                rows,
+                self.logits_BV,
+                self._one_token_forward(),
+                num_tokens=self.num_tokens,
+                on_step=lambda tokens: (),
+                choose=self._choose(),
+            )
         self.num_tokens += decoded.num_steps - 1
         self.rows = [row.prompt + row.new_ids for row in rows]
         self.logits_BV = None
         self._unfed_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=self.model.device)
         return decoded
+
+    def _speculated(self, rows: list[Row], options: GenerationOptions) -> Decoded:
+        """Generate an answer from drafts."""
+        assert self.cache is not None and self.logits_BV is not None
+        self._check_speculation(options)
+        self._speculator.check([options], [len(row.prompt) for row in rows], reuses=False)
+        forwards = RowForwards(self.model, self.cache, pads=self.pads, num_tokens=self.num_tokens)
+        decoded, self.speculation, _ = self._speculator.decode_over(forwards, rows, self.logits_BV)
+        return decoded
+
+    def _check_speculation(self, options: GenerationOptions) -> None:
+        """Check that an answer can be drafted. Raises: ValueError."""
+        has_policies, bits = self.rank_policies.chooses, self.rank_policies.storage.bits
+        check_speculation(options, PrefillOptions(), DecodeOptions(), has_policies=has_policies, bits=bits)
+        against = None
+        if options.speculate is Speculate.policy:
+            against = "a conversation, whose text is not one prompt; use lookup or model"
+        elif len(self.rows) > 1:
+            against = f"a conversation of {len(self.rows)} rows, which stay in step; use one row"
+        if against is not None:
+            raise ValueError(f"generation.speculate={options.speculate.name} does not go with {against}")
 
     def fork(self) -> Conversation:
         """An independent copy of the conversation. Both share memory until new tokens are appended."""

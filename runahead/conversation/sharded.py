@@ -17,7 +17,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.part import PartCache, kept_of
 from runahead.cache.shard import ShardCache, emptiest, shards
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, check_speculation
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
 from runahead.decoding.decode import Choose, Decoded
@@ -120,6 +120,9 @@ class ShardedConversation(Conversation):
         self._require_same("the options", options, "every rank must ask for the same answer")
         with self.ranks.announcing_failure():
             return super().generate(options)
+
+    def _check_speculation(self, options: GenerationOptions) -> None:
+        check_speculation(options, PrefillOptions(), DecodeOptions(name=DecodeName.sharded))
 
     def _require_same(self, name: str, value: object, remedy: str) -> None:
         if self.ranks.size > 1:

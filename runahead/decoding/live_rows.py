@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class LiveRow:
         cache: of this row alone.
         num_tokens: tokens that the cache stores.
         num_shared: tokens before them that other rows of the same prompt share, after those that the prompt reused.
+        number: of the row among all that have been.
     """
 
     id: RowId
@@ -50,10 +52,11 @@ class LiveRow:
     cache: KVStore
     num_tokens: int
     num_shared: int = 0
+    number: int = field(default_factory=count().__next__)
 
 
 @dataclass(kw_only=True)
-class _Group:
+class Group:
     """Rows that one forward decodes."""
 
     rows: list[LiveRow]
@@ -76,7 +79,7 @@ class LiveRows:
     ) -> None:
         self._model, self._policies, self._on_leave = model, policies, on_leave
         self._live: dict[RowId, LiveRow] = {}
-        self._groups: list[_Group] | None = None
+        self._groups: list[Group] | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -127,17 +130,18 @@ class LiveRows:
         return self._add(new, logits_BV if len(rows) == len(lengths) else logits_BV[prompt_of])
 
     def step(self) -> list[NewToken]:
-        """Decode one token of every row. Rows that end with it leave."""
+        """Decode one token of every row, or some. Rows that end leave."""
         if self._groups is None:
             self._groups = self._grouped()
-        found = []
-        for group in self._groups:
-            ids_B1 = torch.tensor([[each.row.new_ids[-1]] for each in group.rows], device=self._model.device)
-            logits_BV = group.forward(ids_B1, max(each.num_tokens for each in group.rows))
-            for each in group.rows:
-                each.num_tokens += 1
-            found += self._add(group.rows, logits_BV)
-        return found
+        return [new for group in self._groups for new in self._step(group)]
+
+    def _step(self, group: Group) -> list[NewToken]:
+        """Decode the rows of a group."""
+        ids_B1 = torch.tensor([[each.row.new_ids[-1]] for each in group.rows], device=self._model.device)
+        logits_BV = group.forward(ids_B1, max(each.num_tokens for each in group.rows))
+        for each in group.rows:
+            each.num_tokens += 1
+        return self._add(group.rows, logits_BV)
 
     def drop(self, ids: Collection[RowId]) -> list[RowId]:
         """Let rows leave, those that are here. Returns their ids."""
@@ -157,7 +161,7 @@ class LiveRows:
         self.drop([new.row for new in found if new.ended is not None])
         return found
 
-    def _grouped(self) -> list[_Group]:
+    def _grouped(self) -> list[Group]:
         groups: dict[Hashable, list[LiveRow]] = {}
         for each in self._live.values():
             key: Hashable = None
@@ -166,7 +170,7 @@ class LiveRows:
             elif self._model.uneven_limit is not None:
                 key = each.num_tokens
             groups.setdefault(key, []).append(each)
-        return [_Group(rows=rows, forward=self._forward(rows)) for rows in groups.values()]
+        return [Group(rows=rows, forward=self._forward(rows)) for rows in groups.values()]
 
     def _forward(self, rows: Sequence[LiveRow]) -> Forward:
         longest = max(each.num_tokens for each in rows)  # all rows grow by a token per step, so pads stay as they are

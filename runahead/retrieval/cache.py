@@ -150,7 +150,8 @@ class SeenWithRest(SeenKV):
     Attributes:
         fetched: the fetched tokens, with the new ones if they are stored here.
         rest: the estimate.
-        own: keys and values of the new tokens, if they are stored here.
+        own: keys and values of the new tokens, if they are stored here, after those of others that the fetched ones
+            are followed by.
     """
 
     fetched: SeenKV
@@ -174,6 +175,7 @@ class SeenWithRest(SeenKV):
         """Log-sum-exp (B, N, C) of the chosen tokens alone, from that of these and the new ones."""
         if self.own is None:
             return lse_BNC
-        _, own_BNC = attend(self.q_BNCH, *self.own, terms, q_start=0, k_start=0)
+        q_start = self.own[0].shape[2] - self.q_BNCH.shape[2]
+        _, own_BNC = attend(self.q_BNCH, *self.own, terms, q_start=q_start, k_start=0)
         # A rounding below 0 is a new token that has all attention.
         return lse_BNC + (own_BNC - lse_BNC).clamp_max(0).expm1().neg().log()

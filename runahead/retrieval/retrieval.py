@@ -326,8 +326,25 @@ class Retrieval:
         assert rotary is not None, layer
         return rotary.turned(q_BNCH, torch.full_like(q_BNCH[:, 0, :, 0], self.policy.recent, dtype=torch.int64))
 
-    def fetched(self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int]) -> Fetched | None:
-        """The slots of a layer that new tokens attend to, the same for all of them; None is all slots."""
+    def grow(self, num_slots: int) -> None:
+        """Take in tokens that were stored in the memory of the pool after its slots. Indices get them when asked next.
+
+        Args:
+            num_slots: of every layer from then on.
+        """
+        for kept, found in zip(self.pool, self.layers, strict=True):
+            if found is not None:
+                found.age += num_slots - kept.num_slots
+            kept.num_slots = num_slots
+
+    def fetched(
+        self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int], *, room: int | None = None
+    ) -> Fetched | None:
+        """The slots of a layer that new tokens attend to, the same for all of them; None is all slots.
+
+        Args:
+            room: tokens that come after the fetched ones; by default the new ones.
+        """
         if not self._chooses(layer):
             return None
         found, num_slots = self._index_of(layer), self.pool[layer].num_slots
@@ -338,7 +355,7 @@ class Retrieval:
             self._renew_if_old(layer, start, pads)
             asking_BNCH = self._at_window(layer, q_BNCH) if self.policy.clamps else q_BNCH
             q_BNH = self._as_heads(layer, asking_BNCH) if asked_BNH is None else asked_BNH
-            self._fetched[layer] = self._fetch(layer, q_BNH, start, pads, num_new=q_BNCH.shape[2])
+            self._fetched[layer] = self._fetch(layer, q_BNH, start, pads, num_new=room or q_BNCH.shape[2])
         chosen = self._fetched[layer]
         if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
             chosen = self._corrected(layer, chosen, chosen.slots_BKm, asked_BNH, q_BNCH[:, :, 0], start, pads)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from policies.base import ReusingPrompt, ids_of
 from runahead.context import ContextPartition
 from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import LiveRow, LiveRows, NewToken
+from runahead.decoding.live_rows import LiveRow, NewToken
+from runahead.decoding.speculative.live_drafts import DraftedRows
 from runahead.engine import Engine
 from runahead.prefill.base import PrefillCancelled
 from runahead.reuse.forks import each_once
@@ -84,7 +85,7 @@ class Executor:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
-        self.live = LiveRows(engine.model, engine.policies, self._keep)
+        self.live = DraftedRows(engine.model, engine.policies, self._keep)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
         self._stores = reuses and self._leads and engine.prefixes is not None
@@ -292,7 +293,9 @@ class Executor:
         self._stepped_s = time.monotonic()
         self._step_s = self._stepped_s - began_s
         self._ranks.progress()
-        self._tell(new, self._step_s)
+        places = _by_place(new)
+        for tokens in places:
+            self._tell(tokens, self._step_s / len(places))
 
     def _tell(
         self, new: Sequence[NewToken], step_s: float | None = None, cached: Mapping[RowId, int] = MappingProxyType({})
@@ -408,6 +411,18 @@ class Executor:
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))
         return chosen
+
+
+def _by_place(new: Sequence[NewToken]) -> list[list[NewToken]]:
+    """New tokens of a step, of which a row may have several: the first one of each row, then the second ones."""
+    places, num_seen = list[list[NewToken]](), dict[RowId, int]()
+    for each in new:
+        place = num_seen.get(each.row, 0)
+        num_seen[each.row] = place + 1
+        if place == len(places):
+            places.append([])
+        places[place].append(each)
+    return places
 
 
 def _schemas(item: Prefill) -> list[str]:

@@ -22,7 +22,7 @@ from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsCache
-from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Transfer
+from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
 from runahead.reuse import rows as reuse_rows
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
@@ -67,6 +67,8 @@ class Serving:
         stopping: prefills that it says to stop.
     """
 
+    options = GREEDY
+
     def __init__(self, family: str, limit_bytes: float = ROOMY, policies: RankPolicies | None = None) -> None:
         self.model, self.tree = tiny_model(family), PrefixTree(limit_bytes)
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
@@ -95,7 +97,7 @@ class Serving:
             self.stopping.append(report.number)
 
     def prefill(self, *prompts: Any, num_new: int = 7) -> None:
-        options = [replace(GREEDY, max_new_tokens=num_new)] * len(prompts)
+        options = [replace(self.options, max_new_tokens=num_new)] * len(prompts)
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
         item = Prefill(
@@ -139,6 +141,24 @@ def test_rows_that_reuse_prefixes_are_decoded_among_others(family: str) -> None:
         serving.prefill(DOCUMENT + answer + prompt(3, seed=4))
         assert serving.cached[4] == [len(DOCUMENT) + 6]
         serving.require_answers()
+    assert serving.executor.live.report.verifications == 0
+
+
+def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
+    """What is stored of an answer is what was accepted of its drafts, and rows share a prefix while they draft."""
+    serving = Serving("llama")
+    serving.options = replace(GREEDY, speculate=Speculate.lookup, speculate_match=1, speculate_always=True)
+    with throughout(serving.model.dtype):
+        serving.prefill(DOCUMENT, num_new=20)
+        serving.step(1)
+        serving.prefill(DOCUMENT + prompt(5, seed=1), DOCUMENT, prompt(9, seed=2), num_new=30)
+        serving.executor.decode_all()
+        answer = serving.tokens[1, 0]
+        serving.prefill(DOCUMENT + answer + prompt(3, seed=4), num_new=30)
+        assert serving.cached[3] == [len(DOCUMENT) + 19]
+        serving.require_answers()
+    report = serving.executor.live.report
+    assert 0 < report.accepted < report.drafted
 
 
 def test_rows_in_few_bits_reuse_prompts_and_no_answers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -15,20 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.inputs.options import RunOptions
+from launch.inputs.options import DraftOptions, RunOptions
 from launch.outputs.summary import summary
 from launch.server.options import ServeRun
 from policies.exact_topk import ExactTopK
+from policies.infinigen import InfiniGen
+from policies.quest import Pages, Quest
+from policies.retroinfer import RetroInfer
 from policies.snapkv import SnapKV
+from policies.sparq import SparQ
 from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead.cache.attention import CausalAttention
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, RanksOptions, Speculate
 from runahead.conversation import Conversation
 from runahead.decoding.decode import Row
 from runahead.decoding.sampling import Sampler
-from runahead.decoding.speculative import speculation, verification
+from runahead.decoding.speculative import retrieving_drafts, speculation, verification
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import FREE_STEPS, LOSS, Payoff
+from runahead.decoding.speculative.retrieving_drafts import RetrievedRow
+from runahead.decoding.speculative.speculator import Draft
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
@@ -278,6 +285,15 @@ def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
     assert Lookup(2).draft([5], 7) == [] == Lookup(2).draft([5, 6, 5, 6], 0)
 
 
+def test_lookup_forgets_drafts_that_were_taken_back() -> None:
+    """It fails if places are known by the number of tokens alone, so that wrong drafts stay in the table."""
+    draw, drafter, text = random.Random(0), Lookup(2), [0, 1, 2]
+    for _ in range(200):
+        tried = text + [draw.randrange(3) for _ in range(draw.randrange(6))]
+        assert drafter.draft(tried, 5) == Lookup(2).draft(tried, 5)
+        text = tried[: max(len(text), len(tried) - draw.randrange(6))]
+
+
 class Times:
     """Speculation at given costs: seconds of everything that a payoff decides, with drafts of a given quality."""
 
@@ -289,7 +305,7 @@ class Times:
         num_new: int = 400,
         draft_s: float = 0.0,
     ) -> None:
-        payoff, draw = Payoff(1, warm_up=2), random.Random(1)
+        payoff, draw = Payoff(warm_up=2), random.Random(1)
         self.seconds, self.plain_s, made, self.verified = 0.0, float(num_new), 0, list[int]()
         while made < num_new:
             accepted = 0
@@ -360,7 +376,9 @@ def require_same(engine: Engine, kind: Speculate, prompts: list[list[int]]) -> S
     """Tokens are those without speculation, of a greedy row and of sampled ones. Returns the report."""
     options = [replace(SAMPLING, seed=row, do_sample=row != 1) for row in range(len(prompts))]
     expected = [each.new_token_ids for each in engine.generate(prompts, options).generations]
-    speculating = [replace(each, speculate=kind, speculate_tokens=3, speculate_always=True) for each in options]
+    speculating = [
+        replace(each, speculate=kind, speculate_tokens=3, speculate_match=1, speculate_always=True) for each in options
+    ]
     batch = engine.generate(prompts, speculating)
     assert [each.new_token_ids for each in batch.generations] == expected
     return report_of(batch)
@@ -387,6 +405,78 @@ def policies(budget: float) -> RankPolicies:
     return RankPolicies.everywhere([SnapKV(budget=budget, window=4)])
 
 
+MOST: dict[str, Any] = {"min_tokens": 0, "first_layer": 0, "sinks": 1, "recent": 2}
+RETRIEVERS = {
+    "quest": Quest(**MOST, page=2, fetch=0.4),
+    "infinigen": InfiniGen(**MOST, fetch=0.3, skew="none"),
+    "sparq": SparQ(**MOST, fetch=0.2),
+    "retroinfer": RetroInfer(**MOST, fetch=0.2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("quest", None), ("infinigen", "lookup"), ("sparq", None), ("retroinfer", "lookup")]
+)
+def test_the_model_drafts_over_what_it_retrieves(name: str, first: Any) -> None:
+    """Rows of different lengths, greedy and sampled. Some drafts are right and some are wrong."""
+    draft = Draft(by=RankPolicies.everywhere([RETRIEVERS[name]]), first=first)
+    report = require_same(engine_of(tiny_model("llama"), draft=draft), Speculate.policy, PROMPTS[:2])
+    assert 0 < report.accepted < report.drafted
+
+
+def test_drafts_over_all_tokens_are_right() -> None:
+    """It fails where a drafting forward attends to a drafted token twice, to a rejected one, or not to an own one."""
+    for retriever in (ExactTopK(**MOST, fetch=1.0), Quest(**MOST, page=2, fetch=200)):
+        engine = engine_of(tiny_model("llama"), draft=RankPolicies.everywhere([retriever]))
+        report = require_same(engine, Speculate.policy, PROMPTS[:2])
+        assert report.accepted == report.drafted > 4
+
+
+def test_an_index_has_no_rejected_token() -> None:
+    """After the last draft the index is that of a run which drafted nothing, over keys and values of such a run.
+
+    It fails if drafted tokens are appended to the index, as those of a retrieving policy that decodes are.
+    """
+    model, ids, made = tiny_model("llama"), PROMPTS[0], list[RetrievedRow]()
+    draft = RankPolicies.everywhere([Quest(**MOST, page=2, fetch=0.3)])
+    options = replace(PLAIN, speculate=Speculate.policy, speculate_tokens=3, speculate_always=True)
+
+    class Noted(RetrievedRow):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    with patch.object(retrieving_drafts, "RetrievedRow", Noted):
+        batch = engine_of(model, draft=draft).generate([ids], options)
+    text = ids + batch.generations[0].new_token_ids
+    assert report_of(batch).accepted < report_of(batch).drafted
+    [row] = made
+    cache = model.empty_cache(len(text))
+    model.forward(torch.tensor([text]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+    for number, found in enumerate(row.retrieval.layers):
+        assert found is not None
+        num, index = found.index.num_slots, found.index
+        assert len(ids) < num < len(text) and isinstance(index, Pages)
+        k_BKnH, _ = cache.layer(number).read(0, num)
+        expected = Pages(k_BKnH, page=2, pads=[0], scaling=index._scaling)
+        q_BNH = torch.randn(1, 4, k_BKnH.shape[3], dtype=k_BKnH.dtype)
+        assert torch.allclose(index.scores(q_BNH), expected.scores(q_BNH), atol=1e-9)
+
+
+def test_a_draft_for_the_draft_saves_forwards() -> None:
+    """The drafts are the same ones, since the first level changes no token of the second either."""
+    model = tiny_model("llama")
+    for by, kind in ((policies(0.5), Speculate.policy), (model, Speculate.model)):
+        alone = require_same(engine_of(model, draft=by), kind, PROMPTS)
+        assert alone.within is None
+        for first in ("lookup", Model(build("llama"))):
+            report = require_same(engine_of(model, draft=Draft(by=by, first=first)), kind, PROMPTS)
+            assert report.accepted_lengths == alone.accepted_lengths
+            assert report.within is not None and report.within.verifications > 0
+    same = require_same(engine_of(model, draft=Draft(by=model, first=model)), Speculate.model, PROMPTS)
+    assert same.within is not None and same.within.accepted == same.within.drafted > 2
+
+
 def test_what_cannot_draft_is_refused() -> None:
     model = tiny_model("llama")
     for draft, kind, message in (
@@ -394,15 +484,26 @@ def test_what_cannot_draft_is_refused() -> None:
         (Model(build("llama", vocab_size=50)), Speculate.model, "use one with the same tokenizer"),
         (Model(build("llama", max_position_embeddings=8)), Speculate.model, "exceeds the 8 positions"),
         (None, Speculate.policy, "needs policies of what drafts see"),
-        (RankPolicies.everywhere([ExactTopK()]), Speculate.policy, "retrieves for each token"),
+        (
+            RankPolicies.everywhere([ExactTopK(late=0.5)]),
+            Speculate.policy,
+            "leave policy.late and policy.pool.bytes out",
+        ),
+        (RankPolicies.everywhere([SnapKV(), ExactTopK()]), Speculate.policy, "retrieves from what others keep"),
     ):
         with pytest.raises(ValueError, match=message):
             engine_of(model, draft=draft).generate([[5, 6]], replace(PLAIN, speculate=kind))
     with pytest.raises(ValueError, match="lookup and model are asked for in one batch"):
         engine_of(model).generate([[5], [6]], [DRAFTED, replace(PLAIN, speculate=Speculate.model)])
-    for kind, option in ((Speculate.model, "draft.model="), (Speculate.policy, "draft.policy=")):
-        with pytest.raises(ValueError, match=f"generation.speculate={kind.name} needs {option}"):
-            RunOptions(generation=replace(PLAIN, speculate=kind), policy={"name": "full"})
+    for kind, given, message in (
+        (Speculate.model, {}, "generation.speculate=model needs draft.model="),
+        (Speculate.policy, {}, "generation.speculate=policy needs draft.policy="),
+        (Speculate.policy, {"policy": {"name": "quest"}, "speculate": "model"}, "draft.speculate=model needs draft.mo"),
+        (Speculate.model, {"model": "x", "speculate": "model"}, "draft.speculate=model needs generation.speculate=po"),
+        (Speculate.model, {"model": "x", "speculate": "policy"}, "draft.speculate=policy is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RunOptions(generation=replace(PLAIN, speculate=kind), policy={"name": "full"}, draft=DraftOptions(**given))
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -439,13 +540,62 @@ def test_a_run_is_refused_before_its_ranks_start(more: dict[str, Any]) -> None:
     RunOptions(generation=PLAIN, **{**policy, **more})
 
 
-def test_a_server_and_a_conversation_do_not_speculate() -> None:
+def test_a_conversation_speculates_in_every_turn() -> None:
+    """Answers and later turns are those without speculation, sampled and greedy, with look-up and a smaller model."""
+    model = tiny_model("mistral")
+    turns = [torch.tensor([PROMPTS[0]]), torch.tensor([prompt(7, seed=5)]), torch.tensor([prompt(2, seed=6)])]
+    known, logits_BV = list[list[int]](), torch.empty(0)
+    for kind in (Speculate.none, Speculate.lookup, Speculate.model):
+        conversation = Conversation(model, draft=model)
+        options = [replace(PLAIN, speculate=kind, speculate_always=True), replace(SAMPLING, seed=3, speculate=kind)]
+        with knowing(known) if kind is Speculate.lookup else nullcontext():
+            for number, ids_1C in enumerate(turns):
+                conversation.feed(ids_1C)
+                if number < 2:
+                    conversation.generate(options[number])
+        if kind is Speculate.none:
+            known, logits_BV = [conversation.rows[0]], conversation.logits_BV
+            continue
+        assert conversation.rows == known and torch.allclose(conversation.logits_BV, logits_BV, atol=1e-9)
+        assert conversation.speculation is not None and conversation.num_tokens == len(known[0])
+
+
+def test_a_fork_is_not_changed_by_what_is_taken_back() -> None:
+    """It fails if a rejected draft is written to memory that a fork has in common with its origin."""
     conversation = Conversation(tiny_model("llama"))
-    conversation.feed(torch.tensor([[5, 6]]))
-    with pytest.raises(ValueError, match=r"generation.speculate=lookup is for Engine.generate"):
-        conversation.generate(DRAFTED)
-    with pytest.raises(ValueError, match=r"generation.speculate=lookup is for launch/infer.py"):
-        ServeRun(generation=DRAFTED, policy={"name": "full"})
+    conversation.feed(torch.tensor([PROMPTS[0]]))
+    forks = [conversation.fork() for _ in range(2)]
+    expected = forks[0].generate(PLAIN).rows[0].new_ids
+    with knowing([PROMPTS[0] + expected], right=0.5):
+        found = [each.generate(DRAFTED).rows[0].new_ids for each in (forks[1], conversation)]
+    assert found == [expected] * 2
+
+
+def test_what_a_conversation_and_a_server_refuse() -> None:
+    full: dict[str, Any] = {"name": "full"}
+    two = Conversation(tiny_model("llama"))
+    two.feed(torch.tensor([[5, 6], [7, 8]]))
+    with pytest.raises(ValueError, match="does not go with a conversation of 2 rows"):
+        two.generate(DRAFTED)
+    for given, kind, message in (
+        (None, Speculate.policy, "does not go with a conversation, whose text"),
+        (
+            RankPolicies.everywhere([StreamingLLM(sinks=2, recent=8)]),
+            Speculate.lookup,
+            "does not go with cache policies",
+        ),
+        (RankPolicies(storage=CacheOptions(bits=4)), Speculate.lookup, "does not go with cache.bits=4"),
+        (None, Speculate.model, "needs a smaller model that drafts"),
+    ):
+        conversation = Conversation(tiny_model("llama"), given)
+        conversation.feed(torch.tensor([[5, 6]]))
+        with pytest.raises(ValueError, match=message):
+            conversation.generate(replace(PLAIN, speculate=kind))
+    with pytest.raises(ValueError, match=r"generation.speculate=model is for launch/infer.py"):
+        ServeRun(generation=replace(PLAIN, speculate=Speculate.model), policy=full)
+    with pytest.raises(ValueError, match="does not go with ranks.tensor=2"):
+        ServeRun(generation=DRAFTED, policy=full, ranks=RanksOptions(tensor=2))
+    ServeRun(generation=DRAFTED, policy=full)
 
 
 @pytest.mark.parametrize(

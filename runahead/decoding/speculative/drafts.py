@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from runahead.config import MAX_DRAFT_TOKENS
+from runahead.decoding.sampling import Sampler
+
 
 class Drafter(ABC):
     """Drafts the next tokens of the rows of a batch. Wrong drafts cost time and change no token.
@@ -24,12 +27,16 @@ class Drafter(ABC):
         """Prepare for the first draft, once the prompts' first tokens are there."""
 
     @abstractmethod
-    def draft(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(
+        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
+    ) -> dict[int, list[int]]:
         """Tokens that may follow.
 
         Args:
-            texts: token ids of rows, by their number; those of earlier calls with more tokens after them.
+            texts: token ids of rows, by their number. Of an earlier call's text up to MAX_DRAFT_TOKENS last ones may
+                be gone, which were drafts themselves.
             most: most tokens of the draft of each row.
+            samplers: of each row, which will choose its next tokens; they are left as they are.
         """
 
 
@@ -43,7 +50,17 @@ class LookupDrafter(Drafter):
     def __init__(self, match: Mapping[int, int]) -> None:
         self._rows = {row: Lookup(num) for row, num in match.items()}
 
-    def draft(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
+    def join(self, row: int, match: int) -> None:
+        """Take another row."""
+        self._rows[row] = Lookup(match)
+
+    def leave(self, row: int) -> None:
+        """Forget a row."""
+        self._rows.pop(row, None)
+
+    def draft(
+        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
+    ) -> dict[int, list[int]]:
         return {row: self._rows[row].draft(text, most[row]) if row in self._rows else [] for row, text in texts.items()}
 
 
@@ -63,14 +80,15 @@ class Lookup:
     def __init__(self, match: int) -> None:
         self._match = match
         self._places: dict[tuple[int, ...], list[int]] = {}
-        self._num_known = 0
+        self._known: list[int] = []
 
     def draft(self, text: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that may follow the text, which is that of the last call with more tokens after it."""
-        end = len(text)
-        for place in range(max(self._num_known, self._match), end):  # each with a token after it
+        """At most `most` tokens that may follow the text, which is that of the last call as `Drafter.draft` says."""
+        end, known = len(text), self._known
+        self._forget(text)
+        for place in range(max(len(known), self._match), end):  # each with a token after it
             self._places.setdefault(tuple(text[place - self._match : place]), []).append(place)
-        self._num_known = end
+        known += text[len(known) :]
         found = self._places.get(tuple(text[end - self._match :]), [])[-self.MOST_PLACES :] if most > 0 else []
         if not found:
             return []
@@ -79,6 +97,15 @@ class Lookup:
         for index in range(place, place + most):
             drafted.append(text[index] if index < end else drafted[index - end])
         return drafted
+
+    def _forget(self, text: Sequence[int]) -> None:
+        """Forget the last tokens of the text of the last call that are not in this one."""
+        known = self._known
+        recent = range(max(0, len(known) - MAX_DRAFT_TOKENS), len(known))
+        num_left = next((place for place in recent if place >= len(text) or known[place] != text[place]), len(known))
+        for place in reversed(range(max(num_left, self._match), len(known))):
+            self._places[tuple(known[place - self._match : place])].pop()
+        del known[num_left:]
 
     def _length_of_match(self, text: Sequence[int], place: int) -> int:
         """Number of tokens before a place that are those at the end of the text."""

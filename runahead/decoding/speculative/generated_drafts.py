@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,9 +15,13 @@ from runahead.attention.causal import nothing
 from runahead.cache.attention import CausalAttention
 from runahead.decoding.decode import Row
 from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.decoding.speculative.acceptance import Outcome, accept
 from runahead.decoding.speculative.drafts import Drafter
+from runahead.decoding.speculative.payoff import Payoff
+from runahead.decoding.speculative.proposals import PayingDrafts, Proposal
 from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
+from runahead.report import SpeculationReport
 
 CHUNK_TOKENS = 512
 """Tokens of a prompt that a smaller model computes at a time."""
@@ -25,16 +30,25 @@ CHUNK_TOKENS = 512
 class GeneratedDrafter(Drafter):
     """Drafts by generating from forwards of its own, with the draws that the rows' samplers are about to make.
 
+    Another drafter may draft for this one: then one of its forwards verifies several tokens, and those stay that it
+    would have generated itself.
+
     Args:
         rows: of the batch, before their first token.
+        first: drafts for this drafter; None lets it generate a token per forward.
+
+    Attributes:
+        within: statistics of those drafts; None without `first`.
     """
 
     is_free = False
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[Row], first: Drafter | None = None) -> None:
+        self._rows, self._first = rows, first
         self._forwards: RowForwards | None = None
         self._fed: list[list[int]] = [list(row.prompt) for row in rows]  # whose keys and values are stored
+        self._paying: PayingDrafts | None = None
+        self.within: SpeculationReport | None = None
 
     @abstractmethod
     def _made(self) -> RowForwards:
@@ -42,32 +56,98 @@ class GeneratedDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._forwards is None else self._forwards.cache.num_bytes
+        own = 0 if self._forwards is None else self._forwards.cache.num_bytes
+        return own + (0 if self._first is None else self._first.num_bytes)
 
     def begin(self) -> None:
         self._forwards = self._made()
+        self._forwards.leave_step()
+        if self._first is not None:
+            self._first.begin()
+            always = any(row.options.speculate_always for row in self._rows)
+            self._paying = PayingDrafts(self._first, Payoff(warm_up=self._forwards.warm_up, always=always))
+            self.within = SpeculationReport(drafts="lookup" if self._first.is_free else "model")
 
-    def draft(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> dict[int, list[int]]:
-        assert self._forwards is not None, "begin() comes first"
-        forwards, drafts = self._forwards, {row: list[int]() for row in texts}
+    def draft(
+        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
+    ) -> dict[int, list[int]]:
+        drafts = {row: list[int]() for row in texts}
         asked = [row for row in texts if most[row] > 0]
-        if not asked:
-            return drafts
-        samplers, rest = {row: self._rows[row].sampler.ahead() for row in asked}, dict[int, Sequence[int]]()
-        for row in asked:
-            text, fed = texts[row], self._fed[row]
-            num_right = min(_num_common(fed, text), len(text) - 1)  # the last token is fed in any case
-            forwards.take_back(row, len(fed) - num_right)
-            rest[row] = text[num_right:]
-        logits = {row: logits_CV[-1] for row, logits_CV in forwards.verify(rest).items()}
-        while logits:
-            for row, token in _guesses(samplers, logits).items():
-                drafts[row].append(token)
-            going_on = {row: drafts[row][-1] for row in logits if len(drafts[row]) < most[row]}
-            logits = forwards.plain(going_on) if going_on else {}
+        ahead = {row: samplers[row].ahead() for row in asked}
+        new = {row: self._to_feed(row, texts[row]) for row in asked}
+        while new:
+            going_on = {row: [*texts[row], *drafts[row]] for row in new}
+            made = self._round(new, going_on, {row: most[row] - len(drafts[row]) for row in new}, ahead)
+            for row, tokens in made.items():
+                drafts[row] += tokens
+            new = {row: tokens[-1:] for row, tokens in made.items() if len(drafts[row]) < most[row]}
         for row in asked:
             self._fed[row] = [*texts[row], *drafts[row][:-1]]
         return drafts
+
+    def _to_feed(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        """The last tokens of a row's text, those that are not stored; wrong drafts are taken back."""
+        assert self._forwards is not None, "begin() comes first"
+        fed = self._fed[row]
+        num_right = min(_num_common(fed, text), len(text) - 1)  # the last token is fed in any case
+        self._forwards.take_back(row, len(fed) - num_right)
+        return text[num_right:]
+
+    def _round(
+        self,
+        new: Mapping[int, Sequence[int]],
+        texts: Mapping[int, Sequence[int]],
+        most: Mapping[int, int],
+        samplers: Mapping[int, Sampler],
+    ) -> dict[int, list[int]]:
+        """One forward: the next tokens of each row, at least one.
+
+        Args:
+            new: last tokens of each text, those that are not stored.
+            texts: of each row, with what is drafted so far.
+            most: most tokens that may come.
+            samplers: copies, which choose the tokens.
+        """
+        forwards, made = self._forwards, {row: list[int]() for row in new}
+        assert forwards is not None, "begin() comes first"
+        proposal = Proposal(drafts={row: [] for row in new})
+        if self._paying is not None:
+            proposal = self._paying.propose(texts, {row: num - 1 for row, num in most.items()}, samplers)
+        guesses = proposal.drafts if proposal.num else {row: list[int]() for row in new}
+        is_single = all(len(ids) == 1 for ids in new.values())
+        began_s = time.perf_counter()
+        if is_single and proposal.num == 0:
+            logits = {row: of_row[None] for row, of_row in forwards.plain({row: new[row][0] for row in new}).items()}
+        else:
+            logits = forwards.verify({row: [*new[row], *guesses[row]] for row in new})
+            logits = {row: of_row[len(new[row]) - 1 :] for row, of_row in logits.items()}
+
+        def choose(at_place: dict[int, Tensor]) -> dict[int, int]:
+            chosen = _guesses(samplers, at_place)
+            for row, token in chosen.items():
+                made[row].append(token)
+            return chosen
+
+        outcome = accept(guesses, logits, choose, lambda row: True)
+        for row, num_unseen in outcome.unseen.items():
+            forwards.take_back(row, num_unseen)
+        if is_single:  # the first forward of a draft may have more to do
+            self._note(proposal, outcome, made, time.perf_counter() - began_s)
+        return made
+
+    def _note(self, proposal: Proposal, outcome: Outcome, made: Mapping[int, list[int]], seconds: float) -> None:
+        """Take the time and the outcome of a forward of one new token per row and the drafts for them."""
+        paying, within, drafts = self._paying, self.within, proposal.drafts
+        if paying is None or within is None:
+            return
+        within.draft_s += proposal.draft_s
+        within.declined += proposal.is_declined
+        if proposal.num:
+            paying.add_verified(drafts, proposal.num, outcome, seconds, draft_s=proposal.draft_s)
+            within.add_verification(outcome.accepted, {row: len(draft) for row, draft in drafts.items()}, seconds)
+        else:
+            paying.add_plain(drafts, {row: tokens[0] for row, tokens in made.items()}, seconds)
+            within.add_plain(seconds)
 
 
 class ModelDrafter(GeneratedDrafter):
@@ -78,8 +158,15 @@ class ModelDrafter(GeneratedDrafter):
         on_layer: called after each layer of the prompts.
     """
 
-    def __init__(self, model: Model, rows: Sequence[Row], *, on_layer: Callable[[], None] = nothing) -> None:
-        super().__init__(rows)
+    def __init__(
+        self,
+        model: Model,
+        rows: Sequence[Row],
+        first: Drafter | None = None,
+        *,
+        on_layer: Callable[[], None] = nothing,
+    ) -> None:
+        super().__init__(rows, first)
         self._model, self._on_layer = model, on_layer
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -11,6 +11,9 @@ LOSS = 0.02
 
 FREE_STEPS = 2
 """Plain steps whose time may be lost besides, for the first trials."""
+
+SAVED_STEPS = 20
+"""Plain steps up to whose time it adds up, so that hours in which speculation paid allow no long loss after them."""
 
 LEAST_HOPE = 0.5
 """Predicted gain below which no trial is worth its loss."""
@@ -54,24 +57,29 @@ class Payoff:
     rows; a number of tokens that was not verified yet is taken to cost what the next smaller one does, so that it is
     tried. k is the one of the largest gain, of the powers of two. It is verified if the gain is above 1, as long as all
     verifications together have lost at most the share `LOSS` of the time and `FREE_STEPS` plain steps; and for a trial
-    where the gain is lower, as long as the loss stays within the share alone.
+    where the gain is lower, as long as the loss stays within the share alone. What is won makes up for what is lost
+    later, up to `SAVED_STEPS`.
 
     Args:
-        num_rows: rows of the batch.
         warm_up: plain steps before the first draft, whose time is that of a plain step at first.
         always: verify every draft in full.
+
+    Attributes:
+        always: as given.
+        rates: acceptance rate of each row.
     """
 
-    def __init__(self, num_rows: int, *, warm_up: int, always: bool = False) -> None:
-        self.rates = [AcceptanceRate() for _ in range(num_rows)]
-        self._warm_up, self._always = warm_up, always
+    def __init__(self, *, warm_up: int, always: bool = False) -> None:
+        self.rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
+        self.always = always
+        self._warm_up = warm_up
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._draft_s: deque[float] = deque(maxlen=NUM_TIMES)
-        self._elapsed_s = self._lost_s = 0.0
+        self._may_lose_s = 0.0
 
     def is_warm(self, num_rows: int) -> bool:
         """Whether the time of a plain step of so many rows is known."""
-        return self._always or len(self._seconds.get((num_rows, 0), ())) >= self._warm_up
+        return self.always or len(self._seconds.get((num_rows, 0), ())) >= self._warm_up
 
     def num_to_verify(self, drafted: Sequence[tuple[int, int]], *, is_drafted: bool = True) -> int:
         """How many tokens of each draft to verify; 0 for a plain step.
@@ -81,7 +89,7 @@ class Payoff:
             is_drafted: drafting has taken its time already.
         """
         longest = max(num for _, num in drafted)
-        if self._always or longest == 0:
+        if self.always or longest == 0:
             return longest
         num_rows = len(drafted)
         plain_s, best, best_gain, best_loss_s = self._known(num_rows, 0), 0, 0.0, 0.0
@@ -90,7 +98,8 @@ class Payoff:
             seconds = self._known(num_rows, num) + (0.0 if is_drafted else num * self._drafting_s(plain_s))
             if (gain := expected * plain_s / seconds) > best_gain:
                 best, best_gain, best_loss_s = num, gain, seconds - expected * plain_s
-        may_lose_s = LOSS * self._elapsed_s + FREE_STEPS * plain_s - self._lost_s
+        self._may_lose_s = min(self._may_lose_s, SAVED_STEPS * plain_s)
+        may_lose_s = self._may_lose_s + FREE_STEPS * plain_s
         if best_gain > 1:
             return best if may_lose_s > 0 else 0
         may_lose_s -= FREE_STEPS * plain_s
@@ -104,13 +113,13 @@ class Payoff:
         """Take the time of a verification of `num` tokens per row, and the new tokens of all rows that came of it."""
         self._note(num_rows, num, seconds)
         self._draft_s.append(draft_s / max(num, 1))
-        self._elapsed_s += draft_s
-        if not self._always:
-            self._lost_s += seconds + draft_s - num_new / num_rows * self._known(num_rows, 0)
+        self._may_lose_s += LOSS * draft_s
+        if not self.always:
+            self._may_lose_s -= seconds + draft_s - num_new / num_rows * self._known(num_rows, 0)
 
     def _note(self, num_rows: int, num: int, seconds: float) -> None:
         self._seconds.setdefault((num_rows, num), deque(maxlen=NUM_TIMES)).append(seconds)
-        self._elapsed_s += seconds
+        self._may_lose_s += LOSS * seconds
 
     def _drafting_s(self, plain_s: float) -> float:
         """Seconds of a drafted token."""

@@ -1,19 +1,40 @@
 """`Speculator`: which drafter an engine's batches have, and whether their drafts can be made."""
 
+# Legend: B batch, V vocabulary.
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
 
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.decode import Decoded, Row
 from runahead.decoding.speculative.drafts import Drafter, LookupDrafter
-from runahead.decoding.speculative.generated_drafts import ModelDrafter
+from runahead.decoding.speculative.generated_drafts import GeneratedDrafter, ModelDrafter
 from runahead.decoding.speculative.policy_drafts import PolicyDrafter
+from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
 from runahead.decoding.speculative.speculation import Speculation
 from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.prefill.base import Prefilled, PromptBatch
+from runahead.report import SpeculationReport
 from runahead.thinning.rank_policies import RankPolicies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What drafts, where drafts are not looked up.
+
+    Attributes:
+        by: a smaller model, or policies that choose what the model drafts from.
+        first: drafts for `by`: a still smaller model, or look-up; None lets `by` generate a token per forward.
+    """
+
+    by: Model | RankPolicies
+    first: Model | Literal["lookup"] | None = None
 
 
 class Speculator:
@@ -21,13 +42,15 @@ class Speculator:
 
     Args:
         model: verifies.
-        draft: drafts: a smaller model, or policies that choose what the model drafts from; None where drafts are looked
-            up.
+        draft: drafts; None where drafts are looked up.
         on_layer: called after each layer of a drafting model.
     """
 
-    def __init__(self, model: Model, draft: Model | RankPolicies | None, on_layer: Callable[[], None]) -> None:
-        self._model, self._draft, self._on_layer = model, draft, on_layer
+    def __init__(self, model: Model, draft: Model | RankPolicies | Draft | None, on_layer: Callable[[], None]) -> None:
+        self._model, self._on_layer = model, on_layer
+        draft = draft if isinstance(draft, Draft) or draft is None else Draft(by=draft)
+        self._draft = None if draft is None else draft.by
+        self._first = None if draft is None else draft.first
 
     def check(self, options: Sequence[GenerationOptions], lengths: Sequence[int], *, reuses: bool) -> None:
         """Check that drafts can be made as the options ask.
@@ -61,6 +84,9 @@ class Speculator:
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
             num_new = max(each.max_new_tokens for each in options)
             ModelDrafter.check(self._model, self._draft, lengths=lengths, num_new=num_new)
+        if isinstance(self._first, Model) and kind is not Speculate.lookup:
+            num_new = max(each.max_new_tokens for each in options)
+            ModelDrafter.check(self._model, self._first, lengths=lengths, num_new=num_new)
         if kind is Speculate.policy:
             if not isinstance(self._draft, RankPolicies):
                 raise ValueError("generation.speculate=policy needs policies of what drafts see: Engine(draft=...)")
@@ -89,19 +115,41 @@ class Speculator:
         assert prefilled.cache is not None and prefilled.logits_BV is not None
         forwards = RowForwards(self._model, prefilled.cache, pads=batch.pads, num_tokens=batch.num_tokens)
         prefilled.cache = forwards.cache
-        drafter = self._drafter(rows, forwards)
-        speculation = Speculation(rows, forwards, drafter, on_step)
-        decoded = speculation.decode(prefilled.logits_BV)
-        prefilled.report.speculation = speculation.report
+        decoded, report, drafter_bytes = self.decode_over(forwards, rows, prefilled.logits_BV, on_step)
+        prefilled.report.speculation = report
         forwards.cache.describe_decoding(prefilled.report)
-        prefilled.report.kv_peak_bytes += drafter.num_bytes
+        prefilled.report.kv_peak_bytes += drafter_bytes
         return decoded
 
+    def decode_over(
+        self,
+        forwards: RowForwards,
+        rows: Sequence[Row],
+        logits_BV: Tensor,
+        on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
+    ) -> tuple[Decoded, SpeculationReport, int]:
+        """Generate all tokens. Returns also the statistics, and the bytes of the drafter."""
+        drafter = self._drafter(rows, forwards)
+        speculation = Speculation(rows, forwards, drafter, on_step)
+        decoded = speculation.decode(logits_BV)
+        speculation.report.within = drafter.within if isinstance(drafter, GeneratedDrafter) else None
+        return decoded, speculation.report, drafter.num_bytes
+
     def _drafter(self, rows: Sequence[Row], forwards: RowForwards) -> Drafter:
-        kinds = {row.options.speculate for row in rows}
+        kinds, match = {row.options.speculate for row in rows}, dict[int, int]()
+        for number, row in enumerate(rows):
+            if row.options.speculate is not Speculate.none:
+                match[number] = row.options.speculate_match
+        first = self._first_drafter(rows, match)
         if isinstance(self._draft, Model) and Speculate.model in kinds:
-            return ModelDrafter(self._draft, rows, on_layer=self._on_layer)
+            return ModelDrafter(self._draft, rows, first, on_layer=self._on_layer)
         if isinstance(self._draft, RankPolicies) and Speculate.policy in kinds:
-            return PolicyDrafter(self._model, self._draft.last, rows, forwards)
-        asked = {number: row.options for number, row in enumerate(rows) if row.options.speculate is Speculate.lookup}
-        return LookupDrafter({row: options.speculate_match for row, options in asked.items()})
+            if self._draft.retriever is not None:
+                return RetrievingDrafter(self._model, self._draft.retriever, rows, forwards, first)
+            return PolicyDrafter(self._model, self._draft.last, rows, forwards, first)
+        return LookupDrafter(match)
+
+    def _first_drafter(self, rows: Sequence[Row], match: Mapping[int, int]) -> Drafter | None:
+        if isinstance(self._first, Model):
+            return ModelDrafter(self._first, rows, on_layer=self._on_layer)
+        return None if self._first is None else LookupDrafter(match)

@@ -23,6 +23,26 @@ from runahead.ranks.accelerator import accelerator_for
 from runahead.reuse.rows import rows_cache
 
 
+def verified(
+    model: Model, caches: Sequence[KVStore], stored: Sequence[int], ids: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Logits (C, V) of rows after each of some tokens, which are stored, by one forward.
+
+    Args:
+        caches: of one row each.
+        stored: number of tokens in each.
+        ids: tokens of each row, at least one.
+    """
+    start, longest = max(stored), max(map(len, ids))
+    pads = [start - num for num in stored]
+    cache = RowsCache(caches, pads, [len(of_row) for of_row in ids])
+    filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
+    ids_BC = torch.tensor(filled, device=model.device)
+    attention = CausalAttention(cache, start=start, pads=pads)
+    logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
+    return [logits_CV[: len(of_row)] for of_row, logits_CV in zip(ids, logits_BCV, strict=True)]
+
+
 class RowForwards:
     """Forwards over a prompt's KV cache, whose rows may advance by different numbers of tokens.
 
@@ -86,26 +106,29 @@ class RowForwards:
 
     def verify(self, ids: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         """Logits (C, V) of rows, by their number, after each of these tokens, which are stored."""
-        self._in_step = len(self._all) == 1  # a single row has nothing to be in step with
-        self._grouped = None
+        self.leave_step()
         found: dict[int, Tensor] = {}
         for rows in self._groups(list(ids)):
-            start, longest = max(self.stored[row] for row in rows), max(len(ids[row]) for row in rows)
-            pads = [start - self.stored[row] for row in rows]
-            cache = RowsCache([self.rows[row] for row in rows], pads, [len(ids[row]) for row in rows])
-            filled = [[*ids[row], *[0] * (longest - len(ids[row]))] for row in rows]
-            ids_BC = torch.tensor(filled, device=self._model.device)
-            attention = CausalAttention(cache, start=start, pads=pads)
-            logits_BCV = self._model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
-            found |= {row: logits_CV[: len(ids[row])] for row, logits_CV in zip(rows, logits_BCV, strict=True)}
+            caches, stored = [self.rows[row] for row in rows], [self.stored[row] for row in rows]
+            found |= dict(zip(rows, verified(self._model, caches, stored, [ids[row] for row in rows]), strict=True))
         for row, of_row in ids.items():
             self.stored[row] += len(of_row)
         return found
 
+    def leave_step(self) -> None:
+        """From now on rows may advance by different numbers of tokens."""
+        self._in_step = len(self._all) == 1  # a single row has nothing to be in step with
+        self._grouped = None
+
     def take_back(self, row: int, num: int) -> None:
         """Forget the last tokens of a row that are stored."""
-        self.stored[row] -= num
+        self.set_stored(row, self.stored[row] - num)
         self.rows[row].take_back(num)
+
+    def set_stored(self, row: int, num: int) -> None:
+        """Note how many tokens of a row are stored."""
+        if self.stored[row] != num:
+            self.stored[row], self._grouped = num, None
 
     def _fixed(self, last_ids: Mapping[int, int]) -> dict[int, Tensor]:
         """A plain step of all rows, also of those that have ended, in tensors of fixed shape."""

@@ -1,0 +1,70 @@
+"""Computes the last tokens of a prompt once more: their queries say which keys and values before them matter."""
+
+# Legend: N query heads, K kv heads, C last tokens, H head dim, V value dim.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from runahead.attention.base import LayerAttention
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kv_cache import SeenSlab, SlabRow
+from runahead.model.model import Model, PrefillEndsHere
+
+Observe = Callable[[int, SeenSlab, AttentionTerms], object]
+"""Called after each layer's attention with the number of the layer, its keys, values and queries, and the terms."""
+
+
+def observe(model: Model, whole: SlabRow, ids: Sequence[int], num_last: int, each_layer: Observe) -> None:
+    """Compute the last tokens of a row that is stored; nothing is stored.
+
+    Args:
+        whole: keys and values of the row.
+        ids: its tokens.
+        num_last: how many of them to compute.
+    """
+    start = max(0, len(ids) - num_last)
+    with suppress(PrefillEndsHere):
+        ids_1C = torch.tensor([list(ids[start:])], device=model.device)
+        model.forward(ids_1C, _Observed(whole, start, each_layer), start=start, pads=[0], length=len(ids))
+
+
+def as_kept(model: Model, whole: SlabRow, layer: int, num_tokens: int, *, has_room: bool = False) -> KeptLayer:
+    """One layer of a row as policies see it, in the same memory.
+
+    Args:
+        num_tokens: the first tokens of the row, which the layer has.
+        has_room: the memory for later tokens belongs to the layer, too.
+    """
+    slab = whole.layers[layer].slab
+    end = slab.end if has_room else num_tokens
+    positions_T = torch.arange(slab.first, end, dtype=torch.int32, device=model.device)
+    return KeptLayer(
+        shape=model.kv_shapes[layer],
+        slab_TBKX=slab.tokens(slab.first, end),
+        positions_TBK=positions_T[:, None, None],
+        pads=[0],
+        num_slots=num_tokens - slab.first,
+        first=slab.first,
+    )
+
+
+class _Observed(LayerAttention):
+    """Attention of the last tokens of a row to what is stored of it."""
+
+    def __init__(self, whole: SlabRow, start: int, each_layer: Observe) -> None:
+        super().__init__(start=start, pads=[0])
+        self._whole, self._each_layer = whole, each_layer
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        seen = SeenSlab.of(self._whole.layers[layer].slab, q_BNCH, start=self.start, pads=[0])
+        out_BNCV = seen.output(terms)
+        self._each_layer(layer, seen, terms)
+        if layer == len(self._whole.layers) - 1:
+            raise PrefillEndsHere
+        return out_BNCV

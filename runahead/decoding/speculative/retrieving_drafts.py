@@ -1,0 +1,138 @@
+"""Drafts by the model itself, which for each token retrieves a part of the verified keys and values.
+
+Drafted tokens are in the index only once they were verified. Until then their keys and values are in the memory of the
+tokens that verify them, which overwrite them, and all of them are attended to. So a rejected token leaves no trace.
+"""
+
+# Legend: N query heads, K kv heads, C new tokens, H key dim, V value dim.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.retriever import Retriever
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.kv_cache import SeenSlab, SlabLayer, SlabRow
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.rows import RowsCache
+from runahead.decoding.decode import Row
+from runahead.decoding.speculative.drafts import Drafter
+from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
+from runahead.decoding.speculative.observed import as_kept, observe
+from runahead.decoding.speculative.verification import RowForwards
+from runahead.model.model import Model
+from runahead.retrieval.cache import SeenWithRest
+from runahead.retrieval.retrieval import Retrieval, num_observed
+
+
+class RetrievingDrafter(GeneratedDrafter):
+    """The model drafts for itself over what a policy retrieves for each token, from the very cache that verifies.
+
+    Args:
+        policy: the policy.
+        forwards: of the model over whole caches, with the prompts stored.
+    """
+
+    def __init__(
+        self, model: Model, policy: Retriever, rows: Sequence[Row], forwards: RowForwards, first: Drafter | None = None
+    ) -> None:
+        super().__init__(rows, first)
+        self._model, self._policy, self._whole = model, policy, forwards
+        self._drafting: list[RetrievedRow] = []
+
+    @property
+    def num_bytes(self) -> int:
+        own = sum(row.retrieval.num_bytes for row in self._drafting)
+        return own + (0 if self._first is None else self._first.num_bytes)
+
+    def _made(self) -> RowForwards:
+        whole, model = self._whole, self._model
+        for row, each, stored in zip(whole.rows, self._rows, whole.stored, strict=True):
+            assert isinstance(row, SlabRow), type(row)
+            self._drafting.append(RetrievedRow(model, self._policy, row, each.prompt))
+            assert stored == len(each.prompt), (stored, len(each.prompt))
+        longest = max(whole.stored)
+        pads = [longest - stored for stored in whole.stored]
+        return RowForwards(model, RowsCache(self._drafting, pads), pads=pads, num_tokens=longest)
+
+    def _to_feed(self, row: int, text: Sequence[int]) -> Sequence[int]:
+        num_verified = self._whole.stored[row]
+        assert self._forwards is not None and num_verified == len(text) - 1, (num_verified, len(text))
+        self._forwards.set_stored(row, num_verified)
+        self._drafting[row].retrieval.grow(num_verified)
+        return text[-1:]
+
+
+class RetrievedRow(KVStore):
+    """KV cache of one row for drafts, in the memory of the row that verifies them.
+
+    Args:
+        whole: keys and values of the row.
+        ids: tokens of its prompt, which are stored.
+    """
+
+    layers: list[RetrievedDrafts]
+
+    def __init__(self, model: Model, policy: Retriever, whole: SlabRow, ids: Sequence[int]) -> None:
+        pool = [as_kept(model, whole, layer, len(ids), has_room=True) for layer in range(len(whole.layers))]
+        self.retrieval = Retrieval(policy, model, pool, batch=1)
+        num_last = max(1, num_observed(policy))
+        positions_1C = torch.arange(max(0, len(ids) - num_last), len(ids), device=model.device)[None]
+        room = whole.layers[0].slab.end - len(ids)
+
+        def index(layer: int, seen: SeenSlab, terms: AttentionTerms) -> None:
+            if self.retrieval.in_pool[layer]:
+                self.retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
+
+        observe(model, whole, ids, num_last, index)
+        self.layers = [
+            RetrievedDrafts(whole=each, retrieval=self.retrieval, number=number)
+            for number, each in enumerate(whole.layers)
+        ]
+
+    def take_back(self, num_tokens: int) -> None:
+        """Nothing is to be done, since a token is stored at its index, over what was there."""
+
+
+@dataclass(kw_only=True)
+class RetrievedDrafts(LayerStore):
+    """One layer: verified tokens, of which some are retrieved, and drafted ones after them.
+
+    Attributes:
+        whole: the layer that verifies.
+        retrieval: over its verified tokens.
+        number: of the layer.
+    """
+
+    whole: SlabLayer
+    retrieval: Retrieval
+    number: int
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        self.whole.append(k_BKCH, v_BKCV, tokens)
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        slab, num_verified = self.whole.slab, self.retrieval.pool[self.number].num_slots
+        end = tokens.start + q_BNCH.shape[2]
+        num_drafted = end - num_verified
+        fetched = self.retrieval.fetched(self.number, q_BNCH, tokens.start, [0], room=num_drafted)
+        if fetched is None:
+            return self.whole.seen(q_BNCH, tokens)
+        chosen = fetched.slab(slab.key_dim)
+        own = slab.read(num_verified, end)
+        chosen.write(chosen.end - num_drafted, *own)
+        start = chosen.end - q_BNCH.shape[2]
+        seen = SeenSlab.of(chosen, q_BNCH, start=start, pads=fetched.pads)
+        if fetched.rest is None:
+            return seen
+        return SeenWithRest(q_BNCH=q_BNCH, fetched=seen, rest=fetched.rest, own=own)
+
+    @property
+    def num_bytes(self) -> int:
+        """None of its own: the retrieval counts its indices."""
+        return 0

@@ -1,0 +1,124 @@
+"""Rows that join and leave between steps and draft by look-up: their tokens are those that each has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runahead import ContextPartition, Engine, GenerationOptions
+from runahead.config import Device, RanksOptions, Speculate
+from runahead.decoding.decode import Row
+from runahead.decoding.live_rows import NewToken
+from runahead.decoding.speculative.live_drafts import DraftedRows
+from runahead.ranks.ranks import Ranks
+from runahead.serving.executor import _by_place
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import WINDOW, prompt, throughout
+from tests.ranks.tasks import tiny_model
+from tests.unit.test_speculation import VOCAB_SIZE, knowing
+
+GREEDY = GenerationOptions(max_new_tokens=14, ignore_eos=True, speculate=Speculate.lookup, speculate_always=True)
+OPTIONS = [
+    GREEDY,
+    replace(GREEDY, max_new_tokens=9, do_sample=True, temperature=2.0, seed=7),
+    replace(GREEDY, max_new_tokens=16, repetition_penalty=3.0),
+    replace(GREEDY, max_new_tokens=8, speculate=Speculate.none, do_sample=True, top_k=5, seed=3),
+]
+PROMPTS = [prompt(2 * WINDOW + 9, seed=1), prompt(WINDOW + 3, seed=2), prompt(WINDOW + 3, seed=3), prompt(1, seed=4)]
+
+
+class Decoding:
+    """Rows that are decoded together. `tokens` are those of each row so far, `left` what left with how many stored."""
+
+    def __init__(self, family: str) -> None:
+        self.engine = Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)))
+        self.left: dict[int, int] = {}
+        self.live = DraftedRows(self.engine.model, RankPolicies(), self._leave)
+        self.tokens: dict[int, list[int | None]] = {}
+
+    def _leave(self, row) -> None:
+        self.left[row.id] = row.num_tokens
+
+    def join(self, *rows: int) -> None:
+        prompts = [PROMPTS[row] for row in rows]
+        whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
+        num_new = max(OPTIONS[row].max_new_tokens for row in rows)
+        prefilled = self.engine.prefill_part(prompts, whole, num_new=num_new)
+        made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
+        assert prefilled.cache is not None and prefilled.logits_BV is not None
+        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))
+
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self._take(self.live.step())
+
+    def _take(self, new: Sequence[NewToken]) -> None:
+        for each in new:
+            self.tokens.setdefault(each.row, []).append(each.token)
+
+    def alone(self) -> list[list[int]]:
+        plain = [replace(each, speculate=Speculate.none) for each in OPTIONS]
+        return [
+            self.engine.generate([ids], [options]).generations[0].new_token_ids
+            for ids, options in zip(PROMPTS, plain, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("always", [True, False])
+def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family, always, monkeypatch):
+    """It fails if a row's number of stored tokens is that of the longest draft, or groups keep their old padding."""
+    monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])
+    decoding = Decoding(family)
+    with throughout(decoding.engine.model.dtype):
+        expected = decoding.alone()
+        texts = [ids + new for ids, new in zip(PROMPTS, expected, strict=True)]
+        with knowing(texts, right=0.7, vocab_size=VOCAB_SIZE):
+            decoding.join(0)
+            decoding.step(2)
+            decoding.join(1, 2)
+            decoding.step(2)
+            decoding.join(3)
+            decoding.step(20)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+    assert decoding.left == {row: len(texts[row]) - 1 for row in range(4)}
+    report = decoding.live.report
+    assert 0 < report.accepted < report.drafted or not always
+
+
+def test_nothing_remains_of_rows_that_left():
+    decoding = Decoding("llama")
+    with throughout(decoding.engine.model.dtype):
+        decoding.join(0, 1)
+        decoding.live.drop([0])
+        decoding.step(20)
+    live = decoding.live
+    assert len(live) == 0 and not live._texts and not live._drafter._rows and not live._payoff.rates
+
+
+def test_a_row_that_gives_no_numbers_leaves_and_others_go_on(monkeypatch):
+    decoding, model = Decoding("llama"), tiny_model("llama")
+    forward = model.forward
+
+    def broken(ids_BC, *given, **more):
+        logits = forward(ids_BC, *given, **more).clone()
+        logits[0] = torch.nan
+        return logits
+
+    with throughout(model.dtype):
+        expected = decoding.alone()
+        decoding.join(0, 1)
+        monkeypatch.setattr(model, "forward", broken)
+        with knowing([ids + new for ids, new in zip(PROMPTS, expected, strict=True)]):
+            decoding.step(1)
+            monkeypatch.setattr(model, "forward", forward)
+            decoding.step(12)
+    assert decoding.tokens[0] == [*expected[0][:1], None] and decoding.tokens[1] == expected[1]
+
+
+def test_tokens_of_a_step_are_told_place_by_place():
+    new = [NewToken((1, row), token, None) for row, token in ((0, 5), (1, 6), (0, 7), (0, 8), (1, 9))]
+    assert [[each.token for each in place] for place in _by_place(new)] == [[5, 6], [7, 9], [8]]
