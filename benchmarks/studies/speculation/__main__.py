@@ -6,11 +6,15 @@ Three prompts of a length, one at a time on one thread: `repeats` begins a passa
 the answer, greedy, is the passage; `greedy` is plain text that the model goes on with greedily, where small models
 often repeat themselves; `sampled` is plain text that it goes on with by sampling, where look-up seldom finds anything.
 Each is answered without speculation (`none`), with it (`lookup`) and with every draft verified (`lookup always`), in
-turn, round after round (A B C A B C). With `--drafts policy` the model drafts over the share `--budget` of its keys and
-values that SnapKV keeps. Times are those per token after the first.
+turn, round after round (A B C A B C). With `--drafts policy` the model drafts over the share `--budget` of its keys
+and values, which `--policy` keeps (snapkv) or retrieves for each token (quest); with `policy lookup` look-up drafts for
+that draft. Times are those per token after the first.
 
 Then as many plain prompts as `--prompts` says are answered greedily without and with it, and all tokens are compared.
 Where they differ first, the two largest log-probabilities at that place say how close the model's choice was.
+
+With `--costs` a plain step, verifications and a drafted token of quest are timed at these lengths, also beyond the
+model's context, over random keys and values. The table says which gains they allow at acceptance rates.
 
 Appends JSON lines to benchmarks/results/speculation.jsonl.
 """
@@ -27,10 +31,13 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_samples import EXAMPLE, samples, text_ids
 from benchmarks.harness.text_table import Rows
+from benchmarks.studies.speculation.costs import costs, costs_table
 from launch.program.text_table import text_table
+from policies.quest import Quest
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks
 from runahead.config import Device, DType, RanksOptions, Speculate
+from runahead.decoding.speculative.speculator import Draft
 from runahead.ranks.devices import keep_freed_memory
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.thinning.rank_policies import RankPolicies
@@ -45,14 +52,24 @@ def measure(run: Run) -> Iterator[Line]:
     torch.set_num_threads(1)
     keep_freed_memory()  # as the runtime does
     model = Model.load(ModelOptions(dtype=DType[options.dtype]), torch.device("cpu"))
-    draft = RankPolicies.everywhere([SnapKV(budget=options.budget)])
-    engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)), draft=draft)
+    policy = Quest(fetch=options.budget) if options.policy == "quest" else SnapKV(budget=options.budget)
+    draft = RankPolicies.everywhere([policy])
+    ranks = Ranks.start(RanksOptions(device=Device.cpu))
+    engine = Engine(model, ranks, draft=draft)
+    engine_of = dict.fromkeys(("none", "lookup", "policy"), engine)
+    engine_of["policy lookup"] = Engine(model, ranks, draft=Draft(by=draft, first="lookup"))
     ids = text_ids(model, options.text)
     common = {"model": model.name, "dtype": options.dtype, "new": options.new}
-    for num_tokens in options.tokens:
+    if "policy" in " ".join(options.drafts) or options.costs:
+        common |= {"policy": options.policy, "budget": options.budget}
+    for num_tokens in options.costs:
+        if not isinstance(policy, Quest):
+            raise SystemExit("--costs times a policy that retrieves; add --policy quest")
+        yield common | {"text": "costs", "tokens": num_tokens} | costs(run, model, policy, num_tokens)
+    for num_tokens in options.tokens if options.rounds else []:
         for text, (prompt, generation) in _prompts(ids, num_tokens, options.new).items():
             line = common | {"text": text, "tokens": num_tokens}
-            yield line | _gain(run, engine, prompt, generation)
+            yield line | _gain(run, engine_of, prompt, generation)
     if options.prompts:
         yield common | {"text": "prompts", "tokens": options.sample} | _same_tokens(run, engine, ids)
 
@@ -80,16 +97,18 @@ def _prompts(ids: list[int], num_tokens: int, num_new: int) -> dict[str, tuple[l
 def _ways(generation: GenerationOptions, drafts: Sequence[str]) -> dict[str, GenerationOptions]:
     ways = {"none": generation}
     for name in drafts:
-        speculating = replace(generation, speculate=Speculate[name])
+        speculating = replace(generation, speculate=Speculate[name.split()[0]])
         ways |= {name: speculating, f"{name} always": replace(speculating, speculate_always=True)}
     return ways
 
 
-def _gain(run: Run, engine: Engine, prompt: list[int], generation: GenerationOptions) -> Line:
+def _gain(run: Run, engine_of: Mapping[str, Engine], prompt: list[int], generation: GenerationOptions) -> Line:
     """Seconds per token of each way, and what the last answer of each reported."""
     last: dict[str, GenerationBatch] = {}
 
     def turn(name: str, options: GenerationOptions) -> Callable[[int], float]:
+        engine = engine_of[name.removesuffix(" always")]
+
         def seconds(number: int) -> float:
             last[name] = engine.generate([prompt], options)
             tpot_s = last[name].tpot_s
@@ -151,8 +170,12 @@ def table(found: list[Line]) -> str:
             "left out",
         )
     ]
-    sentences = []
-    for line in newest(found, "model", "dtype", "new", "text", "tokens").values():
+    sentences, timed = list[str](), list[Line]()
+    found = [{"policy": None, "budget": None} | line for line in found]
+    for line in newest(found, "model", "dtype", "new", "text", "tokens", "policy", "budget").values():
+        if line["text"] == "costs":
+            timed.append(line)
+            continue
         if line["text"] == "prompts":
             gaps = line["gaps"]
             largest = f", where the two largest log-probabilities are at most {max(gaps):.1e} apart" if gaps else ""
@@ -174,7 +197,8 @@ def table(found: list[Line]) -> str:
                     *_figures(line["speculation"].get(name), line["tpot_s"]["none"]),
                 )
             )
-    return "\n\n".join(part for part in (text_table(rows) if len(rows) > 1 else "", *sentences) if part)
+    tables = (text_table(rows) if len(rows) > 1 else "", costs_table(timed) if timed else "")
+    return "\n\n".join(part for part in (*tables, *sentences) if part)
 
 
 def _figures(report: Mapping[str, float | list[int]] | None, plain_s: Sequence[float]) -> tuple[str, ...]:
@@ -208,10 +232,12 @@ STUDY = Study(
     table=table,
     options={
         "tokens": option([2000], "of each prompt"),
-        "drafts": option(["lookup"], "who drafts", choices=["lookup", "policy"]),
+        "drafts": option(["lookup"], "who drafts", choices=["lookup", "policy", "policy lookup"]),
+        "policy": option("snapkv", "from what the model drafts", choices=["snapkv", "quest"]),
         "budget": option(0.1, "share of the prompt's tokens that a policy drafts from"),
+        "costs": {"type": int, "nargs": "*", "default": [], "help": "lengths whose steps are timed alone, of quest"},
         "new": option(128, "tokens that are generated"),
-        "rounds": option(5),
+        "rounds": option(5, "0 times no answers"),
         "prompts": option(50, "that are compared token by token; 0 compares none"),
         "sample": option(100, "tokens of each of these"),
         "dtype": option("float32", "of the model", choices=["float32", "bfloat16"]),
