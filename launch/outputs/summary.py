@@ -116,6 +116,10 @@ def _speculation_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
     if declined := sum(report.declined for report in reports):
         first = min(report.off_after for report in reports if report.off_after is not None)
         text += f"; {declined:,} drafts left out as they would not pay, the first after {first:,} new tokens"
+    within = [report.within for report in reports if report.within is not None]
+    if drafted := sum(report.drafted for report in within):
+        accepted = sum(report.accepted for report in within)
+        text += f"; of these drafts {accepted:,} of {drafted:,} tokens by {within[0].drafts}"
     draft_s, verify_s, plain_s = (
         sum(getattr(report, name) for report in reports) for name in ("draft_s", "verify_s", "plain_s")
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 
+from policies.quest import Quest
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import Speculate
+from runahead.decoding.speculative.speculator import Draft
+from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
 pytestmark = [
@@ -32,3 +36,19 @@ def test_tokens_on_a_gpu_are_those_without_speculation(num_rows: int, do_sample:
         assert [each.new_token_ids for each in batch.generations] == expected
         report = batch.ranks[0].speculation
         assert report is not None and (report.verifications > 0 or not always)
+
+
+@pytest.mark.parametrize("first", [None, "lookup"])
+def test_drafts_over_what_is_retrieved_change_no_token(first: Literal["lookup"] | None) -> None:
+    """The index and the chosen tokens are on the GPU, beside the keys and values that verify."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(211, (300 + 70 * row,), generator=generator).tolist() * 2 for row in range(2)]
+    ranks = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
+    draft = Draft(by=RankPolicies.everywhere([Quest(fetch=0.2)]), first=first)
+    engine = Engine(model(torch.device("cuda", 0)), ranks, draft=draft)
+    plain = GenerationOptions(max_new_tokens=60, ignore_eos=True)
+    expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
+    batch = engine.generate(prompts, replace(plain, speculate=Speculate.policy, speculate_always=True))
+    assert [each.new_token_ids for each in batch.generations] == expected
+    report = batch.ranks[0].speculation
+    assert report is not None and report.accepted > 0

@@ -432,6 +432,18 @@ def test_drafts_over_all_tokens_are_right() -> None:
         assert report.accepted == report.drafted > 4
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_drafts_over_the_memory_of_a_graph(num_rows: int) -> None:
+    """On a GPU plain steps are replayed over the memory in which drafts are retrieved and verified."""
+    gpu, draft = Gpu(), Draft(by=RankPolicies.everywhere([RETRIEVERS["quest"]]), first="lookup")
+    with (
+        patch.object(verification, "accelerator_for", lambda device: gpu),
+        patch("runahead.decoding.forward.accelerator_for", lambda device: gpu),
+    ):
+        report = require_same(engine_of(tiny_model("llama"), draft=draft), Speculate.policy, PROMPTS[:num_rows])
+    assert 0 < report.accepted < report.drafted
+
+
 def test_an_index_has_no_rejected_token() -> None:
     """After the last draft the index is that of a run which drafted nothing, over keys and values of such a run.
 
@@ -473,6 +485,10 @@ def test_a_draft_for_the_draft_saves_forwards() -> None:
             report = require_same(engine_of(model, draft=Draft(by=by, first=first)), kind, PROMPTS)
             assert report.accepted_lengths == alone.accepted_lengths
             assert report.within is not None and report.within.verifications > 0
+    batch = engine_of(model, draft=Draft(by=model, first="lookup")).generate(
+        PROMPTS[:1], replace(DRAFTED, speculate=Speculate.model, speculate_match=1)
+    )
+    assert "tokens by lookup" in summary([batch])
     same = require_same(engine_of(model, draft=Draft(by=model, first=model)), Speculate.model, PROMPTS)
     assert same.within is not None and same.within.accepted == same.within.drafted > 2
 

@@ -71,7 +71,11 @@ def measure(run: Run) -> Iterator[Line]:
             line = common | {"text": text, "tokens": num_tokens}
             yield line | _gain(run, engine_of, prompt, generation)
     if options.prompts:
-        yield common | {"text": "prompts", "tokens": options.sample} | _same_tokens(run, engine, ids)
+        same = common | {"text": "prompts", "tokens": options.sample}
+        found = list(samples(ids, options.prompts, options.sample, option=f"--text {options.text}"))
+        for number, (_, prompt) in enumerate(run.bar(found, "prompt")):
+            if not run.has(line := same | {"number": number}):
+                yield line | _same_tokens(run, engine, prompt)
 
 
 def _prompts(ids: list[int], num_tokens: int, num_new: int) -> dict[str, tuple[list[int], GenerationOptions]]:
@@ -133,22 +137,17 @@ def _report(batch: GenerationBatch) -> SpeculationReport:
     return report
 
 
-def _same_tokens(run: Run, engine: Engine, ids: list[int]) -> Line:
-    """How many answers differ, and how far apart the two largest log-probabilities are where they do so first."""
-    options, gaps = run.options, list[float]()
-    greedy = GenerationOptions(max_new_tokens=options.new, ignore_eos=True, logprobs=2)
-    found = list(samples(ids, options.prompts, options.sample, option=f"--text {options.text}"))
-    ways = [way for name, way in _ways(greedy, ["lookup"]).items() if name != "lookup"]
-    accepted = 0
-    for _, prompt in run.bar(found, "prompt"):
-        plain, drafted = (engine.generate([prompt], each) for each in ways)
-        accepted += _report(drafted).accepted
-        [one], [other] = plain.generations, drafted.generations
-        assert one.logprobs is not None
-        pairs = zip(one.new_token_ids, other.new_token_ids, one.logprobs, strict=True)
-        differing = [at.top[0][1] - at.top[1][1] for theirs, ours, at in pairs if theirs != ours]
-        gaps += differing[:1]
-    return {"prompts": len(found), "differing": len(gaps), "gaps": gaps, "accepted": accepted}
+def _same_tokens(run: Run, engine: Engine, prompt: list[int]) -> Line:
+    """How far apart the two largest log-probabilities are where two answers differ first; None if they do not."""
+    greedy = GenerationOptions(max_new_tokens=run.options.new, ignore_eos=True, logprobs=2)
+    plain, drafted = (
+        engine.generate([prompt], each) for name, each in _ways(greedy, ["lookup"]).items() if name != "lookup"
+    )
+    [one], [other] = plain.generations, drafted.generations
+    assert one.logprobs is not None
+    pairs = zip(one.new_token_ids, other.new_token_ids, one.logprobs, strict=True)
+    differing = [at.top[0][1] - at.top[1][1] for theirs, ours, at in pairs if theirs != ours]
+    return {"gap": differing[0] if differing else None, "accepted": _report(drafted).accepted}
 
 
 def table(found: list[Line]) -> str:
@@ -171,18 +170,16 @@ def table(found: list[Line]) -> str:
         )
     ]
     sentences, timed = list[str](), list[Line]()
-    found = [{"policy": None, "budget": None} | line for line in found]
-    for line in newest(found, "model", "dtype", "new", "text", "tokens", "policy", "budget").values():
+    found = [{"policy": None, "budget": None, "number": None} | line for line in found]
+    names = "model", "dtype", "new", "text", "tokens", "policy", "budget", "number"
+    compared: dict[tuple[str, int, int], list[Line]] = {}
+    for line in newest(found, *names).values():
         if line["text"] == "costs":
             timed.append(line)
             continue
         if line["text"] == "prompts":
-            gaps = line["gaps"]
-            largest = f", where the two largest log-probabilities are at most {max(gaps):.1e} apart" if gaps else ""
-            sentences.append(
-                f"{line['prompts']} prompts in {line['dtype']}, {line['new']} greedy tokens each: {line['differing']} "
-                f"answers differ{largest}; {line['accepted']:,} drafted tokens were accepted."
-            )
+            if line["number"] is not None:  # a line of an earlier version is of all prompts
+                compared.setdefault((line["dtype"], line["new"], line["tokens"]), []).append(line)
             continue
         for name, seconds in line["tpot_s"].items():
             gains = [none / own for none, own in zip(line["tpot_s"]["none"], seconds, strict=True)]
@@ -197,6 +194,13 @@ def table(found: list[Line]) -> str:
                     *_figures(line["speculation"].get(name), line["tpot_s"]["none"]),
                 )
             )
+    for (dtype, num_new, num_tokens), lines in compared.items():
+        gaps = [line["gap"] for line in lines if line["gap"] is not None]
+        largest = f", where the two largest log-probabilities are at most {max(gaps):.1e} apart" if gaps else ""
+        sentences.append(
+            f"{len(lines)} prompts of {num_tokens} tokens in {dtype}, {num_new} greedy tokens each: {len(gaps)} "
+            f"answers differ{largest}; {sum(line['accepted'] for line in lines):,} drafted tokens were accepted."
+        )
     tables = (text_table(rows) if len(rows) > 1 else "", costs_table(timed) if timed else "")
     return "\n\n".join(part for part in (*tables, *sentences) if part)
 
@@ -230,6 +234,7 @@ STUDY = Study(
     has="text",
     measure=measure,
     table=table,
+    key=("model", "dtype", "new", "text", "tokens", "number"),
     options={
         "tokens": option([2000], "of each prompt"),
         "drafts": option(["lookup"], "who drafts", choices=["lookup", "policy", "policy lookup"]),
