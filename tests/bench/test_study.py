@@ -39,6 +39,7 @@ STUDIES = (
     "ranks.sharded_decode",
     "ranks.split_quality",
     "unequal_heads",
+    "squeezed.levels",
     "retrieval_decode",
     "retrieval_quality",
     "scale",

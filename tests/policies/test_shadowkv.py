@@ -46,6 +46,7 @@ def test_with_keys_of_full_rank_it_is_quest_with_the_same_pages(family: str, len
 
 
 @pytest.mark.parametrize("rank", [None, ALL])
+@torch.inference_mode()
 def test_neither_outliers_nor_keys_that_are_rebuilt_are_read(rank: int | None) -> None:
     """Where they are stored is nan. If the outliers, or the keys of other pages, were fetched, answers would be too."""
     ours, theirs = (Turns(tiny_model("llama"), [ShadowKV(**OPTIONS, outliers=3, rank=rank)]) for _ in range(2))
