@@ -16,8 +16,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from policies.base import Budget, require_least
-from policies.clusters import Clustering, Clusters
-from policies.retriever import Choice, Index, PromptView, Retriever, Slots, most_needed, need_of_group
+from policies.clusters import Clusters, Ranking
+from policies.k_means import Clustering
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,5 @@ class ClusterKV(Retriever):
         assert isinstance(index, Clusters)
         sizes_BKY = index.sizes_BKY(slots)
         need_BKY = need_of_group(index.scores(q_BNH, sizes_BKY), self.group, sizes_BKY)
-        need_BKn = index.need_of_slots(need_BKY)
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        return most_needed(need_BKn, self.num_chosen(slots), slots)
+        index.mark(need_BKY, slots, sinks=self.sinks, recent=self.recent)
+        return index.best_slots(Ranking.by(need_BKY, sizes_BKY), self.num_chosen(slots), slots)

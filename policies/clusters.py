@@ -1,110 +1,56 @@
 """Clusters of similar keys as an index: what a query scores are their means, and new tokens until they are clustered.
 
-Keys are clustered by direction (spherical k-means) after the prompt, in runs of consecutive tokens, and later whenever
-a block of new tokens has come. Until then a token is a cluster of its own, as the first and last tokens of a prompt.
+Keys are clustered (`policies.k_means`) after the prompt, and later whenever a block of new tokens has come. Until then
+a token is a cluster of its own, as the first and last tokens of a prompt.
 """
 
 # Legend: B batch, K kv heads, G query heads of one KV head, n slots, C new tokens, H key dim, V value dim,
-# P clusters of several tokens, W last tokens that are alone, Y = P + W, X heads of all rows, p clusters of a run.
+# P clusters of several tokens, W last tokens that are alone, Y = P + W, T room for those, m chosen slots, X heads, or
+# clusters or slots with room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
-from policies.retriever import Index, PromptView, Slots
+from policies.k_means import Clustering, Made, alone
+from policies.retriever import Choice, Index, PromptView, Slots
 
-RUN = 8192
-"""Most tokens that are clustered together, so that the cost is in proportion to the length of the prompt."""
-
-
-def spherical_k_means(k_XnH: Tensor, num_clusters: int, iterations: int) -> Tensor:
-    """Cluster (X, n) of each key by direction, of `num_clusters` with evenly spaced starts. Some may be empty."""
-    k_XnH = normalize(k_XnH.to(torch.promote_types(k_XnH.dtype, torch.float32)), dim=-1)
-    starts = torch.arange(num_clusters, device=k_XnH.device) * k_XnH.shape[1] // num_clusters
-    centers_XpH = k_XnH[:, starts]
-    for _ in range(iterations):
-        of_Xn = (k_XnH @ centers_XpH.mT).argmax(dim=-1)
-        sums_XpH = _sums(k_XnH, of_Xn, num_clusters)
-        is_empty = sums_XpH.norm(dim=-1, keepdim=True) == 0
-        centers_XpH = torch.where(is_empty, centers_XpH, normalize(sums_XpH, dim=-1))
-    return (k_XnH @ centers_XpH.mT).argmax(dim=-1)
-
-
-def _sums(x_XnH: Tensor, of_Xn: Tensor, num_clusters: int) -> Tensor:
-    """Sum (X, p, H) of each cluster's rows."""
-    sums_XpH = x_XnH.new_zeros(len(x_XnH), num_clusters, x_XnH.shape[2])
-    return sums_XpH.scatter_add_(1, of_Xn[..., None].expand_as(x_XnH), x_XnH)
+NEW_ROOM = 64
+"""New tokens for which memory is allocated at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clustering:
-    """How keys are clustered.
+class Ranking:
+    """Clusters from the one that is needed most to the last one.
 
     Attributes:
-        size: mean number of tokens per cluster.
-        iterations: of k-means.
-        block: number of new tokens that are clustered together.
-        alone_first, alone_last: first tokens of a text, and last ones at any time, that are alone.
-        centred: subtract the mean of the keys before directions are compared.
-        has_values: keep the mean value of each cluster.
+        order_BKY: cluster at each place.
+        sizes_BKY: number of tokens of the cluster at each place.
+        ends_BKY: number of tokens of all clusters up to each place.
     """
 
-    size: int
-    iterations: int
-    block: int
-    alone_first: int
-    alone_last: int
-    centred: bool = False
-    has_values: bool = False
-
-
-@dataclass(kw_only=True)
-class Made:
-    """Clusters of some tokens.
-
-    Attributes:
-        means_BKPH: mean keys; 0 in empty clusters.
-        values_BKPV: mean values, of dim 0 if they are not kept.
-        sizes_BKP: number of tokens.
-        of_BKn: cluster of each token.
-    """
-
-    means_BKPH: Tensor
-    values_BKPV: Tensor
-    sizes_BKP: Tensor
-    of_BKn: Tensor
+    order_BKY: Tensor
+    sizes_BKY: Tensor
+    ends_BKY: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Made]) -> Made:
-        """Clusters of tokens one after another."""
-        before, of = 0, list[Tensor]()
-        for part in parts:
-            of.append(part.of_BKn + before)
-            before += part.sizes_BKP.shape[2]
-        return cls(
-            means_BKPH=torch.cat([part.means_BKPH for part in parts], dim=2),
-            values_BKPV=torch.cat([part.values_BKPV for part in parts], dim=2),
-            sizes_BKP=torch.cat([part.sizes_BKP for part in parts], dim=2),
-            of_BKn=torch.cat(of, dim=2),
-        )
+    def by(cls, need_BKY: Tensor, sizes_BKY: Tensor) -> Ranking:
+        """Clusters of these sizes by their need."""
+        order_BKY = need_BKY.argsort(dim=-1, stable=True).flip(-1)  # of equal ones the later first
+        sizes_BKY = sizes_BKY.gather(2, order_BKY)
+        return cls(order_BKY=order_BKY, sizes_BKY=sizes_BKY, ends_BKY=sizes_BKY.cumsum(dim=-1))
 
-    @classmethod
-    def rows(cls, parts: Sequence[Made]) -> Made:
-        """Clusters of several rows with equally many slots. A row with fewer clusters gets empty ones."""
-        most = max(part.sizes_BKP.shape[2] for part in parts)
-        lacking = [most - part.sizes_BKP.shape[2] for part in parts]
-        pairs = list(zip(parts, lacking, strict=True))
-        return cls(
-            means_BKPH=torch.cat([pad(part.means_BKPH, (0, 0, 0, more)) for part, more in pairs]),
-            values_BKPV=torch.cat([pad(part.values_BKPV, (0, 0, 0, more)) for part, more in pairs]),
-            sizes_BKP=torch.cat([pad(part.sizes_BKP, (0, more)) for part, more in pairs]),
-            of_BKn=torch.cat([part.of_BKn for part in parts]),
-        )
+    def is_left(self, num_chosen: int) -> Tensor:
+        """Which clusters (B, K, Y) have no token among the best `num_chosen` ones."""
+        is_left_BKY = self.ends_BKY - self.sizes_BKY >= num_chosen
+        return torch.empty_like(is_left_BKY).scatter_(2, self.order_BKY, is_left_BKY)
 
 
 class Clusters(Index):
@@ -117,75 +63,159 @@ class Clusters(Index):
 
     def __init__(self, view: PromptView, how: Clustering) -> None:
         super().__init__(view.k_BKnH.shape[2])
-        self._how, self._scaling, self._softcap = how, view.scaling, view.softcap
+        self._how, self._scaling, self._softcap, self._pads = how, view.scaling, view.softcap, list(view.pads)
         k_BKnH, v_BKnV = view.k_BKnH, view.v_BKnV if how.has_values else view.v_BKnV[..., :0]
         clustered = max(0, self.num_slots - how.alone_last)
-        self._made = Made.rows(
-            [
-                self._of_row(k_BKnH[rows, :, :clustered], v_BKnV[rows, :, :clustered], pad=min(pad, clustered))
-                for rows, pad in rows_by_pad(view.pads)
-            ]
+        made = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads)
+        self._arrange(made, k_BKnH[:, :, clustered:], v_BKnV[:, :, clustered:])
+
+    def _arrange(self, made: Made, k_BKWH: Tensor, v_BKWV: Tensor) -> None:
+        """Take over new clusters and the tokens after them, which are alone."""
+        self._of_BKn, self._num_made, self._num_alone = made.of_BKn, made.sizes_BKP.shape[2], k_BKWH.shape[2]
+        batch, heads, num_clustered = made.of_BKn.shape
+        most = self._how.alone_last + self._how.block
+        # Means of clusters, then the tokens after them, with room for more: compared with a query in one product.
+        self._k_BKTH = torch.cat([made.means_BKPH, k_BKWH], dim=2)
+        self._v_BKTV = torch.cat([made.values_BKPV, v_BKWV], dim=2)
+        of_BKn = made.of_BKn.clone()
+        for row, num_pads in enumerate(self._pads):  # padding comes after all clusters
+            of_BKn[row, :, :num_pads] = self._num_made
+        alone_T = torch.arange(num_clustered, num_clustered + most, device=of_BKn.device).expand(batch, heads, -1)
+        # Slots by cluster, the latest of each first, and where each cluster begins among them.
+        sorted_BKn = num_clustered - 1 - of_BKn.flip(2).argsort(dim=2, stable=True)
+        self._members_BKX = torch.cat([sorted_BKn, alone_T], dim=2).int()
+        begins_BKP = (made.sizes_BKP.cumsum(dim=2) - made.sizes_BKP).long()
+        self._begins_BKX = torch.cat([begins_BKP, alone_T], dim=2)
+        self._sizes_BKX = torch.cat([made.sizes_BKP, torch.ones_like(alone_T, dtype=made.sizes_BKP.dtype)], dim=2)
+
+    @property
+    def _made(self) -> Made:
+        """The clusters as they were made, as views."""
+        made = slice(self._num_made)
+        return Made(
+            means_BKPH=self._k_BKTH[:, :, made],
+            values_BKPV=self._v_BKTV[:, :, made],
+            sizes_BKP=self._sizes_BKX[:, :, made],
+            of_BKn=self._of_BKn,
         )
-        self._k_BKWH, self._v_BKWV = (x[:, :, clustered:].clone() for x in (k_BKnH, v_BKnV))
 
     @property
     def num_bytes(self) -> int:
-        made = self._made
-        held = made.means_BKPH, made.values_BKPV, made.sizes_BKP, made.of_BKn, self._k_BKWH, self._v_BKWV
+        held = self._k_BKTH, self._v_BKTV, self._of_BKn, self._members_BKX, self._begins_BKX, self._sizes_BKX
         return sum(each.nbytes for each in held)
 
+    @property
+    def scored_bytes(self) -> int:
+        """Bytes of the keys that a query is compared with, and of their values if these are estimated."""
+        end = self._num_made + self._num_alone
+        return self._k_BKTH[:, :, :end].nbytes + self._v_BKTV[:, :, :end].nbytes
+
+    @property
+    def _k_BKWH(self) -> Tensor:  # noqa: N802
+        """Keys of the tokens after all clusters."""
+        return self._k_BKTH[:, :, self._num_made : self._num_made + self._num_alone]
+
+    @property
+    def _v_BKWV(self) -> Tensor:  # noqa: N802
+        """Their values, of dim 0 if values are not kept."""
+        return self._v_BKTV[:, :, self._num_made : self._num_made + self._num_alone]
+
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        how = self._how
+        how, begin, end = self._how, self._num_alone, self._num_alone + k_BKCH.shape[2]
+        v_BKCV = v_BKCV if how.has_values else v_BKCV[..., :0]
         self.num_slots += k_BKCH.shape[2]
-        k_BKWH = torch.cat([self._k_BKWH, k_BKCH], dim=2)
-        v_BKWV = torch.cat([self._v_BKWV, v_BKCV if how.has_values else v_BKCV[..., :0]], dim=2)
-        taken = max(0, (k_BKWH.shape[2] - how.alone_last) // how.block * how.block)
-        if taken:
-            blocks = zip(
-                k_BKWH[:, :, :taken].split(how.block, 2), v_BKWV[:, :, :taken].split(how.block, 2), strict=True
-            )
-            self._made = Made.joined([self._made, *(self._clustered(k, v) for k, v in blocks)])
-        self._k_BKWH, self._v_BKWV = k_BKWH[:, :, taken:], v_BKWV[:, :, taken:]
-        if taken:
-            self._k_BKWH, self._v_BKWV = self._k_BKWH.clone(), self._v_BKWV.clone()
+        if end < how.alone_last + how.block:
+            new = slice(self._num_made + begin, self._num_made + end)
+            if new.stop > self._k_BKTH.shape[2]:
+                more = 0, 0, 0, new.stop + NEW_ROOM - self._k_BKTH.shape[2]
+                self._k_BKTH, self._v_BKTV = pad(self._k_BKTH, more), pad(self._v_BKTV, more)
+            self._k_BKTH[:, :, new], self._v_BKTV[:, :, new], self._num_alone = k_BKCH, v_BKCV, end
+            return
+        k_BKWH, v_BKWV = torch.cat([self._k_BKWH, k_BKCH], dim=2), torch.cat([self._v_BKWV, v_BKCV], dim=2)
+        num_clustered = self._of_BKn.shape[2]
+        first = min(end - how.alone_last, max(0, max(self._pads) + how.alone_first - num_clustered))
+        parts = [self._made, alone(k_BKWH[:, :, :first], v_BKWV[:, :, :first])]
+        for row, num_pads in enumerate(self._pads):
+            parts[1].sizes_BKP[row, :, : max(0, num_pads - num_clustered)] = 0
+        last = first + max(0, end - how.alone_last - first) // how.block * how.block
+        for start in range(first, last, how.block):
+            block = slice(start, start + how.block)
+            parts.append(how.clustered(k_BKWH[:, :, block], v_BKWV[:, :, block]))
+        self._arrange(Made.joined(parts), k_BKWH[:, :, last:], v_BKWV[:, :, last:])
+
+    def fork(self, stored: Callable[[], Tensor]) -> Self:
+        other = copy.copy(self)
+        other._k_BKTH, other._v_BKTV = self._k_BKTH.clone(), self._v_BKTV.clone()
+        return other
 
     @property
     def num_alone(self) -> int:
         """Number of last tokens that are alone."""
-        return self._k_BKWH.shape[2]
+        return self._num_alone
 
     @property
     def of_BKn(self) -> Tensor:  # noqa: N802
         """Cluster (B, K, n) of each slot; any one for padding."""
-        batch, heads, num_clustered = self._made.of_BKn.shape
-        num_made, num_alone = self._made.sizes_BKP.shape[2], self.num_slots - num_clustered
-        alone_W = torch.arange(num_made, num_made + num_alone, device=self._k_BKWH.device)
-        return torch.cat([self._made.of_BKn, alone_W.expand(batch, heads, -1)], dim=2)
+        batch, heads, num_clustered = self._of_BKn.shape
+        end = self._num_made + self.num_slots - num_clustered
+        alone_W = torch.arange(self._num_made, end, device=self._k_BKTH.device)
+        return torch.cat([self._of_BKn.long(), alone_W.expand(batch, heads, -1)], dim=2)
 
     def sizes_BKY(self, slots: Slots) -> Tensor:  # noqa: N802
         """Number of tokens (B, K, Y) of each cluster, 0 where there is none."""
-        sizes_BKP = self._made.sizes_BKP
-        sizes_BKW = sizes_BKP.new_ones(*sizes_BKP.shape[:2], self._k_BKWH.shape[2])
-        for row, num_pads in enumerate(slots.pads):
-            sizes_BKW[row, :, : max(0, num_pads - self._made.of_BKn.shape[2])] = 0
-        return torch.cat([sizes_BKP, sizes_BKW], dim=2)
+        num_made, num_clustered = self._num_made, self._of_BKn.shape[2]
+        sizes_BKY = self._sizes_BKX[:, :, : num_made + self._num_alone]
+        if max(slots.pads) > num_clustered:
+            sizes_BKY = sizes_BKY.clone()
+            for row, num_pads in enumerate(slots.pads):
+                sizes_BKY[row, :, num_made : num_made + max(0, num_pads - num_clustered)] = 0
+        return sizes_BKY
 
     def scores(self, q_BNH: Tensor, sizes_BKY: Tensor) -> Tensor:
         """Scores (B, K, G, Y) of the mean keys, scaled, in at least float32; minus infinity where there is no token."""
-        return self.scores_of(q_BNH, self._made.means_BKPH, sizes_BKY)
+        return self.scores_of(q_BNH, self._k_BKTH[:, :, : sizes_BKY.shape[2]], sizes_BKY)
 
-    def scores_of(self, q_BNH: Tensor, means_BKPH: Tensor, sizes_BKY: Tensor) -> Tensor:
-        """`scores` of these mean keys and, after them, of the tokens that are alone."""
-        q_BKGH = q_BNH.unflatten(1, (sizes_BKY.shape[1], -1)) * self._scaling
-        scores_BKGY = torch.cat([q_BKGH @ means_BKPH.mT, q_BKGH @ self._k_BKWH.mT], dim=3)
+    def scores_of(self, q_BNH: Tensor, k_BKYH: Tensor, sizes_BKY: Tensor) -> Tensor:
+        """`scores` of these keys."""
+        batch, heads, _ = sizes_BKY.shape
+        q_XGH = q_BNH.reshape(batch * heads, -1, q_BNH.shape[2]) * self._scaling
+        scores_BKGY = q_XGH.bmm(k_BKYH.flatten(0, 1).mT).unflatten(0, (batch, heads))
         scores_BKGY = scores_BKGY.to(torch.promote_types(scores_BKGY.dtype, torch.float32))
         return scores_BKGY.masked_fill_((sizes_BKY == 0).unsqueeze(2), -torch.inf)
 
-    def need_of_slots(self, need_BKY: Tensor) -> Tensor:
-        """Need (B, K, n), float64, of each slot: its cluster's place from the last to the best, later tokens first."""
-        place_BKY = need_BKY.argsort(dim=-1, stable=True).argsort(dim=-1).double()
-        within_n = torch.arange(self.num_slots, device=need_BKY.device, dtype=torch.float64) / (2 * self.num_slots)
-        return place_BKY.take_along_dim(self.of_BKn, dim=2) + within_n
+    def mark(self, need_BKY: Tensor, slots: Slots, *, sinks: int, recent: int) -> None:
+        """Set the need of the clusters of the first and last tokens, which are alone in them, to infinity."""
+        if slots.positions_BKn is None and not any(slots.pads):
+            need_BKY[..., :sinks] = torch.inf
+            need_BKY[..., max(0, need_BKY.shape[2] - recent) :] = torch.inf
+            return
+        need_BKn = need_BKY.new_full((*need_BKY.shape[:2], self.num_slots), -torch.inf)
+        slots.mark(need_BKn, sinks=sinks, recent=recent)
+        need_BKY.scatter_reduce_(2, self.of_BKn, need_BKn, "amax")
+
+    def best_slots(self, ranking: Ranking, num_chosen: int, slots: Slots) -> Choice | None:
+        """The slots of the best clusters, of the last one the latest, then the padding closest to the tokens.
+
+        None: all slots.
+        """
+        if num_chosen == slots.num_slots:
+            return None
+        ends_BKY = ranking.ends_BKY
+        number_m = torch.arange(num_chosen, device=ends_BKY.device, dtype=ends_BKY.dtype)
+        number_BKm = number_m.expand(*ends_BKY.shape[:2], -1)
+        place_BKm = torch.searchsorted(ends_BKY, number_BKm.contiguous(), right=True)
+        is_padded = any(slots.num_slots - pad < num_chosen for pad in slots.pads)
+        if is_padded:
+            place_BKm = place_BKm.clamp_(max=ends_BKY.shape[2] - 1)
+        # Of the cluster at place y tokens come from where it begins on; they are chosen from `ends - sizes` on.
+        ahead_BKY = self._begins_BKX.gather(2, ranking.order_BKY) - (ends_BKY - ranking.sizes_BKY).long()
+        at_BKm = ahead_BKY.gather(2, place_BKm) + number_m.long()
+        if not is_padded:
+            return Choice(slots_BKm=self._members_BKX.gather(2, at_BKm).long())
+        lacking_BKm = number_BKm - ends_BKY[..., -1:]  # from 0 on where there is no further token
+        pads_B11 = torch.tensor(slots.pads, device=ends_BKY.device)[:, None, None]
+        slots_BKm = self._members_BKX.gather(2, at_BKm.clamp_(max=self._members_BKX.shape[2] - 1))
+        return Choice(slots_BKm=torch.where(lacking_BKm < 0, slots_BKm, pads_B11 - 1 - lacking_BKm.long()))
 
     def estimate(self, scores_BKGY: Tensor, sizes_BKY: Tensor, is_estimated_BKY: Tensor) -> tuple[Tensor, Tensor]:
         """Attention to some clusters, as if all of a cluster's tokens had its mean key and value.
@@ -197,55 +227,10 @@ class Clusters(Index):
         """
         if self._softcap is not None:
             scores_BKGY = self._softcap * torch.tanh(scores_BKGY / self._softcap)
-        logits_BKGY = (scores_BKGY + sizes_BKY.log().unsqueeze(2)).masked_fill(
+        logits_BKGY = (scores_BKGY + sizes_BKY.log().unsqueeze(2)).masked_fill_(
             ~is_estimated_BKY.unsqueeze(2), -torch.inf
         )
         lse_BKG = logits_BKGY.logsumexp(dim=-1)
-        weights_BKGY = (logits_BKGY - lse_BKG.unsqueeze(-1)).exp().nan_to_num_(0.0)
-        values_BKYV = torch.cat([self._made.values_BKPV, self._v_BKWV], dim=2)
-        out_BKGV = weights_BKGY @ values_BKYV.to(weights_BKGY.dtype)
+        weights_BKGY = logits_BKGY.sub_(lse_BKG.unsqueeze(-1)).exp_().nan_to_num_(0.0)
+        out_BKGV = weights_BKGY @ self._v_BKTV[:, :, : sizes_BKY.shape[2]].to(weights_BKGY.dtype)
         return out_BKGV.flatten(1, 2), lse_BKG.flatten(1, 2)
-
-    def _of_row(self, k_BKnH: Tensor, v_BKnV: Tensor, *, pad: int) -> Made:
-        """Clusters of the first slots of rows with the same padding."""
-        num_slots = k_BKnH.shape[2]
-        first = min(num_slots, pad + self._how.alone_first)
-        parts = [self._alone(k_BKnH[:, :, pad:first], v_BKnV[:, :, pad:first])]
-        for start in range(first, num_slots, RUN):
-            run = slice(start, min(start + RUN, num_slots))
-            parts.append(self._clustered(k_BKnH[:, :, run], v_BKnV[:, :, run]))
-        made = Made.joined(parts)
-        made.of_BKn = torch.cat([made.of_BKn.new_zeros(*made.of_BKn.shape[:2], pad), made.of_BKn], dim=2)
-        return made
-
-    def _alone(self, k_BKnH: Tensor, v_BKnV: Tensor) -> Made:
-        """A cluster for each token."""
-        shape = k_BKnH.shape[:3]
-        of_BKn = torch.arange(shape[2], device=k_BKnH.device).expand(shape)
-        sizes_BKn = k_BKnH.new_ones(shape, dtype=torch.float32)
-        return Made(means_BKPH=k_BKnH, values_BKPV=v_BKnV, sizes_BKP=sizes_BKn, of_BKn=of_BKn)
-
-    def _clustered(self, k_BKnH: Tensor, v_BKnV: Tensor) -> Made:
-        """Clusters of similar keys."""
-        batch, heads, num_tokens, _ = k_BKnH.shape
-        num_clusters = -(-num_tokens // self._how.size)
-        k_XnH, v_XnV = k_BKnH.flatten(0, 1), v_BKnV.flatten(0, 1)
-        compared_XnH = k_XnH - k_XnH.mean(dim=1, keepdim=True) if self._how.centred else k_XnH
-        of_Xn = spherical_k_means(compared_XnH, num_clusters, self._how.iterations)
-        wide = torch.promote_types(k_BKnH.dtype, torch.float32)
-        sizes_Xp = _sums(k_XnH.new_ones(*of_Xn.shape, 1, dtype=torch.float32), of_Xn, num_clusters).squeeze(-1)
-        means_XpH, values_XpV = (
-            (_sums(x.to(wide), of_Xn, num_clusters) / sizes_Xp.clamp_min(1).unsqueeze(-1)).to(x.dtype)
-            for x in (k_XnH, v_XnV)
-        )
-        return Made(
-            means_BKPH=means_XpH.unflatten(0, (batch, heads)),
-            values_BKPV=values_XpV.unflatten(0, (batch, heads)),
-            sizes_BKP=sizes_Xp.unflatten(0, (batch, heads)),
-            of_BKn=of_Xn.unflatten(0, (batch, heads)),
-        )
-
-
-def rows_by_pad(pads: Sequence[int]) -> list[tuple[slice, int]]:
-    """Rows with the same padding: all at once if none is padded, else one by one."""
-    return [(slice(row, row + 1), pad) for row, pad in enumerate(pads)] if any(pads) else [(slice(None), 0)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.clusters import Made, spherical_k_means
+from policies.k_means import Made, spherical_k_means
 
 ITERATIONS = 20
 """Of k-means over the means of clusters."""

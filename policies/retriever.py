@@ -408,22 +408,25 @@ def need_of_group(scores_BKGX: Tensor, group: Group, sizes_BKX: Tensor | None = 
     return probabilities_BKGX.mean(dim=2) if group is Group.mean else probabilities_BKGX.amax(dim=2)
 
 
-def num_needed(need_BKn: Tensor, least: float, slots: Slots) -> int:
+def num_needed(need_BKX: Tensor, least: float, slots: Slots, sizes_BKX: Tensor | None = None) -> int:
     """Number of slots of a KV head whose need is at least `least`: the mean over the model's heads, rounded up.
 
     Of several rows, that of the row with most.
 
     Args:
         slots: the slots that are needed.
+        sizes_BKX: number of slots that share a need; None is one.
     """
-    num_heads = need_BKn.shape[1]
-    if need_BKn.device.type == "cpu":  # torch takes three times as long
-        counts = [int(np.count_nonzero(row_Kn.numpy() >= least)) for row_Kn in need_BKn]
+    num_heads = need_BKX.shape[1]
+    if sizes_BKX is not None:
+        counts_B = (sizes_BKX * (need_BKX >= least)).sum(dim=(1, 2))
+    elif need_BKX.device.type == "cpu":  # torch takes three times as long
+        counts = [int(np.count_nonzero(row_KX.numpy() >= least)) for row_KX in need_BKX]
         if slots.mean_over_shares is None:
             return -(-max(counts) // num_heads)
         counts_B = torch.tensor(counts)
     else:
-        counts_B = (need_BKn >= least).sum(dim=(1, 2))
+        counts_B = (need_BKX >= least).sum(dim=(1, 2))
     mean_B = counts_B.double() / num_heads
     if slots.mean_over_shares is not None:
         mean_B = slots.mean_over_shares(mean_B)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from policies.base import require
 from policies.clusterkv import ClusterKV
-from policies.clusters import Clustering, Clusters
-from policies.retriever import Choice, Group, Index, Rest, Slots, most_needed, need_of_group
+from policies.clusters import Clusters, Ranking
+from policies.k_means import Clustering
+from policies.retriever import Choice, Group, Index, Rest, Slots, need_of_group
 
 
 @dataclass(kw_only=True)
@@ -58,13 +59,12 @@ class RetroInfer(ClusterKV):
         sizes_BKY = index.sizes_BKY(slots)
         scores_BKGY = index.scores(q_BNH, sizes_BKY)
         need_BKY = need_of_group(scores_BKGY.clone(), self.group, sizes_BKY)
-        need_BKn = index.need_of_slots(need_BKY)
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        choice = most_needed(need_BKn, self.num_chosen(slots), slots)
+        index.mark(need_BKY, slots, sinks=self.sinks, recent=self.recent)
+        ranking, num_chosen = Ranking.by(need_BKY, sizes_BKY), self.num_chosen(slots)
+        choice = index.best_slots(ranking, num_chosen, slots)
         if choice is None or not self.estimates_rest:
             return choice
-        is_left_BKY = torch.ones_like(sizes_BKY, dtype=torch.bool)
-        is_left_BKY.scatter_(2, index.of_BKn.take_along_dim(choice.slots_BKm, dim=2), False)
+        is_left_BKY = ranking.is_left(num_chosen)
         if self.estimate < 1:
             number = round(self.estimate * sizes_BKY.shape[2])
             best_BKp = need_BKY.masked_fill(~is_left_BKY, -torch.inf).topk(number, dim=-1).indices

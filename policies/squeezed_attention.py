@@ -20,7 +20,8 @@ from torch import Tensor
 
 from policies.base import Budget, require, require_least
 from policies.clusterkv import ClusterKV
-from policies.retriever import Choice, Group, Index, PromptView, Slots, most_needed, num_needed
+from policies.clusters import Ranking
+from policies.retriever import Choice, Group, Index, PromptView, Slots, num_needed
 from policies.threshold_clusters import ThresholdClusters, Thresholds
 
 
@@ -82,7 +83,9 @@ class SqueezedAttention(ClusterKV):
         assert isinstance(index, ThresholdClusters)
         if self.fetch is not None:
             return super().choose(index, q_BNH, slots)
-        score_BKn = index.slot_scores(q_BNH, slots).double() - index.least_BK.unsqueeze(2)
-        slots.mark(score_BKn, sinks=self.sinks, recent=self.recent)
-        wanted = min(num_needed(score_BKn, 0.0, slots), int(self.max_fetch * slots.num_slots))
-        return most_needed(score_BKn, self.num_chosen(slots, wanted), slots)
+        sizes_BKY = index.sizes_BKY(slots)
+        score_BKY = index.needs(q_BNH, slots).double() - index.least_BK.unsqueeze(2)
+        index.mark(score_BKY, slots, sinks=self.sinks, recent=self.recent)
+        needed = num_needed(score_BKY, 0.0, slots, sizes_BKY)
+        num_chosen = self.num_chosen(slots, min(needed, int(self.max_fetch * slots.num_slots)))
+        return index.best_slots(Ranking.by(score_BKY, sizes_BKY), num_chosen, slots)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.clusters import Clustering, Clusters
+from policies.clusters import Clusters
 from policies.coarse_clusters import CoarseClusters
+from policies.k_means import Clustering
 from policies.retriever import Group, PromptView, Slots, need_of_group
 
 
@@ -80,14 +81,17 @@ class ThresholdClusters(Clusters):
             _set_quantile(self.least_BK, self.thresholds.quantile, self.slot_scores(q_BNH, slots), slots.pads, same)
 
     def slot_scores(self, q_BNH: Tensor, slots: Slots) -> Tensor:
-        """Score (B, K, n) of each slot's cluster by these queries; -1 where its coarse cluster is below its threshold.
+        """Score (B, K, n) of each slot's cluster by these queries, see `needs`."""
+        return self.needs(q_BNH, slots).take_along_dim(self.of_BKn, dim=2)
 
-        The score of a cluster is its probability among the clusters that are compared, divided by its tokens.
+    def needs(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+        """Score (B, K, Y) of each cluster by these queries; -1 where its coarse cluster is below its threshold.
+
+        It is the cluster's probability among the clusters that are compared, divided by its tokens.
         """
         sizes_BKY, group = self.sizes_BKY(slots), self.thresholds.group
         if self.coarse is None:
-            need_BKY = need_of_group(self.scores(q_BNH, sizes_BKY), group, sizes_BKY)
-            return need_BKY.take_along_dim(self.of_BKn, dim=2)
+            return need_of_group(self.scores(q_BNH, sizes_BKY), group, sizes_BKY)
         num_made, stays_BKP = self.coarse.of_BKP.shape[2], self._stays(self.coarse, q_BNH, slots)
         # As many clusters for each head as for the head with most; the others of a head have no probability.
         index_BKm = stays_BKP.byte().argsort(dim=2, descending=True, stable=True)
@@ -95,10 +99,11 @@ class ThresholdClusters(Clusters):
         sizes_BKm = (sizes_BKY[..., :num_made] * stays_BKP).take_along_dim(index_BKm, dim=2)
         sizes_BKx = torch.cat([sizes_BKm, sizes_BKY[..., num_made:]], dim=2)
         means_BKmH = self._made.means_BKPH.take_along_dim(index_BKm.unsqueeze(3), dim=2)
-        need_BKx = need_of_group(self.scores_of(q_BNH, means_BKmH, sizes_BKx), group, sizes_BKx)
+        k_BKxH = torch.cat([means_BKmH, self._k_BKWH], dim=2)
+        need_BKx = need_of_group(self.scores_of(q_BNH, k_BKxH, sizes_BKx), group, sizes_BKx)
         need_BKm, need_BKW = need_BKx.masked_fill_(sizes_BKx == 0, -1).split([index_BKm.shape[2], self.num_alone], 2)
         need_BKP = torch.full_like(stays_BKP, -1, dtype=need_BKm.dtype).scatter_(2, index_BKm, need_BKm)
-        return torch.cat([need_BKP, need_BKW], dim=2).take_along_dim(self.of_BKn, dim=2)
+        return torch.cat([need_BKP, need_BKW], dim=2)
 
     def compared_share(self, q_BNH: Tensor, slots: Slots) -> float:
         """Share of the clusters' means that are read for a query, coarse ones counted as well."""
@@ -117,7 +122,7 @@ class ThresholdClusters(Clusters):
         assert self.coarse is not None
         alone_BKW = self.sizes_BKY(slots)[..., self.coarse.of_BKP.shape[2] :]
         sizes_BKx = torch.cat([self.coarse.sizes_BKZ, alone_BKW], dim=2)
-        scores_BKGx = self.scores_of(q_BNH, self.coarse.means_BKZH, sizes_BKx)
+        scores_BKGx = self.scores_of(q_BNH, torch.cat([self.coarse.means_BKZH, self._k_BKWH], dim=2), sizes_BKx)
         return need_of_group(scores_BKGx, self.thresholds.group, sizes_BKx).double()
 
     def _coarse_of_slots(self) -> Tensor:

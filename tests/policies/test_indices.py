@@ -139,12 +139,21 @@ def test_similar_keys_share_a_cluster() -> None:
             assert len({at // 7 % 3 for at in range(2, 38) if of_BKn[0, head, at] == cluster}) == 1
 
 
+@pytest.mark.parametrize("first", [40, 29, 14], ids=["prompt", "appended", "short_prompt"])
 @pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])
-def test_clusters_are_taken_whole_until_the_budget_is_full(pads: list[int]) -> None:
-    """Best first, and the last one cut: the budget exactly, each token once."""
+def test_clusters_are_taken_whole_until_the_budget_is_full(pads: list[int], first: int) -> None:
+    """Best first, and the last one cut: the budget exactly, each token once.
+
+    After blocks, too, of a prompt that is shorter than sinks and recent tokens. Fails if a block takes sinks in, or if
+    clusters of blocks begin where those before do.
+    """
     given, q_BNH = view(40, pads), drawn(len(pads), KV_HEADS * GROUP, DIM, seed=7)
     chooses = ClusterKV(cluster=5, iterations=4, block=6, sinks=2, recent=3, fetch=17)
-    index, slots = chooses.index(given), slots_of(40, pads)
+    first = min(first, 4) if pads == [0] and first < 20 else first
+    begun = replace(given, k_BKnH=given.k_BKnH[:, :, :first], v_BKnV=given.v_BKnV[:, :, :first])
+    index, slots = chooses.index(begun), slots_of(40, pads)
+    for part in given.k_BKnH[:, :, first:].split(5, dim=2):
+        index.append(part, part[..., :VALUE_DIM])
     choice = chooses.choose(index, q_BNH, slots)
     assert choice is not None and choice.slots_BKm.shape == (len(pads), KV_HEADS, 17)
     scores = scores_of(q_BNH, torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2), [0] * len(pads))
