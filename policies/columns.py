@@ -1,7 +1,7 @@
 """Keys by columns: an index from which the scores of one query are sums of whole columns of all keys."""
 
 # Legend: B batch, K kv heads, G query heads of one KV head, n slots, m kept ones, C new tokens, H key dim,
-# r columns of the index, c some of them, T slots with room.
+# r columns of the index, c some of them, T slots with room, X heads, or columns, of all rows.
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from policies.retriever import Index
+
+FEW_QUERIES = 8
+"""Most queries of a KV head that sum some columns where they are, rather than multiply a copy of these."""
 
 
 class Columns(Index):
@@ -66,9 +70,20 @@ class Columns(Index):
         Args:
             columns_BKc: the columns of which queries are given; None is all.
         """
-        keys_BKrT = self._keys_BKrT
+        batch, heads, width, room = self._keys_BKrT.shape
+        keys_XrT = self._keys_BKrT.flatten(0, 1)
         if columns_BKc is not None:
-            keys_BKrT = keys_BKrT.take_along_dim(columns_BKc[..., None], dim=2)
-        products_XGn = q_BKGr.flatten(0, 1).bmm(keys_BKrT.flatten(0, 1)[..., : self.num_slots])
-        products_BKGn = products_XGn.unflatten(0, q_BKGr.shape[:2])
-        return products_BKGn.to(torch.promote_types(products_BKGn.dtype, torch.float32))
+            first_BK1 = torch.arange(0, batch * heads * width, width, device=q_BKGr.device).view(batch, heads, 1)
+            rows_BKc, keys_XT = columns_BKc + first_BK1, self._keys_BKrT.view(-1, room)
+            if q_BKGr.shape[2] <= FEW_QUERIES:
+                rows_Xc, weights_Xc = rows_BKc.unsqueeze(2).expand(q_BKGr.shape).flatten(0, 2), q_BKGr.flatten(0, 2)
+                products_XT = embedding_bag(rows_Xc, keys_XT, mode="sum", per_sample_weights=weights_Xc)
+                return _wide(products_XT.view(*q_BKGr.shape[:3], room)[..., : self.num_slots])
+            keys_XrT = keys_XT[rows_BKc.flatten(0, 1)]
+        products_XGn = q_BKGr.flatten(0, 1).bmm(keys_XrT[..., : self.num_slots])
+        return _wide(products_XGn.unflatten(0, (batch, heads)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """`x` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -53,6 +53,11 @@ class LargeDims(Columns):
         return super().num_bytes + self._sum_BKV.nbytes + self._count_B11.nbytes
 
     @property
+    def num_dims(self) -> int:
+        """Number of dims of the keys."""
+        return self._keys_BKrT.shape[2]
+
+    @property
     def mean_BKV(self) -> Tensor:  # noqa: N802
         """Mean value."""
         return self._sum_BKV / self._count_B11.clamp_min(1)  # a rank may have no token of a row
@@ -109,15 +114,20 @@ class SparQ(Retriever):
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, LargeDims)
         scores_BKGn = without_padding(index.scores(q_BNH, self.dims), slots)
-        need_BKn = need_of_group(scores_BKGn.clone(), self.group)
+        # Only the rule of `union` overwrites the scores.
+        need_BKn = need_of_group(scores_BKGn.clone() if self.group is Group.union else scores_BKGn, self.group)
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         choice = most_needed(need_BKn, self.num_chosen(slots), slots)
         if choice is None or not self.estimates_rest:
             return choice
-        chosen_BKGm = scores_BKGn.take_along_dim(choice.slots_BKm.unsqueeze(2), dim=3)
-        more_BKG = (scores_BKGn.logsumexp(dim=-1) - chosen_BKGm.logsumexp(dim=-1)).clamp_min(0)  # -log alpha
+        # Weights relative to the largest of each head: exponentials of all scores are most of a choice's time.
+        weights_BKGn = scores_BKGn.sub_(scores_BKGn.amax(dim=-1, keepdim=True)).exp_()
+        slots_BKGm = choice.slots_BKm.unsqueeze(2).expand(*weights_BKGn.shape[:3], -1)
+        chosen_BKG, all_BKG = weights_BKGn.gather(3, slots_BKGm).sum(dim=-1), weights_BKGn.sum(dim=-1)
+        least = torch.finfo(chosen_BKG.dtype).tiny
         # log((1 - alpha) / alpha); nan: nothing to choose from
-        ratio_BKG = (more_BKG + (-more_BKG).expm1().neg().log()).nan_to_num(-torch.inf, neginf=-torch.inf)
+        ratio_BKG = (all_BKG - chosen_BKG).clamp_min(0).log() - chosen_BKG.clamp_min(least).log()
+        ratio_BKG = ratio_BKG.nan_to_num_(-torch.inf, neginf=-torch.inf)
         out_BKGV = index.mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
         rest = Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=ratio_BKG.flatten(1, 2), is_relative=True)
         return Choice(slots_BKm=choice.slots_BKm, rest=rest)
