@@ -12,19 +12,25 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy
+from policies.clusters import Clusters
 from policies.exact_topk import ExactTopK
 from policies.offload import Offload
+from policies.retriever import Index, Retriever
+from policies.sparq import LargeDims, SparQ
 from runahead import Model
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
 from runahead.conversation import Conversation
 from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 
 LAST_TOKENS = 512
 """Number of last prompt tokens that are computed again for every policy; indices are made of their queries."""
+NUM_CENTRES = 256
+"""Number of computed tokens around which the keys and values of a filled prompt are drawn."""
 
 
 class RetrievedPrompt:
@@ -37,6 +43,26 @@ class RetrievedPrompt:
         if len(ids) > LAST_TOKENS:
             self._start.feed(torch.tensor([self.ids[:-LAST_TOKENS]]), cut_back=False)
 
+    @classmethod
+    def filled(cls, model: Model, ids: Sequence[int]) -> RetrievedPrompt:
+        """A prompt whose keys and values, but for the last `LAST_TOKENS` tokens, are drawn: for timing, in seconds.
+
+        Keys are drawn around the keys of a few tokens that the model did compute, so that they form clusters.
+        """
+        prompt = cls(model, ids[:LAST_TOKENS])
+        prompt.ids, start = list(ids), prompt._start
+        num_drawn = len(ids) - LAST_TOKENS
+        start.feed(torch.tensor([prompt.ids[: min(NUM_CENTRES, num_drawn)]]), cut_back=False)
+        assert start.cache is not None
+        num_new, random = num_drawn - start.num_tokens, torch.Generator().manual_seed(0)
+        tokens = NewTokens(start.num_tokens, start.pads)
+        for layer in start.cache.layers:
+            like_BKSX = layer.kv_BKnX()[:, :, torch.randint(layer.num_slots, (num_new,), generator=random)]
+            kv_BKSX = like_BKSX + 0.5 * like_BKSX.std() * torch.randn(like_BKSX.shape, generator=random)
+            layer.append(kv_BKSX[..., : layer.shape.key_dim], kv_BKSX[..., layer.shape.key_dim :], tokens)
+        start.rows, start.num_tokens = [prompt.ids[:num_drawn]], num_drawn
+        return prompt
+
     def under(self, policy: Policy) -> Conversation:
         """A conversation after the prompt, as if it had been under this policy from the start."""
         conversation = Conversation(self.model, RankPolicies.everywhere([policy]))
@@ -45,7 +71,7 @@ class RetrievedPrompt:
             assert shared.cache is not None
             conversation.pads, conversation.rows, conversation.num_tokens = shared.pads, shared.rows, shared.num_tokens
             fresh = RankPolicies.everywhere([policy]).cache(self.model, batch=1)
-            fresh.layers = shared.cache.layers
+            fresh.layers[:] = shared.cache.layers  # in place: indices find slots in the same list
             conversation.cache = fresh
         conversation.feed(torch.tensor([self.ids[-LAST_TOKENS:]]))
         return conversation
@@ -140,7 +166,7 @@ def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
         fetched = int(stored * (1.0 if share is None else share))
         device += fetched
         if found is not None:
-            device += found.index.num_bytes
+            device += read_bytes(retrieval.policy, found.index)
             if retrieval.policy.looks_ahead_on(model.device) and retrieval.policy.asks:
                 heads = model.config.num_attention_heads
                 device += model.config.hidden_size * heads * shape.key_dim * shape.dtype.itemsize
@@ -150,6 +176,13 @@ def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
                 device += 0 if kept.on_host else keys
         link += fetched if kept.on_host else 0
     return device, link
+
+
+def read_bytes(policy: Retriever, index: Index) -> int:
+    """Bytes of an index that one choice reads."""
+    if isinstance(policy, SparQ) and isinstance(index, LargeDims):
+        return index.num_bytes * min(policy.dims, index.num_dims) // index.num_dims
+    return index.scored_bytes if isinstance(index, Clusters) else index.num_bytes
 
 
 def turn_of(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:

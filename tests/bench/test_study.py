@@ -42,6 +42,7 @@ STUDIES = (
     "squeezed.levels",
     "retrieval_decode",
     "retrieval_quality",
+    "retrieved_turn",
     "scale",
     "second_question",
     "serving",
