@@ -25,6 +25,9 @@ from policies.retriever import (
     without_padding,
 )
 
+PART = 1024
+"""Keys that are scored at once on a CPU."""
+
 
 class StoredKeys(Index):
     """Index that computes scores from the keys in the pool itself."""
@@ -39,7 +42,10 @@ class StoredKeys(Index):
     def scores(self, q_BNH: Tensor) -> Tensor:
         """Scaled scores (B, K, G, n), in at least float32."""
         k_BKnH = self._stored()
-        scores_BKGn = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling @ k_BKnH.transpose(-1, -2)
+        q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling
+        # On a CPU the product with keys that lie beside values takes half the time in parts that fit into its cache.
+        parts = k_BKnH.split(PART if k_BKnH.device.type == "cpu" else max(1, k_BKnH.shape[2]), dim=2)
+        scores_BKGn = torch.cat([q_BKGH @ part.transpose(-1, -2) for part in parts], dim=3)
         return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
 
 
