@@ -1,7 +1,7 @@
 """A second turn after a long prompt: its time and loss if it retrieves, beside reading all keys and values.
 
-    python -m benchmarks.studies.retrieved_turn --length 8000
-    python -m benchmarks.studies.retrieved_turn --draw-only
+    python -m benchmarks.studies.retrieval.retrieved_turn --length 8000
+    python -m benchmarks.studies.retrieval.retrieved_turn --draw-only
 
 The turn repeats a passage of the prompt, so that its loss in nats per token (copy-NLL) tells whether the passage was
 found. Every round is a turn with another passage, after the same prompt, in a fork of the conversation that has memory
@@ -115,7 +115,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="retrieved_turn",
+    name="retrieval.retrieved_turn",
     text=__doc__,
     has="policy",
     measure=measure,

@@ -1,8 +1,8 @@
 """Decoding time per token over the prompt's length: retrieving policies against the full cache.
 
-    python -m benchmarks.studies.retrieval_decode --lengths 1024 2048 4096 8000
-    python -m benchmarks.studies.retrieval_decode --filled --lengths 32000 --policies "sparq, 10%"
-    python -m benchmarks.studies.retrieval_decode --draw-only
+    python -m benchmarks.studies.retrieval.retrieval_decode --lengths 1024 2048 4096 8000
+    python -m benchmarks.studies.retrieval.retrieval_decode --filled --lengths 32000 --policies "sparq, 10%"
+    python -m benchmarks.studies.retrieval.retrieval_decode --draw-only
 
 The bound is in bytes, since a step of one token reads each of them once: weights and the whole KV cache for the full
 cache; weights, what a choice reads of its index, the query projections once more for predictions, and the fetched keys
@@ -108,13 +108,11 @@ def measure(run: Run) -> Iterator[Line]:
 
 
 def latest(found: list[Line]) -> dict[int, dict[str, Line]]:
-    """The last line of each policy by length. Earlier versions have the full cache in a line of its own alone."""
-    full = {(line["date"], line["length"]): line for line in found if line["policy"] == FULL}
+    """The last line of each policy by length. Earlier versions, on another machine, have no times of the full cache."""
     of: dict[int, dict[str, Line]] = {}
     for line in found:
-        beside = full.get((line["date"], line["length"]), line)
-        line = {"full_tpot_s": beside["tpot_s"], "full_bytes": beside["bytes"]} | line
-        of.setdefault(line["length"], {})[line["policy"]] = line
+        if "full_tpot_s" in line:
+            of.setdefault(line["length"], {})[line["policy"]] = line
     return {length: of[length] for length in sorted(of)}
 
 
@@ -166,7 +164,7 @@ def picture(found: list[Line]) -> bytes:
 
 
 STUDY = Study(
-    name="retrieval_decode",
+    name="retrieval.retrieval_decode",
     text=__doc__,
     has="policy",
     measure=measure,
