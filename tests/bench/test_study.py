@@ -39,7 +39,7 @@ STUDIES = (
     "ranks.sharded_decode",
     "ranks.split_quality",
     "unequal_heads",
-    "squeezed.levels",
+    "retrieval.squeezed_levels",
     "retrieval.retrieval_decode",
     "retrieval_quality",
     "retrieval.retrieved_turn",

@@ -1,6 +1,6 @@
 """Squeezed Attention on one level of clusters and on two: what a choice costs and finds, and what renewing costs.
 
-    python -m benchmarks.studies.squeezed.levels --lengths 2000 8000
+    python -m benchmarks.studies.retrieval.squeezed_levels --lengths 2000 8000
 
 One prompt, of which indices are made per variant. Then tokens of the text are decoded, and every fourth step measures
 the attention probability of what was fetched. Times are those of all layers together: of a choice, of making an index
@@ -124,7 +124,7 @@ def table(found: list[Line]) -> str:
 
 
 STUDY = Study(
-    name="squeezed_levels",
+    name="retrieval.squeezed_levels",
     text=__doc__,
     has="hit_mass",
     measure=measure,

@@ -1,1 +1,0 @@
-"""A study of Squeezed Attention."""
