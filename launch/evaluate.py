@@ -34,8 +34,8 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
 
   perplexity   perplexity.tokens=2048   perplexity.samples=1   perplexity.chunk=256
                of text that is read in chunks, each with what was kept of those before it
-  copy         copy.passage=128   copy.filler=640   copy.samples=4
-               NLL of a passage that has been read before, with other text between
+  copy         copy.passage=128   copy.filler=640   copy.samples=4   copy.following=0   copy.timed=true
+               NLL of a passage that has been read before, with other text between, and of the text that follows
   passkey      passkey.lengths=[512,1024,2048]   passkey.depths=[0,0.25,0.5,0.75,1]   passkey.samples=1
                passkey.question=separate|with_context   passkey.new_tokens=8
                a number in text that repeats itself; the question is a turn of its own after the thinned context

@@ -278,11 +278,13 @@ class Replay:
         request: text before each chunk; none for a model without a tokenizer.
         chunk_tokens: most tokens of a chunk. It is shorter where the model's positions end.
         sinks: first tokens of the prompt that are among the keys by which a chunk is scored.
+        weighs: whether scores are weighed. Policies of a kind with equal replays score a prompt alike.
     """
 
     request: str
     chunk_tokens: int
     sinks: int
+    weighs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class KVzip(Policy):
 
     @property
     def replay(self) -> Replay:
-        return Replay(request=self.request, chunk_tokens=self.chunk_tokens, sinks=self.sinks)
+        return Replay(request=self.request, chunk_tokens=self.chunk_tokens, sinks=self.sinks, weighs=self.plus)
 
     @property
     def needs_attention_input(self) -> bool:  # type: ignore[override]

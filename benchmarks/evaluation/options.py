@@ -64,14 +64,21 @@ class PerplexityOptions:
 
 @dataclass(kw_only=True)
 class CopyOptions:
-    """Options of copy-NLL: a passage, filler text, and the passage again; lengths in tokens."""
+    """Options of copy-NLL: a passage, filler text, and the passage again; lengths in tokens.
+
+    Attributes:
+        following: tokens of the text that follow the filler, whose loss is measured, too, in place of the passage.
+        timed: generate a few tokens after each sample to measure the time per token.
+    """
 
     passage: int = 128
     filler: int = 640
     samples: int = 4
+    following: int = 0
+    timed: bool = True
 
     def __post_init__(self) -> None:
-        _require_least("copy", self, passage=1, filler=0, samples=1)
+        _require_least("copy", self, passage=1, filler=0, samples=1, following=0)
 
 
 @dataclass(kw_only=True)

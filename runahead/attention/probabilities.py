@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from runahead.attention.answers import Answers
 from runahead.attention.gumbel import gumbel
 from runahead.attention.partial import AttentionTerms
 
@@ -39,6 +40,7 @@ class QuerySignals:
         layer: index of the layer.
         first_head: number of the first of these query heads in the whole model.
         ahead: number of positions -> mean and covariance of the queries there, as expected, if a policy asks for them.
+        answers: what was computed for these queries and keys before, which is not computed again.
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class QuerySignals:
         project: Callable[[int], Tensor] | None = None,
         layer: int = 0,
         first_head: int = 0,
+        answers: Answers | None = None,
     ) -> None:
         assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
         self._project = project
         self._ahead, self._layer, self._first_head = ahead, layer, first_head
-        self._votes: dict[tuple[int, float], Tensor] = {}
+        self._answers = Answers() if answers is None else answers
 
     @property
     def num_kv_heads(self) -> int:
@@ -73,18 +76,21 @@ class QuerySignals:
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Implements `policies.base.Signals.votes`."""
-        asked = num_queries, newest
-        if asked not in self._votes:
-            num_queries = min(num_queries, self._q_BNCH.shape[2])
-            weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
-            if num_queries == 1:
-                weights_w.fill_(newest)
-            voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
-            self._votes[asked] = self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
-        return self._votes[asked]
+        return self._answers.get(("votes", num_queries, newest), partial(self._votes, num_queries, newest))
+
+    def _votes(self, num_queries: int, newest: float) -> Tensor:
+        num_queries = min(num_queries, self._q_BNCH.shape[2])
+        weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
+        if num_queries == 1:
+            weights_w.fill_(newest)
+        voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
+        return self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""
+        return self._answers.get(("received", temperature, seed), partial(self._received, temperature, seed))
+
+    def _received(self, temperature: float, seed: int | None) -> Tensor:
         ones_C = torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device)
         if temperature == 1.0 and seed is None:
             return self._sum_over(ones_C)
@@ -107,7 +113,7 @@ class QuerySignals:
     def neglects(self, num_queries: int) -> Tensor:
         """Implements `policies.base.Signals.neglects`."""
         ones_w = torch.ones(min(num_queries, self._q_BNCH.shape[2]), device=self._q_BNCH.device)
-        return self._sum_over(ones_w, self._neglected)
+        return self._answers.get(("neglects", len(ones_w)), partial(self._sum_over, ones_w, self._neglected))
 
     def projected_lengths(self, order: int = 1) -> Tensor:
         """Implements `policies.base.Signals.projected_lengths`."""

@@ -14,6 +14,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from runahead.attention.answers import Answers
 from runahead.attention.causal import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
@@ -261,12 +262,16 @@ class Conversation:
             (self.cache.settle if cut_back else self.cache.free)(room=0)
         return logits
 
-    def decide(self) -> None:
-        """Let the policy that decides on all layers cut back the first turn, if there is one and it has not yet."""
+    def decide(self, answers: Answers | None = None) -> None:
+        """Let the policy that decides on all layers cut back the first turn, if there is one and it has not yet.
+
+        Args:
+            answers: what other conversations with this prompt have asked of it.
+        """
         assert self.cache is not None
         if not self._is_decided:
             ids_BS = torch.tensor([[0] * pad + ids for pad, ids in zip(self.pads, self.rows, strict=True)])
-            decide_on_prompt(self.model, self.rank_policies, self.cache, ids_BS, self.pads)
+            decide_on_prompt(self.model, self.rank_policies, self.cache, ids_BS, self.pads, answers=answers)
             self._is_decided = True
 
     def _steps(self, tokens: NewTokens, end: int, *, cut_back: bool) -> PolicySteps:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from runahead.attention.answers import Answers
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
@@ -52,6 +53,7 @@ def feed_all(
     """
     for conversation in conversations:
         assert conversation.cache is None and may_share_prefill(conversation.rank_policies), conversation.rank_policies
+    answers = Answers(clock_s)
     prefill = _Prefill(conversations, clock_s)
     began_s = clock_s()
     logits_BV = prefill.feed(ids_BC)
@@ -61,11 +63,12 @@ def feed_all(
         conversation.pads, conversation.num_tokens = list(prefill.pads), prefill.num_tokens
         conversation.rows = [list(row) for row in prefill.rows]
         conversation.logits_BV = logits_BV
-        began_s = clock_s()
-        conversation.decide()
+        began_s, saved_s = clock_s(), answers.saved_s
+        conversation.decide(answers)
         prefill.policy_s[number] += clock_s() - began_s
+        prefill.saved_s[number] += answers.saved_s - saved_s
         conversation.cache.settle(room=0)
-    return [forward_s + policy_s for policy_s in prefill.policy_s]
+    return [forward_s + sum(own) for own in zip(prefill.policy_s, prefill.saved_s, strict=True)]
 
 
 class _Prefill(Conversation):
@@ -73,18 +76,22 @@ class _Prefill(Conversation):
 
     Attributes:
         policy_s: seconds that the policies of each conversation took.
+        saved_s: seconds that they would have taken besides if no other policy had asked the same.
     """
 
     def __init__(self, others: Sequence[Conversation], clock_s: Callable[[], float]) -> None:
         super().__init__(others[0].model, length=others[0].length)
-        self._others, self._clock_s, self.policy_s = others, clock_s, [0.0] * len(others)
+        self._others, self._clock_s = others, clock_s
+        self.policy_s, self.saved_s = [0.0] * len(others), [0.0] * len(others)
 
     def _steps(self, tokens: NewTokens, end: int, *, cut_back: bool) -> PolicySteps:
         each = []
         for other in self._others:
             other.cache = other.rank_policies.cache(self.model, batch=len(self.pads), has_turns=True)
             each.append(PolicySteps(self.model, other.policies, tokens, prompt_tokens=end, cache=other.cache))
-        return _EachAlone(self.model, each, tokens, end, clock_s=self._clock_s, policy_s=self.policy_s)
+        return _EachAlone(
+            self.model, each, tokens, end, clock_s=self._clock_s, policy_s=self.policy_s, saved_s=self.saved_s
+        )
 
 
 class _EachAlone(PolicySteps):
@@ -92,7 +99,7 @@ class _EachAlone(PolicySteps):
 
     Args:
         each: steps of every conversation, with its cache.
-        policy_s: seconds that each took, which are added up here.
+        policy_s, saved_s: as in `_Prefill`; a layer's are added.
     """
 
     def __init__(
@@ -104,21 +111,25 @@ class _EachAlone(PolicySteps):
         *,
         clock_s: Callable[[], float],
         policy_s: list[float],
+        saved_s: list[float],
     ) -> None:
         super().__init__(model, [], tokens, prompt_tokens=end)
-        self._each, self._clock_s, self._policy_s = each, clock_s, policy_s
+        self._each, self._clock_s, self._policy_s, self._saved_s = each, clock_s, policy_s, saved_s
 
     def run(self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> KeptLayer:
+        answers = Answers(self._clock_s)
         for number, steps in enumerate(self._each):
-            cache, began_s = steps.cache, self._clock_s()
+            cache, began_s, saved_s = steps.cache, self._clock_s(), answers.saved_s
             assert cache is not None
             own = kept.fork(copy=_owns_memory(cache))
             cache.layers[layer], steps.input_BCD = own, self.input_BCD
+            steps.answers = answers
             stored = steps.run(layer, own, seen, terms)
             if stored is not own:
                 cache.put(layer, stored)
             cache.close(layer, room=steps.room)
             self._policy_s[number] += self._clock_s() - began_s
+            self._saved_s[number] += answers.saved_s - saved_s
         return kept
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy
+from runahead.attention.answers import Answers
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
@@ -42,6 +43,7 @@ def decide_on_prompt(
     *,
     room: int = 0,
     on_layer: Callable[[], None] = nothing,
+    answers: Answers | None = None,
 ) -> None:
     """Let the policy that decides on all layers cut back a prompt, if there is one.
 
@@ -53,6 +55,7 @@ def decide_on_prompt(
         pads: left padding of each row.
         room: new tokens for which a layer has room after tokens were dropped.
         on_layer: called after each layer of each chunk.
+        answers: scores by repetition of this prompt, if it was repeated for other policies.
 
     Raises:
         ValueError: the prompt leaves no position for what repeats it.
@@ -64,7 +67,8 @@ def decide_on_prompt(
     if policy.replay is None:
         scores = [_taken_scores(layer) for layer in kept.layers]
     else:
-        scores = score_prompt(model, policy, kept, ids_BS, pads, on_layer=on_layer)
+        score = partial(score_prompt, model, policy, kept, ids_BS, pads, on_layer=on_layer)
+        scores = score() if answers is None else answers.get((type(policy), policy.replay), score)
     decided = [(layer, scores_BKn) for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
     if not decided:
         return

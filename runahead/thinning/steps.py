@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy, PromptPart, Signals
 from policies.retriever import Retriever
+from runahead.attention.answers import Answers
 from runahead.attention.marked import marked_keys
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import JoinedSignals, QuerySignals
@@ -41,9 +42,11 @@ class PolicySteps:
 
     Attributes:
         input_BCD: as in `LayerView`, of the layer that runs next; set before it does.
+        answers: signals of the layer that runs next, if other policies may have asked for the same; set before it does.
     """
 
     input_BCD: Tensor | None = None
+    answers: Answers | None = None
 
     def __init__(
         self,
@@ -136,6 +139,8 @@ class PolicySteps:
                         project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
                         layer=layer,
                         first_head=self._model.shard_number * q_BNCH.shape[1],
+                        # A later policy sees what the first one kept.
+                        answers=self.answers if policy is self.policies[0] else None,
                     ),
                 ),
                 mean_over_shares=self._model.mean_over_shards,

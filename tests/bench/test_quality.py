@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.evaluation.contenders import contenders
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality.__main__ import STUDY
+from benchmarks.studies.quality.losses import compared
+from benchmarks.studies.quality.methods import DROPPING, RETRIEVING, Method, override
 from benchmarks.studies.quality.paired import Difference, rows, settings
+from benchmarks.studies.quality.recall_picture import recall_picture
 from benchmarks.studies.quality.tables import tables
+from launch.evaluate import EVALUATE
 from runahead import Model
 from tests.families import build
 from tests.unit.tokenizers_for_tests import byte_level
@@ -32,6 +37,7 @@ def line(policy: str, sample: int, score: float, *, budget: float | None = None,
     return {
         "task": "ruler",
         "policy": policy,
+        "policy_settings": {},
         "budget": budget,
         "case": {"kind": more.get("kind", "vt"), "length": more.get("length", 1024), "sample": sample},
         "score": score,
@@ -129,3 +135,54 @@ def test_a_mistake_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--model", str(tiny_model), "--lines", str(tmp_path / "q.jsonl"), "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="ruler.tasks has qa_1, which needs ruler.squad=<dev-v2.0.json"):
         STUDY.main([*options, "--tasks", "qa_1"])
+
+
+def loss_line(task: str, settings: dict[str, Any], sample: int, nll: float, **more: Any) -> Line:
+    pairs = {"pairs": 28} if task == "key_value" else {}
+    return {
+        **line(settings["name"], sample, 0.0),
+        "task": task,
+        "case": {"sample": sample, **pairs},
+        "details": {"nll": nll, "following_nll": 2 * nll, **pairs} | more,
+        "policy_settings": settings,
+        "task_settings": {"passage": 8},
+        "num_tokens": 2048,
+        "text": "t",
+        "kv_bytes": 25,
+    }
+
+
+def test_losses_are_those_over_the_full_caches_on_the_same_samples() -> None:
+    """A mean over all samples of each would be 1.5 and not 2.0 for `snapkv`, which lacks the sample of 5.0."""
+    keeps_half = DROPPING[2].entries[0]
+    assert keeps_half == {"name": "snapkv", "budget": 0.5}
+    found = [loss_line("copy", {"name": "full"}, sample, nll) for sample, nll in enumerate([1.0, 2.0, 5.0])]
+    found += [loss_line("copy", keeps_half, sample, nll) for sample, nll in enumerate([2.0, 5.0])]
+    found += [loss_line("key_value", {"name": "full"}, 0, 1.0), loss_line("key_value", keeps_half, 0, 4.0)]
+    [(method, [half, quarter, eighth])] = compared(found, "dropping").items()
+    assert (method.name, quarter, eighth) == ("snapkv", None, None) and half is not None
+    assert [each.mean for each in half.losses.values()] == [2.0, 4.0, 3.0]
+    assert (half.samples["copy"], half.kept_share) == (2, 0.25) and half.losses["copy"].interval is None
+    assert "`snapkv` | 25 / - / - | +2.00 | - | - | +4.00 | - | - | +3.00 | - | - | 2 + 1 |" in tables(found)
+    assert settings(found) == {} and compared(found, "retrieving") == {}
+
+
+def test_the_recall_of_what_retrieves_is_drawn_over_what_attention_saw() -> None:
+    entries = [entry for method in RETRIEVING for entry in method.entries]
+    found = [loss_line("copy", {"name": "full"}, 0, 1.0)]
+    found += [
+        loss_line("copy", entry, 0, 1.5, hit_mass=0.5) | {"seen_share": entry["fetch"], "kv_bytes": 110}
+        for entry in entries
+    ]
+    assert (recall_picture(found) or b"").startswith(b"\x89PNG") and recall_picture(found[:1]) is None
+    assert "`exact_topk` | 10% | 10 / 5 / 2 | 50 / 50 / 50 | +0.50 | +0.50 | +0.50 |" in tables(found)
+
+
+@pytest.mark.parametrize("method", [*DROPPING, *RETRIEVING], ids=lambda method: method.name)
+def test_a_method_is_an_entry_of_policies(method: Method) -> None:
+    """With files that are not read here."""
+    read = [option for option in ("heads", "predictor") if option in str(method.entries[0])]
+    if read:
+        pytest.skip("needs a file of a model")
+    run = EVALUATE.compose([f"policies=[{','.join(map(override, method.entries))}]", "budgets=[]"])
+    assert [each.settings for each in contenders(run.policies, run.budgets)] == list(method.entries)

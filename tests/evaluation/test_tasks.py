@@ -103,6 +103,21 @@ def test_copy_nll_of_the_full_cache_is_the_models_own(runtime: Runtime, material
     assert starts == [0, 70, 140]
 
 
+def test_the_loss_of_the_text_that_follows_is_measured_in_place_of_the_passage(
+    runtime: Runtime, material: Material, folder: Path
+) -> None:
+    """Not after it. A policy that retrieves is fed token by token, and tells what it found."""
+    task = Copying(EvaluateRun(copy=CopyOptions(passage=20, filler=50, following=15, samples=1, timed=False)), material)
+    [case], read = task.cases, material.text_ids[:85]
+    entry = {"name": "quest", "page": 4, "fetch": 0.3, "first_layer": 0, "sample_every": 1}
+    full, some = (outcome for _, outcome in task.run_all(runtime, [contender("full"), contender(entry)], case))
+    own = oracle_nll(folder, read)[-15:].mean().item()
+    assert full.details["following_nll"] == pytest.approx(own, rel=10 * CLOSE)
+    assert full.tpot_s is None and full.details["hit_mass"] is None and full.seen_share == 1.0
+    assert 0 < some.details["hit_mass"] < 1 and some.seen_share < 0.5
+    assert some.details["following_nll"] != full.details["following_nll"]
+
+
 def test_samples_of_a_short_text_overlap_but_their_passages_do_not(material: Material) -> None:
     material = replace(material, max_positions=None)
     num_tokens = len(material.text_ids)

@@ -9,13 +9,18 @@ import torch
 
 from policies import POLICIES
 from policies.adakv import AdaKV
+from policies.h2o import H2O
+from policies.keyformer import Keyformer
+from policies.kvzip import KVzip
 from policies.snapkv import SnapKV
+from runahead.attention.probabilities import QuerySignals
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.config import CacheOptions, Positions
 from runahead.conversation import Conversation
 from runahead.conversation.shared_prefill import feed_all, may_share_prefill
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
+from runahead.thinning import replay
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build
@@ -102,6 +107,37 @@ def test_conversations_do_not_write_into_each_others_memory(model: Model) -> Non
     first.feed(ids(20, model))
     first.follow(ids(20, model))
     assert torch.equal(second.follow(ids(6, model)), before)
+
+
+def test_what_several_policies_ask_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by one key for each question: without noise in it `keyformer` has `h2o`'s sums, without weights KVzip+'s."""
+    each = [policy for share in (0.3, 0.6) for policy in (H2O(budget=share), Keyformer(budget=share))]
+    each += [KVzip(budget=0.3), KVzip(budget=0.6), KVzip(budget=0.3, plus=True)]
+    together = [Conversation(model, RankPolicies.everywhere([policy])) for policy in each]
+    counted: list[str] = []
+
+    def count(owner: object, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            counted.append(name)
+            return whole(*given, **more)
+
+        monkeypatch.setattr(owner, name, call)
+
+    count(QuerySignals, "_sum_over")
+    count(replay, "score_prompt")
+    feed_all(together, ids(CONTEXT, model))
+    assert (counted.count("_sum_over"), counted.count("score_prompt")) == (2 * model.num_layers, 2)
+    kept = []
+    for policy, shared in zip(each, together, strict=True):
+        alone = Conversation(model, RankPolicies.everywhere([policy]))
+        alone.feed(ids(CONTEXT, model))
+        assert alone.cache is not None and shared.cache is not None
+        of_layers = list(zip(alone.cache.layers, shared.cache.layers, strict=True))
+        assert all(torch.equal(one.positions_BKn(), other.positions_BKn()) for one, other in of_layers), policy
+        kept.append([layer.positions_BKn().tolist() for layer in shared.cache.layers])
+    assert kept[0] != kept[1] and kept[4] != kept[6]
 
 
 def test_reencoded_positions_and_narrowing_need_a_prefill_of_their_own(model: Model) -> None:

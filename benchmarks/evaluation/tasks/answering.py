@@ -104,6 +104,7 @@ class Answering(Task):
                         "answers": list(item.answers),
                         "nll": answered.nll,
                         "question_s": question_s,
+                        "hit_mass": kv.hit_mass(answered.conversation),
                         **item.details,
                     },
                 ),

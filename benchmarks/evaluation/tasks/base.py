@@ -68,6 +68,20 @@ class KVUse:
         cache = answered.cache
         return self.seen_share_of(cache.retrieval.report() if isinstance(cache, RetrievedCache) else None)
 
+    @staticmethod
+    def hit_mass(answered: Conversation) -> float | None:
+        """Share of attention that fetched tokens received, a mean over the layers that retrieve; None if not sampled.
+
+        Args:
+            answered: as in `seen_share`.
+        """
+        if not isinstance(answered.cache, RetrievedCache):
+            return None
+        report = answered.cache.retrieval.report()
+        pairs = zip(report.fetched_share, report.hit_mass, strict=True)
+        masses = [mass for share, mass in pairs if share is not None and mass is not None]
+        return mean(masses) if masses else None
+
     def seen_share_of(self, report: RetrievalReport | None) -> float:
         """As `seen_share`, by the statistics of retrieval; None if the policy does not retrieve."""
         kept = [tokens / self.num_tokens for tokens in self.kept_tokens]
@@ -187,14 +201,19 @@ def probe_tpot_s(conversation: Conversation) -> float | None:
 
 
 @torch.inference_mode()
-def nll_S(conversation: Conversation, ids: Sequence[int]) -> Tensor:  # noqa: N802
+def nll_S(conversation: Conversation, ids: Sequence[int], *, follows: bool = False) -> Tensor:  # noqa: N802
     """Negative log-likelihood of each of these tokens as a continuation of the one row, in nats, on the CPU.
 
     In an empty conversation the first token has no likelihood and is left out.
+
+    Args:
+        follows: append the tokens but the last one to the conversation, as if they had been generated; by default it
+            stays as it is.
     """
     parts = [] if conversation.logits_BV is None else [conversation.logits_BV]
     if len(ids) > 1:
-        parts.append(conversation.peek(torch.tensor([ids[:-1]]))[0])
+        see = conversation.follow if follows else conversation.peek
+        parts.append(see(torch.tensor([ids[:-1]]))[0])
     if not parts:
         return torch.empty(0)
     logits_SV = torch.cat(parts)

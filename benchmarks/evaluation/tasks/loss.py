@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun
+from benchmarks.evaluation.tasks.answering import prefilled
 from benchmarks.evaluation.tasks.base import (
     COST_OF_NEW,
     PROBE_TOKENS,
@@ -98,7 +100,8 @@ class Copying(Task):
 
     Perplexity hardly depends on what a policy has dropped, since most of a text is predicted from the few tokens
     before. A model with the full KV cache only needs to look up the next token of the passage. The policy chose what to
-    keep after the passage and the filler.
+    keep after the passage and the filler. Both losses can be measured: that of the passage, and that of the text which
+    really follows. One prefill serves all policies that have no effect on it.
     """
 
     metric = "copy-NLL, nats"
@@ -109,11 +112,12 @@ class Copying(Task):
         self._options = options = run.copy
         self.cases = [{"sample": sample} for sample in range(options.samples)]
         self.settings = asdict(options)  # the number of samples determines their positions
-        num_tokens = options.passage + options.filler
+        read = options.passage + options.filler
+        num_tokens = read + options.following
         material.require_text("copy", num_tokens, "a shorter copy.passage or copy.filler")
         material.require_positions(
             "copy (twice copy.passage, and copy.filler)",
-            len(material.prefix) + num_tokens + max(options.passage, PROBE_TOKENS),
+            len(material.prefix) + read + max(options.passage, options.following, PROBE_TOKENS),
         )
         ids, last = material.text_ids, len(material.text_ids) - num_tokens
         # Samples are spread over the text; in a short text they overlap.
@@ -125,24 +129,45 @@ class Copying(Task):
                 f"fewer than copy.samples={options.samples}",
             )
         windows = [ids[start : start + num_tokens] for start in range(0, apart * options.samples or 1, apart or 1)]
-        self._contexts = [material.prefix + window for window in windows]
+        self._contexts = [material.prefix + window[:read] for window in windows]
         self._passages = [window[: options.passage] for window in windows]
+        self._following = [window[read:] for window in windows]
 
     def cost(self, case: Case) -> float:
-        return 2.0 * self._options.passage + self._options.filler + COST_OF_NEW * PROBE_TOKENS
+        options = self._options
+        num_new = PROBE_TOKENS if options.timed else 0
+        return 2.0 * options.passage + options.filler + options.following + COST_OF_NEW * num_new
 
     def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
-        context, passage = self._contexts[case["sample"]], self._passages[case["sample"]]
-        conversation = Conversation(runtime.model, contender.policies, length=len(context) + len(passage))
-        ttft_s = feed_timed(conversation, context)
-        kv = KVUse.of(conversation)
-        nll = nll_S(conversation, passage).mean().item()
-        per_token_s = probe_tpot_s(conversation)
-        return Outcome(
-            score=nll,
-            seen_share=kv.seen_share(conversation),
-            weight=len(passage),
-            kv=kv,
-            ttft_s=ttft_s,
-            tpot_s=per_token_s,
-        )
+        [(_, outcome)] = self.run_all(runtime, [contender], case)
+        return outcome
+
+    def run_all(
+        self, runtime: Runtime, contenders: Sequence[Contender], case: Case
+    ) -> Iterator[tuple[Contender, Outcome]]:
+        sample = case["sample"]
+        context, passage, following = self._contexts[sample], self._passages[sample], self._following[sample]
+        length = len(context) + max(len(passage), len(following))
+        for contender, conversation, prompt_s in prefilled(runtime, contenders, context, length):
+            kv = KVUse.of(conversation)
+            retrieves = contender.policies.retriever is not None
+            # What is fed in one piece attends to everything.
+            copied = conversation.fork() if retrieves else conversation
+            details: dict[str, Any] = {"nll": nll_S(copied, passage, follows=retrieves).mean().item()}
+            if following:
+                after = conversation.fork() if retrieves else conversation
+                details["following_nll"] = nll_S(after, following, follows=retrieves).mean().item()
+            details["hit_mass"] = kv.hit_mass(copied)
+            seen_share = kv.seen_share(copied)
+            yield (
+                contender,
+                Outcome(
+                    score=details["nll"],
+                    seen_share=seen_share,
+                    weight=len(passage),
+                    kv=kv,
+                    ttft_s=prompt_s,
+                    tpot_s=probe_tpot_s(conversation) if self._options.timed else None,
+                    details=details,
+                ),
+            )

@@ -1,28 +1,39 @@
-"""Quality of cache policies by what they keep: RULER's tasks and key-value retrieval, paired with the full cache.
+"""Quality of cache policies by what they keep: RULER's tasks and losses, paired with the full cache.
 
     python -m benchmarks.studies.quality --lengths 1024 --samples 20
     python -m benchmarks.studies.quality --model Qwen/Qwen2.5-Coder-0.5B-Instruct --protocols separate with_context
     python -m benchmarks.studies.quality --tasks qa_1 --squad dev-v2.0.json --policies snapkv '{name:quest,fetch:0.1}'
+    python -m benchmarks.studies.quality --methods dropping --lengths 2048 --pairs 28 --text wikitext2.txt
+    python -m benchmarks.studies.quality --methods retrieving --lengths 4096 --pairs 56 --text wikitext2.txt
     python -m benchmarks.studies.quality --draw-only
 
 Every sample is asked under all policies and budgets, and under the full cache, from one prefill where policies allow
-it. Appends a JSON line per sample, policy and budget to benchmarks/results/quality.jsonl, skipping those that are there
-already (as launch/evaluate.py does, whose lines have the same form), draws docs/quality.png and writes the tables of
-docs/quality.md from all lines of the file.
+it. With --methods all policies that drop, merge or share, or all that retrieve, are compared by three losses (see
+losses.py): of a passage that comes again, of the text that follows, and of one value among many keys. Files of a model
+that duo_attention, razor_attention and kvzap need (see methods.py) are looked for in the current folder.
+
+Appends a JSON line per sample, policy and budget to benchmarks/results/quality.jsonl, skipping those that are there
+already (as launch/evaluate.py does, whose lines have the same form), draws docs/quality.png and
+docs/quality_retrieving.png, and writes the tables of docs/quality.md from all lines of the file.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
+from itertools import product
 
 from benchmarks.evaluation.evaluate import measured
 from benchmarks.evaluation.options import RULER_FILES, RULER_TASKS, EvaluateRun, Question
 from benchmarks.evaluation.plan import Plan
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, option
+from benchmarks.studies.quality.methods import FAMILIES, override
 from benchmarks.studies.quality.pictures import picture
+from benchmarks.studies.quality.recall_picture import recall_picture
 from benchmarks.studies.quality.tables import tables
 from launch.evaluate import EVALUATE
+from launch.program.ending import say
 from runahead.ranks.ranks import Ranks
 
 KEY_VALUE = "key_value"
@@ -33,10 +44,10 @@ RETRIEVING = ["infinigen", "{name:quest,fetch:0.1}", "{name:exact_topk,fetch:0.1
 
 
 def measure(run: Run) -> Iterator[Line]:
-    """Measure what the file does not have yet, one protocol after the other."""
-    for protocol in run.options.protocols:
+    """Measure what the file does not have yet, one protocol and length after the other."""
+    for protocol, length in product(run.options.protocols, run.options.lengths):
         try:
-            evaluation = evaluation_of(run, protocol)
+            evaluation = evaluation_of(run, protocol, length)
             with Ranks.start(evaluation.ranks) as ranks:
                 plan = Plan.of(evaluation, ranks)
                 yield from measured(evaluation, ranks, plan, plan.missing())
@@ -44,26 +55,30 @@ def measure(run: Run) -> Iterator[Line]:
             raise SystemExit(str(error)) from error
 
 
-def evaluation_of(run: Run, protocol: str) -> EvaluateRun:
-    """The options of launch/evaluate.py for a protocol."""
+def evaluation_of(run: Run, protocol: str, length: int) -> EvaluateRun:
+    """The options of launch/evaluate.py for a protocol and a length."""
     given = run.options
-    ruler = [name for name in given.tasks if name != KEY_VALUE]
-    tasks = [*(["ruler"] if ruler else []), *([KEY_VALUE] if KEY_VALUE in given.tasks else [])]
-    # Without tasks of RULER its options have their defaults.
-    asked = [f"ruler.tasks=[{','.join(ruler)}]"] if ruler else []
+    tasks = ["copy", KEY_VALUE] if given.methods else given.tasks
+    ruler = [name for name in tasks if name in RULER_TASKS]
+    others = [name for name in tasks if name not in RULER_TASKS]
+    # Options of a task that is not asked for have their defaults.
+    asked = []
+    if ruler:
+        asked += [f"ruler.tasks=[{','.join(ruler)}]", f"ruler.lengths=[{length}]", f"ruler.samples={given.samples}"]
+        asked += [f"ruler.new_tokens={'null' if given.new_tokens is None else given.new_tokens}"]
+        asked += [f"ruler.question={protocol}"]
+    if "copy" in others:
+        asked += [f"copy.passage={given.passage}", f"copy.filler={length - given.passage}", "copy.timed=false"]
+        asked += [f"copy.following={given.passage}", f"copy.samples={given.samples}"]
     optional = {"text.file": given.text, "ruler.squad": given.squad, "ruler.hotpotqa": given.hotpotqa}
     if given.model is not None:
         optional |= {"model": "hf", "model.path": given.model}
     return EVALUATE.compose(
         [
-            f"policies=[{','.join(['full', *given.policies])}]",
+            f"policies=[{','.join(['full', *policies_of(given)])}]",
             f"budgets=[{','.join(map(str, given.budgets))}]",
-            f"tasks=[{','.join(tasks)}]",
+            f"tasks=[{','.join([*(['ruler'] if ruler else []), *others])}]",
             *asked,
-            f"ruler.lengths=[{','.join(map(str, given.lengths))}]",
-            f"ruler.samples={given.samples}",
-            f"ruler.new_tokens={'null' if given.new_tokens is None else given.new_tokens}",
-            f"ruler.question={protocol}",
             f"key_value.samples={given.samples}",
             f"key_value.question={protocol}",
             f"key_value.pairs={'null' if given.pairs is None else [given.pairs]}",
@@ -75,6 +90,18 @@ def evaluation_of(run: Run, protocol: str) -> EvaluateRun:
     )
 
 
+def policies_of(given: argparse.Namespace) -> list[str]:
+    """The policies besides the full cache, as values of policies=."""
+    if not given.methods:
+        policies: list[str] = given.policies
+        return policies
+    methods = FAMILIES[given.methods]
+    for method in methods:
+        if not method.is_there:
+            say(f"{method.name} is left out: there is no {method.file} here; docs/policies.md says how to make it")
+    return [override(entry) for method in methods if method.is_there for entry in method.entries]
+
+
 STUDY = Study(
     name="quality",
     text=__doc__,
@@ -84,10 +111,12 @@ STUDY = Study(
     options={
         "model": option(None, "a model on the hub, or a folder; by default SmolLM2-135M-Instruct"),
         "tasks": option(TASKS, "tasks of RULER, and key_value", choices=[*RULER_TASKS, KEY_VALUE]),
+        "methods": option(None, "compare all policies of a family by losses of texts and values", choices=[*FAMILIES]),
         "policies": option([*POLICIES, *RETRIEVING], "as policies= of launch/evaluate.py, besides full"),
         "budgets": option([0.1, 0.25, 0.5], "shares of the context that policies which drop tokens keep"),
-        "lengths": option([4096], "tokens of context and question together, in RULER's tasks"),
-        "samples": option(20, "questions per task and length"),
+        "lengths": option([4096], "tokens of context and question together, in RULER's tasks; of a text"),
+        "passage": option(64, "tokens of a passage that comes again, and of the text that follows"),
+        "samples": option(20, "questions or texts per task and length"),
         "protocols": option(
             ["separate"],
             "whether policies know the question when they choose (with_context) or not (separate)",
@@ -103,7 +132,7 @@ STUDY = Study(
         "device": option("auto", choices=["auto", "cuda", "cpu"]),
         "threads": option(1, "threads of a CPU"),
     },
-    pictures={"quality.png": picture},
+    pictures={"quality.png": picture, "quality_retrieving.png": recall_picture},
     page="quality.md",
 )
 

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
+from benchmarks.studies.quality.methods import FAMILIES
 from policies.base import Budget
 
 RESAMPLES = 10_000
@@ -70,12 +71,22 @@ class PolicyRow:
 
 
 def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
-    """Lines by setting; of a question that was asked twice under a policy, the newest line."""
-    newest = {(setting_of(line), question_of(line), line["policy"], str(line["budget"])): line for line in found}
+    """Lines by setting; of a question that was asked twice under a policy, the newest line.
+
+    Settings in which nothing but methods of `methods.py` was measured are left out: `losses.py` compares those.
+    """
+    asked = [line for line in found if line["task"] != "copy"]
+    newest = {(setting_of(line), question_of(line), line["policy"], str(line["budget"])): line for line in asked}
     groups: dict[Setting, list[Line]] = {}
     for (setting, *_), line in newest.items():
         groups.setdefault(setting, []).append(line)
-    return groups
+    return {setting: group for setting, group in groups.items() if not _is_of_methods(group)}
+
+
+def _is_of_methods(group: Sequence[Line]) -> bool:
+    entries = [entry for family in FAMILIES.values() for method in family for entry in method.entries]
+    compared = [line for line in group if line["policy"] != FULL]
+    return bool(compared) and all(line["policy_settings"] in entries for line in compared)
 
 
 def setting_of(line: Line) -> Setting:

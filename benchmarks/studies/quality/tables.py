@@ -1,4 +1,4 @@
-"""Tables of docs/quality.md: one per model, protocol and length, a row per policy and budget."""
+"""Tables of docs/quality.md: one per model, protocol and length, a row per policy and budget; then those of losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from benchmarks.evaluation.options import RULER_TASKS, TASK_NAMES
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.harness.text_table import Rows, markdown
+from benchmarks.studies.quality import losses
 from benchmarks.studies.quality.paired import Difference, PolicyRow, rows, settings
 
 PROTOCOLS = {"separate": "question not seen", "with_context": "question seen"}
@@ -27,7 +28,7 @@ def tables(found: list[Line]) -> str:
         questions = max(row.pairs for row in of_setting)
         heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {questions} questions, commit {commits}"
         parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
-    return "\n".join(parts)
+    return "\n".join([*parts, losses.tables(found)])
 
 
 def table(of_setting: Sequence[PolicyRow]) -> Rows:

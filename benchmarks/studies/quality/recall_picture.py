@@ -1,0 +1,51 @@
+"""Picture of docs/quality.md: recall and losses of retrieving policies against the bytes that they fetch."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+from benchmarks.evaluation.pictures import LOOKS
+from benchmarks.harness.lines import Line
+from benchmarks.harness.pictures import legend
+from benchmarks.studies.quality.losses import AtShare, Compared, compared, judged
+from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
+
+
+def recall_picture(found: list[Line]) -> bytes | None:
+    """Draw all methods that were measured; None if there is none."""
+    methods = compared(found, "retrieving")
+    if not methods:
+        return None
+    figure = new_figure(12.5, 5.2)
+    axes = panels(figure, 3, 1, 3)
+    _draw(axes[0], methods, None)
+    dress(axes[0], x="K,V read, % of the context", y="recall: share of attention to what is read, %")
+    for place, name in zip(axes[1:], ("copy", "key -> value"), strict=True):
+        _draw(place, methods, name)
+        place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
+        dress(place, x="K,V read, % of the context", y=f"{name}: loss over the full cache, nats")
+    legend(axes[0], fontsize=7.5)
+    _, lines = judged(found, "retrieving")
+    tokens = max(line["num_tokens"] for line in lines)
+    set_title(
+        figure, "What retrieving policies find, by the bytes that they read", f"{lines[-1]['model']}, {tokens:,} tokens"
+    )
+    return png(figure)
+
+
+def _draw(axes: Any, methods: Compared, name: str | None) -> None:
+    """A line per method over its shares: a loss, or without a name the recall."""
+    for (method, at), look in zip(methods.items(), cycle(LOOKS), strict=False):
+        points = sorted(
+            (100 * each.seen_share, value) for each in at if each and (value := _value(each, name)) is not None
+        )
+        index = next(each.kept_share - 1 for each in at if each)
+        label = f"{method.name}, index {index:.0%}"
+        axes.plot([x for x, _ in points], [y for _, y in points], **look, markersize=5, label=label)
+
+
+def _value(at: AtShare, name: str | None) -> float | None:
+    if name is None:
+        return None if at.hit_mass is None else 100 * at.hit_mass
+    return at.losses[name].mean if name in at.losses else None
