@@ -110,8 +110,8 @@ def test_the_study_measures_goes_on_and_writes_its_page(
     found = [json.loads(text) for text in lines.read_text().splitlines()]
     assert [(each["task"], each["policy"]) for each in found] == [
         (task, policy)
-        for task in ("ruler", "key_value")
         for _ in range(2)
+        for task in ("ruler", "key_value")
         for policy in ("full", "snapkv", "quest(fetch=0.3, page=4)")
     ]
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
