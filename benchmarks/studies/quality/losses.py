@@ -67,7 +67,10 @@ def compared(found: Sequence[Line], family: str) -> Compared:
     """All methods of a family that were measured."""
     full, lines = judged(found, family)
     by_measure = {name: {sample_of(line): line for line in of_full} for name, of_full in full.items()}
-    made = {method: [_at_share(entry, lines, by_measure) for entry in method.entries] for method in FAMILIES[family]}
+    made: Compared = {}
+    for method in FAMILIES[family]:
+        lacking = len(SHARES[family]) - len(method.entries)
+        made[method] = [*(_at_share(entry, lines, by_measure) for entry in method.entries), *[None] * lacking]
     return {method: shares for method, shares in made.items() if any(shares)}
 
 
