@@ -145,7 +145,7 @@ def loss_line(task: str, settings: dict[str, Any], sample: int, nll: float, **mo
         "case": {"sample": sample, **pairs},
         "details": {"nll": nll, "following_nll": 2 * nll, **pairs} | more,
         "policy_settings": settings,
-        "task_settings": {"passage": 8},
+        "task_settings": {"question": "separate"},
         "num_tokens": 2048,
         "text": "t",
         "kv_bytes": 25,
