@@ -346,7 +346,7 @@ def test_every_cluster_is_in_one_coarse_cluster_which_has_the_mean_of_its_tokens
     assert index.coarse is not None and index.num_bytes - bytes_before > more.nbytes // 8
     keys, coarse = torch.cat([given.k_BKnH, more], dim=2), index.coarse
     clustered = index._made.of_BKn.shape[2]
-    of_BKn = coarse.of_BKP.take_along_dim(index._made.of_BKn, dim=2)
+    of_BKn = coarse.of_BKP.take_along_dim(index._made.of_BKn.long(), dim=2)
     for head in range(KV_HEADS):
         assert (
             of_BKn[0, head].bincount(minlength=coarse.sizes_BKZ.shape[2]).tolist() == coarse.sizes_BKZ[0, head].tolist()
