@@ -31,7 +31,8 @@ def may_share_prefill(policies: RankPolicies) -> bool:
 
     They do not if hidden states are dropped between layers, or if keys are stored unrotated.
     """
-    return policies.positions is Positions.original and not any(policy.narrows for policy in policies.last)
+    is_rotated = policies.positions is Positions.original and policies.clamped_to is None
+    return is_rotated and not any(policy.narrows for policy in policies.last)
 
 
 def feed_all(

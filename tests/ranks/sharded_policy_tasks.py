@@ -95,14 +95,14 @@ def generate(
         return step
 
     def noted(
-        self: Retrieval, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int], *, room: int
+        self: Retrieval, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int], **more: Any
     ) -> Fetched | None:
         layer = next(number for number, each in enumerate(self.pool) if each is kept)
         positions_BKn = kept.positions_BKn()
         if slots_BKm is not None:
             positions_BKn = positions_BKn.expand(-1, slots_BKm.shape[1], -1).gather(2, slots_BKm)
         fetched.setdefault(layer, []).append(positions_BKn.tolist())
-        return gathered(self, kept, slots_BKm, pads, room=room)
+        return gathered(self, kept, slots_BKm, pads, **more)
 
     with (
         throughout(model.dtype),

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pyramidkv": {"window": 4, "budget": 0.4},
     "infinigen": {"min_tokens": 0, "observed": 16, "max_fetch": 0.3},
     "quest": {"min_tokens": 0, "page": 4, "fetch": 0.3},
+    "infllm": {"recent": 16},
     "exact_topk": {"min_tokens": 0, "fetch": 0.3},
     "razor_attention": {"recent": 12, "evict_every": 4},
     "duo_attention": {"sinks": 4, "recent": 12, "evict_every": 4},
@@ -66,7 +67,7 @@ def ids(count: int, model: Model) -> torch.Tensor:
 
 def test_every_policy_but_those_that_narrow_shares_a_prefill_bit_for_bit(model: Model) -> None:
     names = [name for name in [*POLICIES, "adakv"] if name != "dms" and may_share_prefill(policies_of(name))]
-    assert set(POLICIES) - set(names) == {"pyramidinfer", "dms"}  # this model marks no tokens
+    assert set(POLICIES) - set(names) == {"pyramidinfer", "infllm", "dms"}  # this model marks no tokens
     names += ["full in 4 bits", "h2o in 2 bits"]
     together = [Conversation(model, policies_of(name)) for name in names]
     seconds = feed_all(together, ids(CONTEXT, model))
