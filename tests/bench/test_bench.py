@@ -230,6 +230,7 @@ def test_a_mistake_is_one_line_and_measures_nothing(
     assert not results.exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_a_variant_cannot_run_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
     results = tmp_path / "bench.jsonl"

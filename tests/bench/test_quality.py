@@ -179,6 +179,7 @@ def test_the_recall_of_what_retrieves_is_drawn_over_what_attention_saw() -> None
 
 
 @pytest.mark.parametrize("method", [*DROPPING, *RETRIEVING], ids=lambda method: method.name)
+@pytest.mark.sampled(3)
 def test_a_method_is_an_entry_of_policies(method: Method) -> None:
     """With files that are not read here."""
     read = [option for option in ("heads", "predictor") if option in str(method.entries[0])]

@@ -79,7 +79,7 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
     ],
     ids=lambda chosen: f"{chosen.kind}, {chosen.moment}, {chosen.hosts} hosts",
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) -> None:
     outcome = drilling.run(chosen, "drill")
     if outcome.skipped is not None:

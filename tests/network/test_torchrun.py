@@ -80,6 +80,7 @@ def test_a_failing_host_ends_all_and_shows_its_output(program, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.sampled(2)
 def test_an_interrupted_run_leaves_no_process_and_no_network(program, tmp_path, number, status):
     command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.network", "gbps=1", "--"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

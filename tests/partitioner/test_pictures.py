@@ -109,6 +109,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.sampled(3)
 def test_any_table_has_pictures(name: str) -> None:
     table = LookupTable(replace(FINGERPRINT, link=None, name=""), TABLES[name])
     for png in (ratios_png(table, "what it holds for"), ttft_png(table, "what it holds for")):

@@ -93,6 +93,7 @@ def plain(name: str, options: dict[str, Any], lengths: tuple[int, ...], monkeypa
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 @pytest.mark.parametrize("some", [True, False], ids=["some", "all"])
+@pytest.mark.sampled(3)
 def test_it_is_what_is_read_in_place_bit_by_bit(
     name: str, lengths: tuple[int, ...], some: bool, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def _without_windows(request: pytest.FixtureRequest) -> None:
 )
 @every_policy
 @every_batch
+@pytest.mark.sampled(3)
 def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
     name: str, family: str, lengths: tuple[int, ...], budget: int | float
 ) -> None:
@@ -186,7 +187,7 @@ def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
 
 @every_family
 @every_policy
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) -> None:
     model = tiny_model(family)
     if model.uneven_limit is not None:
@@ -281,7 +282,7 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
 @every_family
 @every_policy
 @every_batch
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_another_turn_sees_what_was_kept_and_itself(name: str, family: str, lengths: tuple[int, ...]) -> None:
     """All at once under the policy it is what it is token by token over the same cache."""
     run, more = Run(tiny_model(family), [policy(name)], prompts(lengths)), prompt(7, seed=5)

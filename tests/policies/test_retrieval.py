@@ -119,7 +119,7 @@ def fit(family: str, lengths: tuple[int, ...]) -> Model:
 
 @every_case
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model = fit(family, lengths)
     ours, full = Turns(model, [policy(name, ALL[name])], lengths), Turns(model, [Full()], lengths)
@@ -177,6 +177,7 @@ def test_of_few_tokens_all_are_seen_and_later_all_are_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.sampled(3)
 def test_what_is_left_out_shows(name: str) -> None:
     ours, full = Turns(tiny_model("llama"), [policy(name, SOME[name])]), Turns(tiny_model("llama"), [Full()])
     ours.prefill(), full.prefill()

@@ -158,7 +158,7 @@ def test_a_layer_sees_the_sinks_the_window_and_the_chunk_as_one_text(chunk: int)
 
 
 @every_bounded
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_stream_longer_than_the_model_is_what_is_written_out(
     model: Model, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_stream_longer_than_the_model_is_what_is_written_out(
 
 
 @every_bounded
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_prompt_longer_than_the_model_is_taken_chunk_by_chunk(ranks: Ranks, model: Model, policy: Policy) -> None:
     prompts = [prompt(LENGTH), prompt(LENGTH - 100, seed=1), prompt(7, seed=2)]
     batch = generate(ranks, model, prompts, RankPolicies.everywhere([policy], Positions.reencoded), num_new=9)

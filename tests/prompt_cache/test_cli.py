@@ -133,6 +133,7 @@ def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, 
         (["generation.max_new_tokens=500"], "exceeds the model's 512 positions; use generation.max_new_tokens="),
     ],
 )
+@pytest.mark.sampled(3)
 def test_mistakes_are_told_in_one_line(model: str, files: Path, capfd, more: list[str], message: str) -> None:
     status = exit_status(infer, options(model, files, f"prompt.file={files / 'ask.xml'}", *more))
     err = capfd.readouterr().err

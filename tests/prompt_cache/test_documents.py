@@ -53,6 +53,7 @@ def test_the_example_of_the_readme(
     assert capsys.readouterr().out == f"{batch.generations[0].text} {batch.ttft_s}\n"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page(
     shown: Callable[[str, str], GenerationBatch], capsys: pytest.CaptureFixture[str]
 ) -> None:

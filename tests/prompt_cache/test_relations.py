@@ -64,6 +64,7 @@ def test_six_independent_modules_lose_and_link_tokens_win_most_of_it_back() -> N
     assert copy_loss(SINKS) - plain < 0.5 * lost
 
 
+@pytest.mark.slow
 def test_positions_matter() -> None:
     """The same modules, encoded as if each stood at the beginning, are a worse context for the text that follows."""
     context, following = window()[:CONTEXT], window()[CONTEXT:]

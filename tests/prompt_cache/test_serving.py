@@ -58,7 +58,7 @@ EXACT = 1e-9
 
 @pytest.mark.parametrize("few_parts", [0, 9], ids=["joined for decoding", "apart"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_reuse_equals_one_forward_under_a_mask(family: str, few_parts: int) -> None:
     model, draw = tiny_model(family), random.Random(1)
     segments = random_segments(draw)

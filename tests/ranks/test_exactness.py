@@ -51,7 +51,7 @@ def first_logits(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("examples", [4, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_first_logits_equal_transformers_for_any_partition_and_transfer(
     rank_pools: RankPools, family: str, size: int, examples: int
 ) -> None:

@@ -138,7 +138,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("lengths", [[SQUARE_TOKENS], [SQUARE_TOKENS, SQUARE_TOKENS - 900]], ids=["alone", "padded"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_no_tensor_of_prompt_times_prompt_in_prefill_or_decoding(
     rank_pools: RankPools, path: str, lengths: list[int]
 ) -> None:

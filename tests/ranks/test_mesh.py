@@ -183,6 +183,7 @@ class TestGeneration:
             assert all(spans for spans in batch.spans)
             assert any("to rank 3" in span.detail for span in batch.spans[1])
 
+    @pytest.mark.slow
     def test_program(self, rank_pools: RankPools, tmp_path: Path) -> None:
         build("llama", **tensor_tasks.SIZES).config.save_pretrained(tmp_path)
         overrides = ["model=random", f"model.config={tmp_path}", "prompt.random_tokens=40", "ranks.device=cpu"]
@@ -237,7 +238,7 @@ class TestPolicies:
 
     @pytest.mark.parametrize("decode", [DecodeName.last, DecodeName.sharded])
     @pytest.mark.parametrize("name", POLICIES)
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(8)
     def test_two_stages_choose_the_same_tokens(self, rank_pools: RankPools, name: str, decode: DecodeName) -> None:
         """All of them are on the last stage, or with sharded decoding each stage chooses among its own."""
         policies = RankPolicies.everywhere(POLICIES[name])

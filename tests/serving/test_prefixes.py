@@ -144,6 +144,7 @@ def test_rows_that_reuse_prefixes_are_decoded_among_others(family: str) -> None:
     assert serving.executor.live.report.verifications == 0
 
 
+@pytest.mark.slow
 def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
     """What is stored of an answer is what was accepted of its drafts, and rows share a prefix while they draft."""
     serving = Serving("llama")

@@ -199,6 +199,7 @@ def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: R
         (1, PrefillOptions(chunk_tokens=7), [0]),
     ],
 )
+@pytest.mark.sampled(3)
 def test_no_rank_waits_for_one_that_was_told_to_stop(
     rank_pools: RankPools, size: int, prefill: PrefillOptions, knows: list[int]
 ) -> None:

@@ -80,6 +80,7 @@ def test_an_answer_is_part_of_the_next_turn() -> None:
 
 
 @every_policy
+@pytest.mark.sampled(2)
 def test_padded_rows_go_on_as_they_do_alone(policy: Policy) -> None:
     """Shares of a prompt are of the padded one, so rows alone are padded as well."""
     short = IDS[:33]

@@ -64,6 +64,7 @@ def test_logits_equal_those_over_slabs(family: str, pads: list[int]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_which_families_repeat_their_steps() -> None:
     repeating = {family for family in FAMILIES if Model(build(family)).repeats_steps}
     assert {"llama", "qwen2", "qwen3", "phi", "gemma"} <= repeating

@@ -69,6 +69,7 @@ class Decoding:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("always", [True, False])
+@pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family, always, monkeypatch):
     """It fails if a row's number of stored tokens is that of the longest draft, or groups keep their old padding."""
     monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])

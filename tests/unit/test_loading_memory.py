@@ -49,6 +49,7 @@ for path, dtype in ((warm_up, "auto"), (path, "auto"), (path, "bfloat16")):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of a process's memory")
+@pytest.mark.slow
 def test_weights_are_mapped_from_the_file_and_not_copied(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=24000,

@@ -161,6 +161,7 @@ assert (folder / "config.json").read_text() == "{}"
 """
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_makes_it(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "model"
     root = Path(__file__).resolve().parents[2]

@@ -111,6 +111,7 @@ def test_nothing_said_keeps_everything() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("full", *WITH_FILES)])
+@pytest.mark.sampled(3)
 def test_a_name_alone_is_the_policy_with_its_defaults(name: str) -> None:
     assert policies(f"policy={name}") == RankPolicies.everywhere([POLICIES[name]()])
 
