@@ -139,6 +139,8 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
         options |= {"ratio": 0.25}  # fewer columns than a short row has queries, which leave the others open
     if name in ("quest", "shadowkv"):
         options |= {"page": 1}  # pages of several tokens begin elsewhere in a padded row
+    if name == "shadowkv":
+        options |= {"outliers": 0}  # a page of one token is its own mean, so all are outliers alike
     together = Turns(model, [policy(name, options)], PADDED)
     logits = torch.cat([together.prefill()[:, None], together.decode(GENERATED)], dim=1)
     for row, ids in enumerate(prompt(length, seed) for seed, length in enumerate(PADDED)):
