@@ -145,8 +145,7 @@ def write_gates(run: GatesRun, ranks: Ranks) -> None:
 
 def _prepare(run: GatesRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample, after all checks that do not need the model's weights."""
-    if ranks.size > 1:
-        raise ValueError(f"gates are found on one rank but {ranks.size} were started; use python -m policies.duo_gates")
+    GATES.require_one_rank(ranks.size, "gates are found")
     assert run.out is not None
     folder = Path(os.path.realpath(run.out))
     if folder.exists() and not folder.is_dir():

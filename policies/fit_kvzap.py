@@ -155,8 +155,7 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
     from runahead.model import loading
     from runahead.model.model import max_positions
 
-    if ranks.size > 1:
-        raise ValueError(f"maps are fitted on one rank but {ranks.size} were started; use python -m {FIT.module}")
+    FIT.require_one_rank(ranks.size, "maps are fitted")
     assert run.out is not None
     ensure_writable(run.out, option="out")
     texts = [] if run.random_tokens else [read_text(path, f"samples={path}") for path in run.samples or own_texts()]

@@ -108,10 +108,7 @@ def _check(run: HeadsRun, ranks: Ranks) -> None:
     from runahead.model import loading
     from runahead.model.model import max_positions
 
-    if ranks.size > 1:
-        raise ValueError(
-            f"heads are measured on one rank but {ranks.size} were started; use python -m policies.retrieval_heads"
-        )
+    HEADS.require_one_rank(ranks.size, "heads are measured")
     assert run.out is not None
     ensure_writable(run.out, option="out")
     limit = max_positions(loading.load_config(run.model, progress=True).get_text_config(decoder=True))

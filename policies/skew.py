@@ -99,10 +99,7 @@ def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample, after all checks that do not need the model's weights."""
     from runahead.files import ensure_writable
 
-    if ranks.size > 1:
-        raise ValueError(
-            f"queries are collected on one rank but {ranks.size} were started; use python -m policies.skew"
-        )
+    SKEW.require_one_rank(ranks.size, "queries are collected")
     assert run.out is not None
     ensure_writable(run.out, option="out")
     return sample_ids(run.model, run.sample, run.tokens)[: run.tokens]

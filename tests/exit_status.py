@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 
 class Exited(BaseException):
     """In place of os._exit, which would end the tests."""
@@ -19,3 +21,10 @@ def exit_status(program: Callable[[Any], int], args: Sequence[str]) -> int:
         return program(args)
     except Exited as exited:
         return exited.status
+
+
+def one_line_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The text on stderr, which is one line."""
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error
+    return error

@@ -95,6 +95,14 @@ class Program(Generic[T]):
     def name(self) -> str:
         return self.module.rpartition(".")[2]
 
+    def require_one_rank(self, num_ranks: int, work: str) -> None:
+        """Check that one rank was started for a program that does its work, such as "maps are fitted", on one.
+
+        Raises: ValueError.
+        """
+        if num_ranks > 1:
+            raise ValueError(f"{work} on one rank but {num_ranks} were started; use python -m {self.module}")
+
     def read(self, args: Sequence[str]) -> CommandLine[T]:
         """Read the arguments after the program's name. The options of a sweep are not composed here.
 

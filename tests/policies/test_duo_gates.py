@@ -18,7 +18,7 @@ from runahead import Model
 from runahead.attention.gated import GatedAttention
 from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
-from tests.exit_status import exit_status
+from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.test_kvzip import CHUNK, SINKS, scores_by_hand
@@ -175,8 +175,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     out = tmp_path / "gates"
     assert ended(folder, sample, out, *more) != 0
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
+    assert message in one_line_error(capsys)
     assert not out.exists()
 
 

@@ -16,7 +16,7 @@ from runahead import Model
 from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
-from tests.exit_status import exit_status
+from tests.exit_status import exit_status, one_line_error
 from tests.families import prompt, throughout
 from tests.policies.running import Run
 from tests.policies.test_skew_program import folder as folder
@@ -163,8 +163,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     out = tmp_path / "x"
     assert ended(arguments(folder, sample, out, *more)) != 0
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error and not out.exists()
+    assert message in one_line_error(capsys)
+    assert not out.exists()
 
 
 def test_too_short_texts_are_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

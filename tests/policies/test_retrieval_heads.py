@@ -19,7 +19,7 @@ from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.config import ModelName, ModelOptions
-from tests.exit_status import exit_status
+from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt, throughout
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
@@ -143,8 +143,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     out = tmp_path / "x.safetensors"
     assert ended(folder, out, *more) != 0
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
+    assert message in one_line_error(capsys)
     assert not out.exists()
 
 

@@ -15,7 +15,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.config import ModelName, ModelOptions
-from tests.exit_status import exit_status
+from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt
 from tests.ranks.tasks import tiny_model
 from tests.unit.tokenizers_for_tests import byte_level
@@ -132,9 +132,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     out = tmp_path / "skew.safetensors"
     assert ended(arguments(folder, sample, out, *more)) != 0
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert "\n" not in error
+    assert message in one_line_error(capsys)
     assert not out.exists()
 
 
