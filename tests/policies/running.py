@@ -19,7 +19,14 @@ from runahead.thinning.attention import KeptAttention
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
-from tests.families import throughout
+from tests.families import build, throughout
+
+
+def model_with(kv_heads: int) -> Model:
+    """A tiny Llama with so many KV heads, in float64."""
+    module = build("llama", num_key_value_heads=kv_heads)
+    with throughout(torch.float64):
+        return Model(module)
 
 
 class Run:

@@ -12,13 +12,13 @@ from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
+from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept import KeptLayer
 from runahead.config import Device, Positions
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import build, prompt, throughout
-from tests.policies.running import Run
+from tests.families import prompt, throughout
+from tests.policies.running import Run, model_with
 from tests.policies.test_scorers import view_of
 from tests.policies.test_selection import signals_of, tensors
 from tests.ranks.tasks import tiny_model
@@ -46,12 +46,6 @@ def ranks() -> Ranks:
 
 def prompts() -> list[list[int]]:
     return [prompt(length, row) for row, length in enumerate(LENGTHS)]
-
-
-def model_with(kv_heads: int) -> Model:
-    module = build("llama", num_key_value_heads=kv_heads)
-    with throughout(torch.float64):
-        return Model(module)
 
 
 def kept_by(run: Run, layer: int, row: int) -> list[list[int]]:

@@ -25,8 +25,8 @@ from runahead.cache.kept import KeptLayer
 from runahead.config import Device
 from runahead.thinning.ragged import RaggedLayer, SeenRagged, cut_back
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import build, prompt, throughout
-from tests.policies.running import Run
+from tests.families import prompt, throughout
+from tests.policies.running import Run, model_with
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
 from tests.unit.test_ragged_layer import KEY_DIM, PROMPT, SCALING, TOLERANCE, Both
@@ -46,12 +46,6 @@ def ranks() -> Ranks:
 
 def prompts() -> list[list[int]]:
     return [prompt(length, row) for row, length in enumerate(LENGTHS)]
-
-
-def model_with(kv_heads: int) -> Model:
-    module = build("llama", num_key_value_heads=kv_heads)
-    with throughout(torch.float64):
-        return Model(module)
 
 
 def facts(model: Model) -> ModelFacts:
