@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.evaluation.contenders import contenders
 from benchmarks.harness.lines import Line
+from benchmarks.studies.quality import losses
 from benchmarks.studies.quality.__main__ import STUDY
 from benchmarks.studies.quality.losses import compared
 from benchmarks.studies.quality.methods import DROPPING, RETRIEVING, Method, override
@@ -159,12 +160,14 @@ def test_losses_are_those_over_the_full_caches_on_the_same_samples() -> None:
     found = [loss_line("copy", {"name": "full"}, sample, nll) for sample, nll in enumerate([1.0, 2.0, 5.0])]
     found += [loss_line("copy", keeps_half, sample, nll) for sample, nll in enumerate([2.0, 5.0])]
     found += [loss_line("key_value", {"name": "full"}, 0, 1.0), loss_line("key_value", keeps_half, 0, 4.0)]
+    longer = [one | {"num_tokens": 7900} for one in found[:1] + found[3:4]]
+    assert losses.settings([*found, *longer], "dropping") == [found, longer]
     [(method, [half, quarter, eighth])] = compared(found, "dropping").items()
     assert (method.name, quarter, eighth) == ("snapkv", None, None) and half is not None
     assert [each.mean for each in half.losses.values()] == [2.0, 4.0, 3.0]
     assert (half.samples["copy"], half.kept_share) == (2, 0.25) and half.losses["copy"].interval is None
     assert "`snapkv` | 25 / - / - | +2.00 | - | - | +4.00 | - | - | +3.00 | - | - | 2 + 1 |" in tables(found)
-    assert settings(found) == {} and compared(found, "retrieving") == {}
+    assert settings(found) == {} and losses.settings(found, "retrieving") == []
 
 
 def test_the_recall_of_what_retrieves_is_drawn_over_what_attention_saw() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log2
 from statistics import mean
 
 from benchmarks.evaluation.summary import FULL
@@ -48,30 +49,48 @@ Compared = dict[Method, list[AtShare | None]]
 """What each method loses at each share; None where nothing was measured."""
 
 
-def judged(found: Sequence[Line], family: str) -> tuple[dict[str, list[Line]], list[Line]]:
-    """Lines of the full cache by measure, and all lines that they can be compared with, of the newest setting."""
+def settings(found: Sequence[Line], family: str) -> list[list[Line]]:
+    """Lines of a family and of the full cache that can be compared: per model and length, those of the newest samples.
+
+    Lengths that differ by less than a factor of 1.4 are one: a copy and a list of keys differ in length.
+    """
     of_methods = [entry for method in FAMILIES[family] for entry in method.entries]
-    of_losses = [line for line in found if line["task"] in ("copy", "key_value")]
-    newest = {line["task"]: setting_of(line) for line in of_losses if line["policy_settings"] in of_methods}
-    lines = [line for line in of_losses if newest.get(line["task"]) == setting_of(line)]
-    full = {
-        name: list(
-            {sample_of(line): line for line in lines if line["task"] == task and line["policy"] == FULL}.values()
-        )
-        for name, (task, _) in MEASURES.items()
+    by_length: dict[tuple[str, int], list[Line]] = {}
+    for line in found:
+        if line["task"] in {task for task, _ in MEASURES.values()}:
+            by_length.setdefault((line["model"], round(log2(line["num_tokens"]))), []).append(line)
+    made = []
+    for lines in by_length.values():
+        newest = {line["task"]: samples_of(line) for line in lines if line["policy_settings"] in of_methods}
+        if newest:
+            made.append([line for line in lines if newest.get(line["task"]) == samples_of(line)])
+    return made
+
+
+def full_losses(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:
+    """Lines of the full cache by measure and sample."""
+    full = [line for line in lines if line["policy"] == FULL]
+    return {
+        name: {sample_of(line): line for line in full if line["task"] == task} for name, (task, _) in MEASURES.items()
     }
-    return full, lines
 
 
-def compared(found: Sequence[Line], family: str) -> Compared:
-    """All methods of a family that were measured."""
-    full, lines = judged(found, family)
-    by_measure = {name: {sample_of(line): line for line in of_full} for name, of_full in full.items()}
+def compared(lines: Sequence[Line], family: str) -> Compared:
+    """All methods of a family that were measured in a setting."""
+    full = full_losses(lines)
     made: Compared = {}
     for method in FAMILIES[family]:
         lacking = len(SHARES[family]) - len(method.entries)
-        made[method] = [*(_at_share(entry, lines, by_measure) for entry in method.entries), *[None] * lacking]
+        made[method] = [*(_at_share(entry, lines, full) for entry in method.entries), *[None] * lacking]
     return {method: shares for method, shares in made.items() if any(shares)}
+
+
+def heading(lines: Sequence[Line]) -> str:
+    """Model and length of a setting."""
+    of_copy = next((line for line in lines if line["task"] == "copy"), None)
+    where = [f"{of_copy['num_tokens']:,} tokens"] if of_copy else []
+    where += sorted({f"{line['details']['pairs']} keys" for line in lines if line["task"] == "key_value"})
+    return ", ".join([lines[-1]["model"], *where])
 
 
 def _at_share(entry: Settings, lines: Sequence[Line], full: dict[str, dict[str, Line]]) -> AtShare | None:
@@ -95,22 +114,19 @@ def _at_share(entry: Settings, lines: Sequence[Line], full: dict[str, dict[str, 
 
 
 def tables(found: Sequence[Line]) -> str:
-    """The table of each family that was measured."""
-    return "\n".join(_table(found, family) for family in FAMILIES if compared(found, family))
+    """A table of each family and setting that was measured."""
+    return "\n".join(_table(lines, family) for family in FAMILIES for lines in settings(found, family))
 
 
-def _table(found: Sequence[Line], family: str) -> str:
-    full, lines = judged(found, family)
+def _table(lines: Sequence[Line], family: str) -> str:
     told = ", ".join(
-        f"{name} {mean(MEASURES[name][1](line) for line in of_full):.2f}" for name, of_full in full.items() if of_full
+        f"{name} {mean(MEASURES[name][1](line) for line in of_full.values()):.2f}"
+        for name, of_full in full_losses(lines).items()
+        if of_full
     )
-    of_copy = next((line for line in lines if line["task"] == "copy"), None)
-    where = [f"{of_copy['num_tokens']:,} tokens"] if of_copy else []
-    where += sorted({f"{line['details']['pairs']} keys" for line in lines if line["task"] == "key_value"})
     commits = ", ".join(sorted({str(line["commit"]) for line in lines}))
-    about = ", ".join([TITLES[family], lines[-1]["model"], *where])
-    heading = f"**{about}**; the full cache's losses: {told}; commit {commits}"
-    return f"{heading}\n\n{markdown(rows(compared(found, family), family))}"
+    about = f"**{TITLES[family]}, {heading(lines)}**; the full cache's losses: {told}; commit {commits}"
+    return f"{about}\n\n{markdown(rows(compared(lines, family), family))}"
 
 
 def rows(methods: Compared, family: str) -> Rows:
@@ -154,8 +170,8 @@ def _order(at: Sequence[AtShare | None]) -> float:
     return of_copy[len(of_copy) // 2] if of_copy else float("inf")
 
 
-def setting_of(line: Line) -> str:
-    """Samples of one setting can be compared: model, task and its options, and number of keys."""
+def samples_of(line: Line) -> str:
+    """The same for lines whose samples can be compared: model, task and its options, number of keys, text."""
     return f"{line['model']} {line['task']} {line['task_settings']} {line['case'].get('pairs')} {line['text']}"
 
 

@@ -8,29 +8,29 @@ from typing import Any
 from benchmarks.evaluation.pictures import LOOKS
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import legend
-from benchmarks.studies.quality.losses import AtShare, Compared, compared, judged
+from benchmarks.studies.quality.losses import AtShare, Compared, compared, heading, settings
 from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
 
 
 def recall_picture(found: list[Line]) -> bytes | None:
-    """Draw all methods that were measured; None if there is none."""
-    methods = compared(found, "retrieving")
-    if not methods:
+    """Draw all methods that were measured, a row of panels per model and length; None if there is none."""
+    measured = settings(found, "retrieving")
+    if not measured:
         return None
-    figure = new_figure(12.5, 5.2)
-    axes = panels(figure, 3, 1, 3)
-    _draw(axes[0], methods, None)
-    dress(axes[0], x="K,V read, % of the context", y="recall: share of attention to what is read, %")
-    for place, name in zip(axes[1:], ("copy", "key -> value"), strict=True):
-        _draw(place, methods, name)
-        place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
-        dress(place, x="K,V read, % of the context", y=f"{name}: loss over the full cache, nats")
-    legend(axes[0], fontsize=7.5)
-    _, lines = judged(found, "retrieving")
-    tokens = max(line["num_tokens"] for line in lines)
-    set_title(
-        figure, "What retrieving policies find, by the bytes that they read", f"{lines[-1]['model']}, {tokens:,} tokens"
-    )
+    figure = new_figure(12.5, 0.8 + 4.4 * len(measured))
+    axes = panels(figure, 3 * len(measured), len(measured), 3)
+    for row, lines in enumerate(measured):
+        of_recall, *of_losses = axes[3 * row : 3 * row + 3]
+        methods = compared(lines, "retrieving")
+        _draw(of_recall, methods, None)
+        x = "K,V read, % of the context"
+        dress(of_recall, title=heading(lines), x=x, y="recall: share of attention to what is read, %")
+        for place, name in zip(of_losses, ("copy", "key -> value"), strict=True):
+            _draw(place, methods, name)
+            place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
+            dress(place, x=x, y=f"{name}: loss over the full cache, nats")
+        legend(of_recall, fontsize=7.5)
+    set_title(figure, "What retrieving policies find, by the bytes that they read")
     return png(figure)
 
 
