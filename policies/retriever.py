@@ -92,6 +92,11 @@ class Index:
         return 0
 
     @property
+    def scored_bytes(self) -> int:
+        """Bytes that a choice of one query reads, by default all."""
+        return self.num_bytes
+
+    @property
     def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
         """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
         return None

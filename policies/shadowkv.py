@@ -62,6 +62,10 @@ class ShadowPages(Pages):
         keys = 0 if self._low_rank is None else self._low_rank.num_bytes + self._new_BKCH.nbytes
         return super().num_bytes + held + keys
 
+    @property
+    def scored_bytes(self) -> int:
+        return super().num_bytes
+
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         super().append(k_BKCH, v_BKCV)
         if self._low_rank is not None:

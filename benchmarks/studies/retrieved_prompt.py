@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy
-from policies.clusters import Clusters
 from policies.exact_topk import ExactTopK
 from policies.offload import Offload
 from policies.retriever import Index, Retriever
@@ -182,7 +181,7 @@ def read_bytes(policy: Retriever, index: Index) -> int:
     """Bytes of an index that one choice reads."""
     if isinstance(policy, SparQ) and isinstance(index, LargeDims):
         return index.num_bytes * min(policy.dims, index.num_dims) // index.num_dims
-    return index.scored_bytes if isinstance(index, Clusters) else index.num_bytes
+    return index.scored_bytes
 
 
 def turn_of(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:

@@ -41,9 +41,11 @@ from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
+from policies.infllm import InfLLM
 from policies.offload import Offload
 from policies.quest import Digest, Quest
 from policies.retroinfer import RetroInfer
+from policies.shadowkv import ShadowKV
 from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
 from runahead import Model, ModelOptions
@@ -64,6 +66,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "squeezed": SqueezedAttention,
     "retroinfer, 10%": lambda: RetroInfer(fetch=0.1),
     "retroinfer, 2%": lambda: RetroInfer(fetch=0.02),
+    "infllm, 10%": lambda: InfLLM(fetch=0.1, block=16, sinks=4, recent=64, clamped=False),
+    "shadowkv, 10%": lambda: ShadowKV(fetch=0.1, rank=32, outliers=4),
 }
 LOOKS = {
     FULL: (INK, "o"),
