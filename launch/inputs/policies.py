@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 
-from launch.program.compose import merged_into, typed
+from launch.program.typed_options import merged_into, typed
 from policies import POLICIES, WRAPPERS
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import CacheOptions, Positions, choice

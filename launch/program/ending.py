@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from launch.program.compose import this_rank
+from launch.program.launcher import this_rank
 from launch.program.signals import Terminated, signals_ignored
 from runahead.failures import PeerFailure, SharedError, first_line
 

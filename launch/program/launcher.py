@@ -65,3 +65,23 @@ def tasks_per_node(text: str) -> list[int]:
 def first_host(nodes: str) -> str:
     """First host of a list in SLURM's notation: of "gpu[03-05,9]-ib,login" it is gpu03-ib."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def this_rank() -> int:
+    """This process's rank from torchrun's environment; needs no process group."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def require_one_rank(num_ranks: int, work: str, command: str) -> None:
+    """Check that one rank was started for work that is done on one.
+
+    Args:
+        num_ranks: ranks that were started.
+        work: such as "maps are fitted", for the message.
+        command: starts one rank.
+
+    Raises:
+        ValueError: more than one was started.
+    """
+    if num_ranks > 1:
+        raise ValueError(f"{work} on one rank but {num_ranks} were started; use {command}")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 # One line of ours reports a lost connection; PyTorch's own warning prints a C++ stack trace.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from launch.program.compose import Program, this_rank
+from launch.program.compose import Program
 from launch.program.ending import end_with, say
-from launch.program.launcher import follow_launcher
+from launch.program.launcher import follow_launcher, this_rank
 from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
 

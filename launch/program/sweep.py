@@ -24,7 +24,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from launch.program.compose import ROOT, VERBATIM, CommandLine, Program
+from launch.program.arguments import VERBATIM
+from launch.program.compose import ROOT, CommandLine, Program
 from launch.program.ending import say
 from launch.program.launcher import end_with_parent
 from launch.program.signals import ending_signals

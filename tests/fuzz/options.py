@@ -22,7 +22,8 @@ from launch.evaluate import EVALUATE
 from launch.infer import INFER
 from launch.inputs.options import ineffective_settings
 from launch.inputs.policies import NAMES, options_of, rank_policies
-from launch.program.compose import CommandLine, Program, _leaves, option_kinds
+from launch.program.compose import CommandLine, Program
+from launch.program.typed_options import leaf_names, option_kinds
 from partitioner.plan import PLAN
 from partitioner.search import SEARCH
 from policies import POLICIES
@@ -223,9 +224,11 @@ NO_OPTIONS = (
 
 @cache
 def option_names(program: Program[Any]) -> list[str]:
-    names = _leaves(option_kinds(program.options))
+    names = leaf_names(option_kinds(program.options))
     if "policy" in names:
-        names += [f"policy.{option}" for name in NAMES for option in ("name", *_leaves(option_kinds(options_of(name))))]
+        names += [
+            f"policy.{option}" for name in NAMES for option in ("name", *leaf_names(option_kinds(options_of(name))))
+        ]
     return names
 
 

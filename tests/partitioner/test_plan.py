@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launch.infer import INFER
-from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
+from launch.program.compose import CONF, FLAGS_HELP
+from launch.program.typed_options import leaf_names, option_kinds
 from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
@@ -480,7 +481,7 @@ def test_compute_that_a_search_measured_is_used_for_its_model_alone(
 def test_help_names_every_option_and_the_config_has_it() -> None:
     to_print = PLAN.read(["--help"]).to_print
     assert to_print == HELP + FLAGS_HELP
-    for name in _leaves(option_kinds(PlanRun)):
+    for name in leaf_names(option_kinds(PlanRun)):
         if name in ("model.seed", "model.trust_remote_code"):
             continue
         assert f"{name.removesuffix('.name')}=" in HELP, name

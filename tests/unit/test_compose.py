@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
-from launch.program.compose import CONF, FLAGS_HELP, _leaves, option_kinds
+from launch.program.compose import CONF, FLAGS_HELP
+from launch.program.typed_options import leaf_names, option_kinds
 from runahead.config import DecodeName, ModelName, PrefillName
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,7 +216,7 @@ def test_any_argument_is_read_or_refused_in_one_line(name, value):
 def test_help_names_every_option():
     to_print = INFER.read(["--help", "no=such.option"]).to_print
     assert to_print == HELP + FLAGS_HELP
-    for name in _leaves(option_kinds(RunOptions)):
+    for name in leaf_names(option_kinds(RunOptions)):
         group = name.removesuffix(".name")
         assert re.search(rf"(?<![\w.]){re.escape(group)}=", HELP), name
 
