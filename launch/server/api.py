@@ -1,4 +1,4 @@
-"""OpenAI's API: the endpoints, from a request's body to its answer."""
+"""OpenAI's API: the endpoints, from a request's body to its place in the queue."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,35 +19,34 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from launch.server.answers import Form, RowText, usage_of
+from launch.server.answer.answering import Answering
+from launch.server.answer.exchange import Exchange
+from launch.server.answer.form import Form
+from launch.server.answer.logprobs import TokenTexts
+from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, wrong
-from launch.server.exchange import Exchange
-from launch.server.fields import ChatRequest, CompletionRequest, read_chat, read_completion
-from launch.server.generation import FIELD_OF
 from launch.server.keys import Keys
-from launch.server.logprobs import TokenTexts
 from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
-from launch.server.prompts import prompts_of
-from launch.server.reader import read_json
+from launch.server.request.bodies import Bodies
+from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
+from launch.server.request.generation import FIELD_OF
+from launch.server.request.prompts import prompts_of
+from launch.server.request.reader import read_json
+from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
 from policies.reuse import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
 from runahead.model.json_schemas import JSONSchemas
-from runahead.serving.items import PROGRESS_S
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Refused, Scheduler
 
-BODIES = 8
-"""Bodies of the largest size that may be read at a time."""
-DISCARD_S = 2.0
-"""Seconds for which the body of a refused request is read."""
 READERS = 2
 """Threads that turn bodies into tokens."""
 
@@ -89,7 +87,7 @@ class API:
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._bytes_being_read = 0
+        self._bodies, self._log = Bodies(options), RequestLog(options)
         routes = [
             *page_routes(),
             Route("/health", self._safely(self._health, needs_key=False)),
@@ -155,7 +153,7 @@ class API:
         if (refuses := self.scheduler.refuses) is not None:
             raise APIError(503, refuses)
         loop = asyncio.get_running_loop()
-        async with self._body(request) as body:
+        async with self._bodies.read(request) as body:
             client = request.state.client
             read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat, client)
         n = len(read.options)
@@ -182,7 +180,17 @@ class API:
             headers = {"retry-after": str(wait_s)}
             raise APIError(429, message, code="rate_limit_exceeded", headers=headers) from refused
         form = Form(request.state.identity, self.model, is_chat=is_chat, texts=self._texts)
-        return Answering(self, queued, exchange, form, read, request)
+        return Answering(
+            queued,
+            exchange,
+            form,
+            read,
+            request,
+            scheduler=self.scheduler,
+            metrics=self.metrics,
+            log=self._log,
+            ping_s=self.options.ping_s,
+        )
 
     def _with_seed(self, options: GenerationOptions, chose_seed: bool) -> GenerationOptions:
         """Options of a row; one that is sampled without a seed takes the next of the server's."""
@@ -247,48 +255,13 @@ class API:
             told = str(error)
             if (error.param or "").startswith("prompt_cache."):  # which quotes the request
                 told = f"'{error.param}' is wrong"
-            self.log(request, f"{error.status} {shown(told, 120)}", began_s)
+            self._log.ended(request, f"{error.status} {shown(told, 120)}", began_s)
             headers = {"x-request-id": request.state.identity, **error.headers}
-            if not await self._discarded(request):
+            if not await self._bodies.discarded(request):
                 headers["connection"] = "close"
             return _json(error.body, error.status, headers)
 
         return safe
-
-    async def _discarded(self, request: HTTPRequest) -> bool:
-        """Read what is left of a refused body; whether all was read. Closing at once might lose the answer."""
-        size = 0
-        with suppress(TimeoutError, ClientDisconnect, RuntimeError):  # RuntimeError: it was read before
-            async with asyncio.timeout(DISCARD_S):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > BODIES * self.options.max_body_bytes:
-                        return False
-        return request._stream_consumed
-
-    @asynccontextmanager
-    async def _body(self, request: HTTPRequest) -> AsyncIterator[bytes]:
-        """The body, within the limits of size and time. It counts as being read until the block ends."""
-        limit, size, parts = self.options.max_body_bytes, 0, list[bytes]()
-        declared = request.headers.get("content-length", "0")
-        too_large = APIError(413, f"the body is larger than {limit:,} bytes", code="request_too_large")
-        if not declared.isdecimal() or int(declared[:20]) > limit:
-            raise too_large
-        try:
-            async with asyncio.timeout(self.options.read_timeout_s):
-                async for part in request.stream():
-                    size += len(part)
-                    self._bytes_being_read += len(part)
-                    parts.append(part)
-                    if size > limit:
-                        raise too_large
-                    if self._bytes_being_read > BODIES * limit:
-                        raise APIError(429, "too many large requests are being read", headers={"retry-after": "1"})
-            yield b"".join(parts)
-        except TimeoutError as error:
-            raise APIError(408, f"the body did not arrive within {self.options.read_timeout_s:g} s") from error
-        finally:
-            self._bytes_being_read -= size
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
@@ -297,188 +270,6 @@ class API:
 
     def _about_model(self) -> dict[str, Any]:
         return {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
-
-    def log(self, request: HTTPRequest, what: str, began_s: float) -> None:
-        """Print a line about a request that has ended."""
-        if self.options.log and request.url.path.startswith("/v1/"):
-            client = request.client.host if request.client else "-"
-            now = time.strftime("%Y-%m-%dT%H:%M:%S")
-            seconds = time.monotonic() - began_s
-            path = shown(request.url.path)
-            print(f"{now} {request.state.identity} {client} {path} {seconds:.2f} s: {what}", file=sys.stderr)
-
-    def log_text(self, read: ChatRequest | CompletionRequest) -> str:
-        """A prompt's text for the log, if that is asked for."""
-        if not self.options.log_prompts:
-            return ""
-        text: Any = read.messages if isinstance(read, ChatRequest) else read.prompts
-        if read.prompt_cache is not None:
-            text = [read.prompt_cache.prompt, text]
-        return f", prompt {shown(str(text), 10_000)}"
-
-
-class Answering:
-    """Sends the answer of a request, as an ASGI application; a client that goes cancels it.
-
-    The connection of one that does not read is closed by `launch/server/http.py`.
-    """
-
-    def __init__(
-        self,
-        api: API,
-        queued: Request,
-        exchange: Exchange,
-        form: Form,
-        read: ChatRequest | CompletionRequest,
-        request: HTTPRequest,
-    ) -> None:
-        self._api, self._queued, self._exchange, self._form = api, queued, exchange, form
-        self._read, self._request = read, request
-        self._share_told = -1.0
-        self._send: Send
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send = send
-        watch = asyncio.ensure_future(_disconnected(receive))
-        work = asyncio.ensure_future(self._stream() if self._read.stream else self._whole())
-        ended = "cancelled"
-        try:
-            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                ended = "failed"
-                await work
-                if self._exchange.failure is None:
-                    ended = self._exchange.rows[0].finish_reason or "cancelled"
-        finally:
-            for task in (watch, work):
-                task.cancel()
-            if self._exchange.failure is not None or not self._exchange.is_over:
-                self._api.scheduler.cancel(self._queued)
-            if self._exchange.first_token_s is not None:
-                self._api.metrics.counters["prefix_cache_queries_total"] += self._num_prompt_tokens
-                self._api.metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
-            self._api.metrics.ended(ended)
-            self._log(ended)
-
-    def _log(self, ended: str) -> None:
-        usage, exchange = self._usage, self._exchange
-        first = "" if exchange.first_token_s is None else f", TTFT {exchange.first_token_s - exchange.arrived_s:.2f} s"
-        counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
-        self._api.log(self._request, f"{ended}, {counts}{first}{self._api.log_text(self._read)}", exchange.arrived_s)
-
-    @property
-    def _num_prompt_tokens(self) -> int:
-        return sum(len(ids_of(prompt)) for prompt in self._queued.prompts[:: len(self._read.options)])
-
-    @property
-    def _usage(self) -> dict[str, Any]:
-        """The usage so far. A prompt counts once, however many answers it gets."""
-        return usage_of(self._num_prompt_tokens, self._exchange.rows, self._of_prompts(self._queued.cached_tokens))
-
-    def _of_prompts(self, of_rows: Sequence[int]) -> int:
-        """Sum of a number of each row, over one row of each prompt."""
-        return sum(of_rows[:: len(self._read.options)])
-
-    async def _whole(self) -> None:
-        while not self._exchange.is_over:
-            await self._exchange.changed(None)
-        if self._exchange.failure is not None:
-            error = APIError(503, self._exchange.failure)
-            await self._start(503, "application/json")
-            await self._write(dumps(error.body), more=False)
-            return
-        await self._start(200, "application/json")
-        body = self._form.whole(self._exchange.rows, self._usage)
-        await self._write(dumps(body), more=False)
-
-    async def _stream(self) -> None:
-        exchange, form, rows = self._exchange, self._form, self._exchange.rows
-        await self._start(200, "text/event-stream; charset=utf-8")
-        begun, ended = [False] * len(rows), [False] * len(rows)
-        while not all(ended) and exchange.failure is None:
-            await self._await_change()
-            await self._tell_progress()
-            events: list[dict[str, Any] | None] = []
-            for index, (row, text) in enumerate(zip(rows, exchange.take(), strict=True)):
-                if row.num_tokens and not begun[index]:
-                    begun[index] = True
-                    events.append(form.begin(index))
-                if text:
-                    events.append(form.text(index, text, row.take_scored()))
-                if row.finish_reason is not None and not ended[index]:
-                    ended[index] = True
-                    events.append(form.end(index, row.finish_reason, row.take_scored()))
-            if self._read.continuous_usage:
-                events = [event and event | {"usage": self._usage} for event in events]
-            await self._write_events(events)
-        if exchange.failure is not None and not all(ended):
-            await self._write_events([APIError(503, exchange.failure).body])
-        else:
-            if self._read.include_usage:
-                await self._write_events([form.usage(self._usage)])
-            await self._write(b"data: [DONE]\n\n")
-        await self._write(b"", more=False)
-
-    async def _await_change(self) -> None:
-        """Wait until there is something new of the answer, with comments and the progress of the prefill meanwhile."""
-        ping_s, pauses = self._api.options.ping_s, 0
-        follows = self._read.return_progress and self._exchange.first_token_s is None
-        pause_s = min(PROGRESS_S, ping_s) if follows else ping_s
-        while not await self._exchange.changed(pause_s):
-            await self._tell_progress()
-            pauses += 1
-            if pauses * pause_s >= ping_s:
-                pauses = 0
-                await self._write(f": {self._state()}\n\n".encode())
-
-    async def _tell_progress(self) -> None:
-        """Send how far the prefill is, if the client asked for it and it is farther than it was told."""
-        exchange = self._exchange
-        if not self._read.return_progress or exchange.started_s is None or self._share_told == 1:
-            return
-        share, now_s, cache = 1.0, exchange.first_token_s, self._of_prompts(self._queued.cached_tokens)
-        if now_s is None:
-            share, now_s = self._api.scheduler.share_computed(self._queued) or 0.0, time.monotonic()
-            cache = self._of_prompts(self._queued.found_tokens)
-        if share > self._share_told:
-            self._share_told, total = share, self._num_prompt_tokens
-            processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - exchange.started_s))
-            progress = self._form.progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
-            await self._write_events([progress])
-
-    def _state(self) -> str:
-        """State of a request without tokens, for a comment."""
-        if self._exchange.first_token_s is not None:
-            return "decoding"
-        if self._exchange.started_s is not None:
-            share = self._api.scheduler.share_computed(self._queued)
-            return "prefill" if share is None else f"prefill, {share:.0%} of the layers"
-        before = self._api.scheduler.num_before(self._queued)
-        return "waiting" if before is None else f"waiting, {before} requests before it"
-
-    async def _start(self, status: int, kind: str) -> None:
-        headers = {
-            "content-type": kind,
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would hold a stream back
-            "x-request-id": self._request.state.identity,
-            "x-predicted-ttft": f"{self._queued.predicted_ttft_s:.3f}",
-        }
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
-
-    async def _write_events(self, events: list[dict[str, Any] | None]) -> None:
-        data = b"".join(b"data: " + dumps(event) + b"\n\n" for event in events if event is not None)
-        if data:
-            await self._write(data)
-
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

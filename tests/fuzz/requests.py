@@ -11,9 +11,9 @@ from typing import Any
 
 from launch.server.api import API
 from launch.server.errors import APIError
-from launch.server.fields import ChatRequest, CompletionRequest
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
+from launch.server.request.fields import ChatRequest, CompletionRequest
 from policies.base import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from tests.fuzz.harness import Outcome, judged

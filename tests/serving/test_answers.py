@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launch.server.answers import Form, RowText
-from launch.server.logprobs import TokenTexts
+from launch.server.answer.form import Form
+from launch.server.answer.logprobs import TokenTexts
+from launch.server.answer.row_text import RowText
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.report import TokenLogprobs

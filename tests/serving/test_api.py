@@ -19,7 +19,7 @@ from openai import APIStatusError, OpenAI
 from launch.server.http import HTTPServer
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
-from launch.server.reader import NOT_SUPPORTED
+from launch.server.request.reader import NOT_SUPPORTED
 from runahead.failures import PeerFailure
 from runahead.serving.limits import QueueLimits
 from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, Served, chat_tokenizer, serving, until

@@ -65,7 +65,7 @@ def slowly_serving(**how: Any) -> Iterator[tuple[Served, threading.Event]]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks report after every layer, and streams look often."""
     monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 0.0)
-    monkeypatch.setattr("launch.server.api.PROGRESS_S", 0.02)
+    monkeypatch.setattr("launch.server.answer.answering.PROGRESS_S", 0.02)
 
 
 def state_of(served: Served, key: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests of the API as dataclasses. Nothing here knows the model: texts become tokens in launch/server/prompts.py."""
+"""Requests of the API as dataclasses. Nothing here knows the model: `prompts.py` makes tokens of texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launch.server.errors import APIError, shown, wrong
-from launch.server.generation import read_generation
-from launch.server.messages import Message, read_messages, read_tools
-from launch.server.reader import Fields, check_unicode
+from launch.server.request.generation import read_generation
+from launch.server.request.messages import Message, read_messages, read_tools
+from launch.server.request.reader import Fields, check_unicode
 from runahead.config import MAX_SEED, GenerationOptions
 
 

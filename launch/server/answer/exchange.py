@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from launch.server.answers import RowText
+from launch.server.answer.row_text import RowText
 from launch.server.metrics import Metrics
 
 

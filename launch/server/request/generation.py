@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.server.errors import wrong
-from launch.server.reader import Fields, check_unicode
+from launch.server.request.reader import Fields, check_unicode
 from runahead.config import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, GenerationOptions
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from launch.server.errors import shown, wrong
-from launch.server.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
+from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS, MAX_CALLS = 128, 128

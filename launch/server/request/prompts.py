@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.server.errors import APIError, shown, wrong
-from launch.server.fields import ChatRequest, CompletionRequest, PromptCacheFields
+from launch.server.request.fields import ChatRequest, CompletionRequest, PromptCacheFields
 from policies.prompt_cache.model_text import render
 from policies.prompt_cache.prompt import NewText, Prompt
 from policies.prompt_cache.prompt_cache import PromptCache

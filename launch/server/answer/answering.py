@@ -1,0 +1,191 @@
+"""Sends the answer of a request, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.types import Receive, Scope, Send
+
+from launch.server.answer.exchange import Exchange
+from launch.server.answer.form import Form, usage_of
+from launch.server.errors import APIError, dumps
+from launch.server.metrics import Metrics
+from launch.server.request.fields import ChatRequest, CompletionRequest
+from launch.server.request_log import RequestLog
+from policies.reuse import ids_of
+from runahead.serving.items import PROGRESS_S
+from runahead.serving.request import Request
+from runahead.serving.scheduler import Scheduler
+
+
+class Answering:
+    """Sends the answer of a request, as an ASGI application; a client that goes cancels it.
+
+    The connection of one that does not read is closed by `launch/server/http.py`.
+    """
+
+    def __init__(
+        self,
+        queued: Request,
+        exchange: Exchange,
+        form: Form,
+        read: ChatRequest | CompletionRequest,
+        request: HTTPRequest,
+        *,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        log: RequestLog,
+        ping_s: float,
+    ) -> None:
+        self._queued, self._exchange, self._form = queued, exchange, form
+        self._read, self._request = read, request
+        self._scheduler, self._metrics, self._log, self._ping_s = scheduler, metrics, log, ping_s
+        self._share_told = -1.0
+        self._send: Send
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        watch = asyncio.ensure_future(_disconnected(receive))
+        work = asyncio.ensure_future(self._stream() if self._read.stream else self._whole())
+        ended = "cancelled"
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                ended = "failed"
+                await work
+                if self._exchange.failure is None:
+                    ended = self._exchange.rows[0].finish_reason or "cancelled"
+        finally:
+            for task in (watch, work):
+                task.cancel()
+            if self._exchange.failure is not None or not self._exchange.is_over:
+                self._scheduler.cancel(self._queued)
+            if self._exchange.first_token_s is not None:
+                self._metrics.counters["prefix_cache_queries_total"] += self._num_prompt_tokens
+                self._metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
+            self._metrics.ended(ended)
+            self._log_end(ended)
+
+    def _log_end(self, ended: str) -> None:
+        usage, exchange = self._usage, self._exchange
+        first = "" if exchange.first_token_s is None else f", TTFT {exchange.first_token_s - exchange.arrived_s:.2f} s"
+        counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
+        self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", exchange.arrived_s)
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(ids_of(prompt)) for prompt in self._queued.prompts[:: len(self._read.options)])
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        """The usage so far. A prompt counts once, however many answers it gets."""
+        return usage_of(self._num_prompt_tokens, self._exchange.rows, self._of_prompts(self._queued.cached_tokens))
+
+    def _of_prompts(self, of_rows: Sequence[int]) -> int:
+        """Sum of a number of each row, over one row of each prompt."""
+        return sum(of_rows[:: len(self._read.options)])
+
+    async def _whole(self) -> None:
+        while not self._exchange.is_over:
+            await self._exchange.changed(None)
+        if self._exchange.failure is not None:
+            error = APIError(503, self._exchange.failure)
+            await self._start(503, "application/json")
+            await self._write(dumps(error.body), more=False)
+            return
+        await self._start(200, "application/json")
+        body = self._form.whole(self._exchange.rows, self._usage)
+        await self._write(dumps(body), more=False)
+
+    async def _stream(self) -> None:
+        exchange, form, rows = self._exchange, self._form, self._exchange.rows
+        await self._start(200, "text/event-stream; charset=utf-8")
+        begun, ended = [False] * len(rows), [False] * len(rows)
+        while not all(ended) and exchange.failure is None:
+            await self._await_change()
+            await self._tell_progress()
+            events: list[dict[str, Any] | None] = []
+            for index, (row, text) in enumerate(zip(rows, exchange.take(), strict=True)):
+                if row.num_tokens and not begun[index]:
+                    begun[index] = True
+                    events.append(form.begin(index))
+                if text:
+                    events.append(form.text(index, text, row.take_scored()))
+                if row.finish_reason is not None and not ended[index]:
+                    ended[index] = True
+                    events.append(form.end(index, row.finish_reason, row.take_scored()))
+            if self._read.continuous_usage:
+                events = [event and event | {"usage": self._usage} for event in events]
+            await self._write_events(events)
+        if exchange.failure is not None and not all(ended):
+            await self._write_events([APIError(503, exchange.failure).body])
+        else:
+            if self._read.include_usage:
+                await self._write_events([form.usage(self._usage)])
+            await self._write(b"data: [DONE]\n\n")
+        await self._write(b"", more=False)
+
+    async def _await_change(self) -> None:
+        """Wait until there is something new of the answer, with comments and the progress of the prefill meanwhile."""
+        ping_s, pauses = self._ping_s, 0
+        follows = self._read.return_progress and self._exchange.first_token_s is None
+        pause_s = min(PROGRESS_S, ping_s) if follows else ping_s
+        while not await self._exchange.changed(pause_s):
+            await self._tell_progress()
+            pauses += 1
+            if pauses * pause_s >= ping_s:
+                pauses = 0
+                await self._write(f": {self._state()}\n\n".encode())
+
+    async def _tell_progress(self) -> None:
+        """Send how far the prefill is, if the client asked for it and it is farther than it was told."""
+        exchange = self._exchange
+        if not self._read.return_progress or exchange.started_s is None or self._share_told == 1:
+            return
+        share, now_s, cache = 1.0, exchange.first_token_s, self._of_prompts(self._queued.cached_tokens)
+        if now_s is None:
+            share, now_s = self._scheduler.share_computed(self._queued) or 0.0, time.monotonic()
+            cache = self._of_prompts(self._queued.found_tokens)
+        if share > self._share_told:
+            self._share_told, total = share, self._num_prompt_tokens
+            processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - exchange.started_s))
+            progress = self._form.progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
+            await self._write_events([progress])
+
+    def _state(self) -> str:
+        """State of a request without tokens, for a comment."""
+        if self._exchange.first_token_s is not None:
+            return "decoding"
+        if self._exchange.started_s is not None:
+            share = self._scheduler.share_computed(self._queued)
+            return "prefill" if share is None else f"prefill, {share:.0%} of the layers"
+        before = self._scheduler.num_before(self._queued)
+        return "waiting" if before is None else f"waiting, {before} requests before it"
+
+    async def _start(self, status: int, kind: str) -> None:
+        headers = {
+            "content-type": kind,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would hold a stream back
+            "x-request-id": self._request.state.identity,
+            "x-predicted-ttft": f"{self._queued.predicted_ttft_s:.3f}",
+        }
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _write_events(self, events: list[dict[str, Any] | None]) -> None:
+        data = b"".join(b"data: " + dumps(event) + b"\n\n" for event in events if event is not None)
+        if data:
+            await self._write(data)
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
