@@ -17,7 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, Scorer, first_slots, require
+from policies.base import LayerView, ModelFacts, Phase, Policy, require
+from policies.kept_slots import first_slots
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 
 

@@ -10,15 +10,11 @@ policy that declares it (`keeps_ragged`) may keep different numbers of tokens in
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from policies.reuse import GivenPrompt as GivenPrompt
@@ -472,142 +468,3 @@ def check_budget(budget: Budget, option: str = "budget") -> None:
 def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
     """A budget as a number of tokens, at least 1."""
     return budget if isinstance(budget, int) else max(1, round(budget * prompt_tokens))
-
-
-def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: Sequence[int], recent: int, pads: list[int]) -> Tensor:
-    """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last.
-
-    Args:
-        sinks: number of sink tokens of each row.
-    """
-    score_BKn = score_BKn.clone()
-    score_BKn[..., score_BKn.shape[-1] - recent :] = math.inf
-    for row, (pad, num_sinks) in enumerate(zip(pads, sinks, strict=True)):
-        score_BKn[row, :, :pad] = -math.inf
-        score_BKn[row, :, pad : pad + num_sinks] = math.inf
-    # A stable sort keeps the earlier of two equal (pooled) scores, wherever padding has moved them.
-    best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
-    return best_first[..., :num_kept].sort(dim=-1).values
-
-
-def first_slots(best_first_BKn: Tensor, kept_BK: Sequence[Sequence[int]], tokens_BK: Sequence[Sequence[int]]) -> Tensor:
-    """The first slots of each head, ascending, as `Policy.keep` returns them.
-
-    Where heads keep equally many, but for rows that have no more tokens, these rows keep padding and none has -1.
-
-    Args:
-        best_first_BKn: slots in the order in which they are kept, those of padding last.
-        kept_BK: number of tokens that each head keeps.
-        tokens_BK: number of tokens of each head.
-    """
-    most = max(map(max, kept_BK))
-    slots_BKm = best_first_BKn[..., :most]
-    if any(
-        len(set(kept_K)) > 1 or (kept_K[0] < most and list(kept_K) != list(tokens_K))
-        for kept_K, tokens_K in zip(kept_BK, tokens_BK, strict=True)
-    ):
-        places_m = torch.arange(most, device=slots_BKm.device)
-        kept_BK1 = torch.tensor(kept_BK, device=slots_BKm.device)[..., None]
-        slots_BKm = slots_BKm.masked_fill(places_m >= kept_BK1, -1)
-    return slots_BKm.sort(dim=-1).values
-
-
-@dataclass(kw_only=True)
-class Scorer(Policy, ABC):
-    """Base of policies that keep sink tokens, recent tokens, and of the others those with the highest scores.
-
-    Attributes:
-        budget: tokens to keep per layer and KV head: a number, or a share of the prompt.
-        sinks: first tokens that always stay (Xiao et al., StreamingLLM).
-        recent: last tokens that always stay.
-        evict_every: while decoding, number of tokens by which a layer may exceed the budget before it is cut back,
-            since cutting back copies what is kept.
-
-    Raises:
-        ValueError: an invalid budget, a negative number, or a budget without room for sinks and recent tokens.
-    """
-
-    scores_attention: ClassVar[bool] = False
-    """Whether scores are shares of attention, summed or averaged: at least 0, and comparable within a KV head."""
-
-    budget: Budget = 1024
-    sinks: int = 0
-    recent: int = 0
-    evict_every: int = 16
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-        require_least(self, sinks=0, recent=0, evict_every=1)
-        if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
-            raise ValueError(
-                f"policy.budget={self.budget} has no room for policy.sinks={self.sinks} and "
-                f"policy.recent={self.recent}; use at least {self.sinks + self.recent}"
-            )
-
-    @abstractmethod
-    def score(self, view: LayerView) -> Tensor:
-        """Score of each slot, (B, K, n) or (B, 1, n); the scores of sinks, recent tokens and padding do not matter."""
-
-    def of_part(self, part: PromptPart) -> Self:
-        other = copy(self)  # not checked again: a share may be too small for what the whole has to hold
-        if isinstance(self.budget, int):
-            other.budget = part.share_of(self.budget)
-        other.recent, other.evict_every = part.share_of(self.recent), part.share_of(self.evict_every)
-        return other
-
-    def recent_of(self, num_kept: int) -> int:
-        """Number of last tokens that always stay, of so many slots."""
-        return self.recent
-
-    def slots(self, view: LayerView) -> int:
-        """Number of slots to keep in this layer."""
-        return self.slots_of(budget_tokens(self.budget, view.prompt_tokens), view.layer, view.num_layers)
-
-    def slots_of(self, budget: int, layer: int, num_layers: int) -> int:
-        """Number of slots to keep in a layer, for a budget in tokens."""
-        return budget
-
-    def limit(self, view: LayerView) -> int:
-        """Number of slots beyond which this layer is cut back."""
-        return self.slots(view) + (self.evict_every - 1 if view.phase is Phase.decode else 0)
-
-    def over_last(self, num_queries: int, view: LayerView, values: Callable[[int], Tensor]) -> Tensor | None:
-        """Sum of what the last `num_queries` queries before a layer is cut back say of each slot, for `carry`.
-
-        A layer is cut back after a prompt, or while decoding once it exceeds its limit. While decoding, queries before
-        the layer was cut back last do not count. If the last chunk of a prompt has fewer queries, they are added to
-        those before.
-
-        Args:
-            values: what the newest queries say (B, K, n), by their number.
-
-        Returns:
-            None while the queries of these tokens do not count.
-        """
-        if view.phase is Phase.prefill:
-            values_BKn, is_first = values(num_queries), view.num_new >= num_queries
-        else:
-            num_queries = min(num_queries, self.limit(view) + 1 - self.slots(view))
-            left = self.limit(view) + 1 - view.num_slots  # tokens until the layer is cut back
-            if left >= num_queries:
-                return None
-            values_BKn, is_first = values(1), left == num_queries - 1
-        return values_BKn if is_first or view.carried_BKn is None else view.carried_BKn + values_BKn
-
-    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        if not isinstance(self.budget, int):
-            return None
-        most = max(self.slots_of(self.budget, layer, num_layers) for layer in range(num_layers))
-        return most + (self.evict_every - 1 if phase is Phase.decode else 0)
-
-    def keep(self, view: LayerView) -> Tensor | None:
-        return self.keep_by(self.score, view)
-
-    def keep_by(self, score: Callable[[LayerView], Tensor], view: LayerView) -> Tensor | None:
-        """Do what `keep` does, by other scores."""
-        if view.num_slots <= self.limit(view):
-            return None
-        m = self.slots(view)
-        sinks = [min(num, m) for num in view.sinks(self.sinks)]
-        recent = min(self.recent_of(m), m - max(sinks))
-        return best_slots(score(view).float(), m, sinks=sinks, recent=recent, pads=view.pads)

@@ -17,7 +17,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, PromptPart, Scorer, require
+from policies.base import LayerView, Phase, Policy, PromptPart, require
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 
 

@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Scorer, require, require_least
+from policies.base import LayerView, require, require_least
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

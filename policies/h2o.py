@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, Scorer, require
+from policies.base import LayerView, require
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Scorer, require
+from policies.base import LayerView, require
+from policies.scorer import Scorer
 
 BLOCK_DISTANCES = 1 << 20
 """Distances at a time, over all rows and heads, which bounds the memory that they take."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from policies.base import LayerView, Scorer
+from policies.base import LayerView
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

@@ -17,8 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, ModelFacts, Phase, Scorer, first_slots, require
+from policies.base import Budget, LayerView, ModelFacts, Phase, require
+from policies.kept_slots import first_slots
 from policies.score_maps import FILES, ScoreMaps
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

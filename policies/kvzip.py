@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Policy, Replay, budget_tokens, check_budget, first_slots, require_least
+from policies.base import Budget, LayerView, Policy, Replay, budget_tokens, check_budget, require_least
+from policies.kept_slots import first_slots
 
 
 @dataclass(kw_only=True)

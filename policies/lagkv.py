@@ -15,7 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, PromptPart, Scorer, require_least
+from policies.base import LayerView, PromptPart, require_least
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

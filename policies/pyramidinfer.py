@@ -23,17 +23,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import (
-    Budget,
-    LayerView,
-    Phase,
-    Policy,
-    PromptPart,
-    best_slots,
-    choice,
-    require,
-    require_least,
-)
+from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, require, require_least
+from policies.kept_slots import best_slots
 
 
 class Schedule(Enum):

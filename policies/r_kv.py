@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from policies.base import LayerView, Phase, Scorer, require
+from policies.base import LayerView, Phase, require
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 
 BLOCK_COSINES = 1 << 20

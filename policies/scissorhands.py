@@ -11,7 +11,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, PromptPart, Scorer, require, require_least
+from policies.base import LayerView, Phase, PromptPart, require, require_least
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

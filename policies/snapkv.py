@@ -13,7 +13,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, PromptPart, Scorer, choice, require
+from policies.base import LayerView, Phase, PromptPart, choice, require
+from policies.scorer import Scorer
 
 
 class Pooling(Enum):

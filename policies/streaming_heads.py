@@ -17,7 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, best_slots, require_least
+from policies.base import LayerView, ModelFacts, Phase, Policy, require_least
+from policies.kept_slots import best_slots
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, Scorer
+from policies.base import LayerView
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Scorer
+from policies.base import LayerView
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

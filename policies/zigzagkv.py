@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, budget_tokens, first_slots, require
+from policies.base import LayerView, Phase, budget_tokens, require
+from policies.kept_slots import first_slots
 from policies.snapkv import SnapKV
 
 

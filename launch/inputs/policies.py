@@ -239,7 +239,7 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         kind = policy_class(file.path)
         return [_made(kind.__name__, kind, file.options, option)]
     if name in WRAPPERS:
-        from policies.base import Scorer
+        from policies.scorer import Scorer
 
         values = vars(_made(name, options_of(name), settings, option))
         scorers = policies_of(values["scorer"], f"{option}.scorer")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Scorer
+from policies.base import LayerView, ModelFacts
 from policies.kvzap import KVzap
+from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from policies.adakv import AdaKV, equal_shares
-from policies.base import Policy, Scorer
+from policies.base import Policy
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.pyramidkv import PyramidKV
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept import KeptLayer

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from launch.inputs.policies import policies_of
-from policies.base import Scorer
 from policies.chunkkv import ChunkKV
 from policies.criticalkv import CriticalKV
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.lagkv import LagKV
 from policies.r_kv import RKV
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 from policies.tova import TOVA
 from runahead.model import output_projection

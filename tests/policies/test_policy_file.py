@@ -25,7 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from policies.base import LayerView, Scorer
+from policies.base import LayerView
+from policies.scorer import Scorer
 
 
 class Which(Enum):

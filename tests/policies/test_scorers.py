@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from launch.inputs.policies import policies_of
-from policies.base import LayerView, Phase, Scorer
+from policies.base import LayerView, Phase
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.pyramidinfer import PyramidInfer
+from policies.scorer import Scorer
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from runahead.model.model import Model

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from policies import r_kv
-from policies.base import LayerView, Scorer
+from policies.base import LayerView
 from policies.chunkkv import ChunkKV
 from policies.h2o import H2O
 from policies.keyformer import Keyformer
 from policies.r_kv import RKV
 from policies.scissorhands import Scissorhands
+from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 from runahead.attention import probabilities as signals
 from runahead.attention.gumbel import gumbel
@@ -91,7 +92,7 @@ class TestRKV:
     def test_redundancy_is_the_mean_cosine_without_the_latest_key_that_is_alike(
         self, block: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of each row's own tokens, in plain loops."""
+        """Expected from each row's own tokens, in plain loops."""
         monkeypatch.setattr(r_kv, "BLOCK_COSINES", block)
         pads, similar = [0, 4], 0.3
         k_BKnH = tensors(18, 1, batch=2)[1].double()
