@@ -39,9 +39,10 @@ from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
+from runahead.serving.follower import follow
 from runahead.serving.items import Generate, Inbox, Item, Part, Prefill, Report, Tokens
 from runahead.serving.limits import QueueLimits
-from runahead.serving.scheduler import Scheduler, follow
+from runahead.serving.scheduler import Scheduler
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV caches of all rows and their activations may take."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
 from runahead.reuse.forks import each_once
+from runahead.serving.batch import Batch
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
-from runahead.serving.items import Generate, Part, Prefill, Progress
 from runahead.serving.known_texts import KnownTexts
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
+from runahead.serving.room import num_held, num_places, num_tokens_of
 
 SIMILAR = 0.75
 """Least ratio of the lengths of prompts that are computed at once: the shorter ones are padded."""
@@ -42,63 +41,6 @@ class Refused(Exception):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-@dataclass(kw_only=True)
-class Batch:
-    """The rows of one item, from the moment that it is told.
-
-    Attributes:
-        owners: request of each row, and the row's number in it.
-        predicted_s: seconds of the prefill.
-        is_short: one stage computes it alone.
-        is_alone: no other row was computed or decoded when it began.
-        is_decoded: its rows have their first tokens.
-        left: rows that have not ended.
-        parts: of the prefill, by rank, as far as they were reported.
-        progress: last report of each rank from inside the prefill.
-        new_tokens: number of new tokens of each row.
-        cached: tokens of each prompt that were not computed.
-        shares_prompts: rows of the same prompt share its keys and values.
-        computed: the rows whose prompts are computed: one of each different prompt, or all if `Engine.generate` does.
-    """
-
-    item: Prefill | Generate
-    owners: list[tuple[Request, int]]
-    predicted_s: float
-    is_short: bool
-    is_alone: bool
-    is_decoded: bool = False
-    began_s: float = field(default_factory=time.monotonic)
-    parts: dict[int, Part] = field(default_factory=dict)
-    progress: dict[int, Progress] = field(default_factory=dict)
-    shares_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
-        self.cached = [0] * len(self.owners)
-        self._prompt_of = each_once(self.item.prompts)[1]
-        self.computed = list(range(len(self.owners)))
-        if isinstance(self.item, Prefill):
-            self.computed = [self._prompt_of.index(number) for number in sorted(set(self._prompt_of))]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(ids) for ids in self.item.prompts]
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Tokens for which the rows have memory, until the last of them has ended."""
-        return num_tokens_of(self.item.prompts, self.item.options, self._prompt_of if self.shares_prompts else None)
-
-    def of_computed(self, of_rows: Sequence[int]) -> list[int]:
-        """The numbers of those rows whose prompts are computed, of one number per row."""
-        return [of_rows[row] for row in self.computed]
-
-    @property
-    def reuses(self) -> bool:
-        """Whether some of its tokens are not computed, so that its times say nothing of other prompts."""
-        return isinstance(self.item, Prefill) and self.item.reuses
 
 
 class RequestQueue:
@@ -147,8 +89,8 @@ class RequestQueue:
             bounds.append(self._prompt_limits.max_positions - max(map(_end, prompts)))
         if self._limits.max_tokens is not None:
             prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
-            num_prompts, num_answers = _num_places(len(prompts), prompt_of)
-            left = self._limits.max_tokens - _num_held(prompts) - num_prompts * longest
+            num_prompts, num_answers = num_places(len(prompts), prompt_of)
+            left = self._limits.max_tokens - num_held(prompts) - num_prompts * longest
             bounds.append(left // num_answers)
         threshold = self._prompt_limits.length_threshold
         if threshold is not None:  # which no answer may cross
@@ -378,33 +320,6 @@ def rows_of(requests: Sequence[Request]) -> tuple[list[GivenPrompt], list[Genera
     """Prompts and options of all rows."""
     prompts = [ids for request in requests for ids in request.prompts]
     return prompts, [each for request in requests for each in request.options]
-
-
-def num_tokens_of(
-    prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions], prompt_of: Sequence[int] | None = None
-) -> int:
-    """Tokens for which rows need memory that are computed at once, with the segments that they reuse.
-
-    Args:
-        prompts, options: of each row.
-        prompt_of: number of each row's prompt, if rows of the same prompt share its memory.
-    """
-    num_prompts, num_answers = _num_places(len(prompts), prompt_of)
-    most_new = max(each.max_new_tokens for each in options)
-    return num_prompts * max(map(len, prompts)) + num_answers * most_new + _num_held(prompts)
-
-
-def _num_places(num_rows: int, prompt_of: Sequence[int] | None) -> tuple[int, int]:
-    """Places for prompts, and for answers: where rows share a prompt each has its own, and its prompt has one, too."""
-    if prompt_of is None:
-        return num_rows, num_rows
-    counts = Counter(prompt_of)
-    return len(counts), len(counts) + sum(count for count in counts.values() if count > 1)
-
-
-def _num_held(prompts: Sequence[GivenPrompt]) -> int:
-    """Tokens for which segments need memory: prompts keep them, also once the store has evicted them."""
-    return sum(prompt.num_held for prompt in prompts if isinstance(prompt, ReusingPrompt))
 
 
 def _end(prompt: GivenPrompt) -> int:

@@ -24,7 +24,8 @@ from runahead.failures import first_line
 from runahead.ranks.mail import Mail
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
-from runahead.serving.estimate import WAITING, TimeEstimate
+from runahead.serving.batch import Batch
+from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.items import (
     PROGRESS_S,
@@ -44,8 +45,9 @@ from runahead.serving.items import (
     Stopping,
     Tokens,
 )
+from runahead.serving.lessons import Lesson, learn_prefill
 from runahead.serving.limits import QueueLimits
-from runahead.serving.queue import Batch, Refused, RequestQueue
+from runahead.serving.queue import Refused, RequestQueue
 from runahead.serving.request import Request
 from runahead.serving.state import PrefillState, ServerState, share_computed
 
@@ -100,7 +102,7 @@ class Scheduler:
         self._leader = self._ranks.mesh.rank(self._ranks.num_stages - 1, 0)
         # Its put() may be called by a signal handler, at any moment of the thread that waits.
         self._events: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
-        self._lessons: list[tuple[ContextPartition, dict[int, tuple[float, float]]]] = []
+        self._lessons: list[Lesson] = []
         self.busy_s: defaultdict[tuple[int, str], float] = defaultdict(float)
 
     # From any thread.
@@ -405,35 +407,9 @@ class Scheduler:
             return
         if isinstance(batch.item, Prefill) and batch.item.record_timeline:
             self._last_recorded = PrefillState.of(batch)
-        # The rank with the first token ends last, but what it decoded in its waits does not count.
-        longest_s = max(each.prefill_s for each in batch.parts.values())
-        is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
-        if isinstance(batch.item, Prefill) and any(batch.item.stored):
-            self._learn_rest(batch, longest_s, is_alone=is_alone)
-            return
-        if not batch.reuses:
-            self._queue.times(is_short=batch.is_short).learn(
-                batch.of_computed(batch.lengths), longest_s, batch.of_computed(batch.cached)
-            )
-        is_alone = is_alone and not batch.reuses and not any(batch.cached)
-        if isinstance(batch.item, Prefill) and is_alone and not batch.is_short:
-            parts, num_rows = batch.parts, len(batch.computed)
-            seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}
-            self._lessons.append((ContextPartition(boundaries=batch.item.boundaries), seconds))
-
-    def _learn_rest(self, batch: Batch, seconds: float, *, is_alone: bool) -> None:
-        """Take in the times of prompts that all stages computed after stored prefixes.
-
-        Args:
-            is_alone: no rank did anything else meanwhile.
-        """
-        first = batch.parts[0]
-        num_bytes = 0 if first.report is None else first.report.kv_received_bytes
-        if is_alone and num_bytes:
-            self.estimate.learn_transfer(num_bytes, first.prefill_s, first.wait_s)
-        assert isinstance(batch.item, Prefill)
-        if batch.cached == list(batch.item.stored) and first.wait_s <= WAITING * first.prefill_s:
-            self.estimate.chain.learn(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))
+        lesson = learn_prefill(batch, self.estimate, self._queue.times(is_short=batch.is_short))
+        if lesson is not None:
+            self._lessons.append(lesson)
 
     def _check_ranks(self) -> None:
         """Ask all ranks now and then whether they live, and whether one of them was asked to end."""
@@ -458,25 +434,3 @@ class Scheduler:
             self._mail.post(item, others)
         if 0 in receivers:
             self._inbox.put(item)
-
-
-def follow(
-    engine: Engine,
-    limits: QueueLimits,
-    asked_to_end: Callable[[], bool] = lambda: False,
-    *,
-    clock_offset_s: float = 0.0,
-) -> None:
-    """Carry out the work items of rank 0 on another rank, until the last.
-
-    Args:
-        limits: as on rank 0.
-        asked_to_end: whether this process was asked to end, which rank 0 learns when it looks.
-        clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
-    """
-    ranks, inbox = engine.ranks, Inbox()
-    with ranks.announcing_failure(), ranks.watching("the next work item", [0]):
-        mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
-        executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s)
-        executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
-        mail.close()

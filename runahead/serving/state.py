@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runahead.engine import Engine
+from runahead.serving.batch import Batch
 from runahead.serving.items import Part, Progress
-from runahead.serving.queue import Batch, RequestQueue
+from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
 
 

@@ -25,10 +25,11 @@ from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Choice, Executor
+from runahead.serving.follower import follow
 from runahead.serving.items import Inbox, Item, Part, Prefill, Report, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
-from runahead.serving.scheduler import Scheduler, follow
+from runahead.serving.scheduler import Scheduler
 from runahead.serving.state import ServerState
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout

@@ -8,10 +8,11 @@ import pytest
 
 from runahead import GenerationOptions
 from runahead.ranks.mesh import Mesh
+from runahead.serving.batch import Batch
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.items import Prefill, Progress
 from runahead.serving.limits import QueueLimits
-from runahead.serving.queue import SLACK, Batch, Refused, RequestQueue
+from runahead.serving.queue import SLACK, Refused, RequestQueue
 from runahead.serving.request import Request
 from runahead.serving.state import share_computed
 from tests.serving.fakes import FakeEngine

@@ -1,0 +1,34 @@
+"""The part of all ranks but rank 0 in a server: they carry out the work items that it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from runahead.engine import Engine
+from runahead.ranks.mail import Mail
+from runahead.serving.executor import Executor
+from runahead.serving.items import Inbox
+from runahead.serving.limits import QueueLimits
+
+
+def follow(
+    engine: Engine,
+    limits: QueueLimits,
+    asked_to_end: Callable[[], bool] = lambda: False,
+    *,
+    clock_offset_s: float = 0.0,
+) -> None:
+    """Carry out the work items of rank 0 on another rank, until the last.
+
+    Args:
+        limits: as on rank 0.
+        asked_to_end: whether this process was asked to end, which rank 0 learns when it looks.
+        clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
+    """
+    ranks, inbox = engine.ranks, Inbox()
+    with ranks.announcing_failure(), ranks.watching("the next work item", [0]):
+        mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
+        executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s)
+        executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
+        mail.close()

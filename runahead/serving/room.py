@@ -1,0 +1,36 @@
+"""Tokens for which rows need memory while they are answered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from policies.base import GivenPrompt, ReusingPrompt
+from runahead.config import GenerationOptions
+
+
+def num_tokens_of(
+    prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions], prompt_of: Sequence[int] | None = None
+) -> int:
+    """Tokens for which rows need memory that are computed at once, with the segments that they reuse.
+
+    Args:
+        prompts, options: of each row.
+        prompt_of: number of each row's prompt, if rows of the same prompt share its memory.
+    """
+    num_prompts, num_answers = num_places(len(prompts), prompt_of)
+    most_new = max(each.max_new_tokens for each in options)
+    return num_prompts * max(map(len, prompts)) + num_answers * most_new + num_held(prompts)
+
+
+def num_places(num_rows: int, prompt_of: Sequence[int] | None) -> tuple[int, int]:
+    """Places for prompts, and for answers: where rows share a prompt each has its own, and its prompt has one, too."""
+    if prompt_of is None:
+        return num_rows, num_rows
+    counts = Counter(prompt_of)
+    return len(counts), len(counts) + sum(count for count in counts.values() if count > 1)
+
+
+def num_held(prompts: Sequence[GivenPrompt]) -> int:
+    """Tokens for which segments need memory: prompts keep them, also once the store has evicted them."""
+    return sum(prompt.num_held for prompt in prompts if isinstance(prompt, ReusingPrompt))
