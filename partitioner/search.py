@@ -106,7 +106,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
     from runahead.files import ensure_writable
     from runahead.model import loading
-    from runahead.model.model import max_positions
+    from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
 
     assert run.table is not None

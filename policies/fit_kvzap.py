@@ -153,7 +153,7 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
     from policies.kvzip import KVzip
     from runahead.files import ensure_writable
     from runahead.model import loading
-    from runahead.model.model import max_positions
+    from runahead.model.loading.position_limit import max_positions
 
     FIT.require_one_rank(ranks.size, "maps are fitted")
     assert run.out is not None

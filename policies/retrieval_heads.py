@@ -106,7 +106,7 @@ def _check(run: HeadsRun, ranks: Ranks) -> None:
     """Check what does not need the model's weights. Raises: ValueError."""
     from runahead.files import ensure_writable
     from runahead.model import loading
-    from runahead.model.model import max_positions
+    from runahead.model.loading.position_limit import max_positions
 
     HEADS.require_one_rank(ranks.size, "heads are measured")
     assert run.out is not None

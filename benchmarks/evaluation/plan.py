@@ -19,10 +19,12 @@ from benchmarks.evaluation.tasks.base import Case, Outcome
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from launch.inputs.text_files import text_or_example
+from launch.program.launcher import require_one_rank
 from partitioner.table.fingerprint import now
 from runahead.files import ensure_writable
 from runahead.model import loading
-from runahead.model.model import Model, max_positions
+from runahead.model.loading.position_limit import max_positions
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
 
@@ -59,10 +61,7 @@ class Plan:
         Raises:
             ValueError, OSError: for a user's mistakes.
         """
-        if ranks.size > 1:
-            raise ValueError(
-                f"policies are evaluated on one rank but {ranks.size} were started; use python launch/evaluate.py"
-            )
+        require_one_rank(ranks.size, "policies are evaluated", "python launch/evaluate.py")
         chosen = contenders(run.policies, run.budgets)
         for option, path in (("report", run.report), ("lines", run.lines)):
             if path is not None:

@@ -58,8 +58,7 @@ from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
-from runahead.model.model import set_attention
-from runahead.model.seam import ATTENTION_NAME
+from runahead.model.seam import ATTENTION_NAME, set_attention
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
 from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies

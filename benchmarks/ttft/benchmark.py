@@ -24,7 +24,7 @@ from runahead.config import PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.files import ensure_writable
 from runahead.model import loading
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 from runahead.model.shares import check_shares, load_model
 from runahead.ranks.ranks import Ranks
 

@@ -15,7 +15,7 @@ from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from policies.prompt_cache.schemas import Schemas
 from runahead.model import loading
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 
 
 def read_prompt_cache(policy: PromptCacheOptions, tokenizer: Any | None, config: Any) -> PromptCache:

@@ -17,7 +17,7 @@ def sample_ids(model: ModelOptions, sample: str | None, tokens: int) -> list[int
         ValueError: the text has fewer tokens, or the model has fewer positions or no tokenizer; in one line.
     """
     from runahead.model import loading
-    from runahead.model.model import max_positions
+    from runahead.model.loading.position_limit import max_positions
 
     name, text = text_or_example(sample, "sample")
     limit = max_positions(loading.load_config(model, progress=True).get_text_config(decoder=True))

@@ -24,7 +24,7 @@ from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.loading import hf
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 from runahead.model.shares import check_shares
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -11,9 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from runahead.attention.base import LayerAttention, Recording
@@ -26,28 +24,34 @@ from runahead.config import ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
-from runahead.model.attention_input import show_attention_inputs
-from runahead.model.few_rows import multiply_few_rows_fast
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
 from runahead.model.json_schemas import JSONSchemas
+from runahead.model.layers.attention_input import show_attention_inputs
+from runahead.model.layers.few_rows import multiply_few_rows_fast
+from runahead.model.layers.marks import Marker, MarkingAttention, Marks
+from runahead.model.layers.narrowing import decoder_layers, narrowing
+from runahead.model.layers.output_projection import find_output_projections
+from runahead.model.layers.shared_kv import ReadingAttention, find_sources, last_token_only
 from runahead.model.loading.memory import PeakMemory
-from runahead.model.loading.sharing import Shares, copies_of_heads, local_part, share_model
-from runahead.model.marks import Marker, MarkingAttention, Marks
+from runahead.model.loading.position_limit import max_positions
+from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
+from runahead.model.logits_check import (
+    CHECK_TOKENS,
+    check_text,
+    require_equal_logits,
+    require_numbers,
+    transformers_logits,
+)
 from runahead.model.memory import activation_bytes, memory_after_call
-from runahead.model.narrowing import decoder_layers, narrowing
-from runahead.model.output_projection import find_output_projections
 from runahead.model.query_prediction import QueryPrediction
-from runahead.model.rope_length import length_dependent_rotaries, rotary_length
-from runahead.model.seam import ATTENTION_NAME, SeamCache, register
-from runahead.model.shared_kv import ReadingAttention, find_sources, last_token_only
+from runahead.model.rope_length import length_dependent_rotaries, longrope_threshold, rotary_length
+from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary, find_rotaries
 
 T = TypeVar("T")
 
-CHECK_TOKENS = (5, 2)
-"""Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
 
@@ -113,8 +117,9 @@ class Model:
                 raise ValueError(f"{family} {error}, which is not supported") from error
             self._look_at_layers()
             if self.marks is None:  # transformers has no attention that leaves out what is marked
-                ids_1S = self._check_ids()
-                self._require_logits(self._transformers_logits(ids_1S), ids_1S, "transformers' own")
+                ids_1S = check_text(self.vocab_size, self.device)
+                theirs_BV = transformers_logits(module, ids_1S, self.in_step)
+                self._require_logits(theirs_BV, ids_1S, "transformers' own")
         except (torch.OutOfMemoryError, ValueError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -163,8 +168,8 @@ class Model:
         Raises:
             ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
-        ids_1S = self._check_ids()
-        whole_BV = self._transformers_logits(ids_1S)
+        ids_1S = check_text(self.vocab_size, self.device)
+        whole_BV = transformers_logits(self.module, ids_1S, self.in_step)
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
         self.shares = shares
@@ -193,26 +198,14 @@ class Model:
 
     def mean_over_shards(self, x: Tensor) -> Tensor:
         """Mean of a tensor over the ranks that share the model. All of them call this, inside a forward."""
-        if self.shares is None:
-            return x
-        total = x.clone()
-        dist.all_reduce(total, group=self.shares.group)
-        return total / self.num_shards
+        return x if self.shares is None else self.shares.mean(x)
 
     def joined_over_shards(self, x_BKn: Tensor) -> Tensor:
         """Values of the KV heads of all ranks that share the model, in order. All of them call this, inside a forward.
 
         Each rank's are filled up with minus infinity at their end to the longest.
         """
-        if self.shares is None:
-            return x_BKn
-        lengths = [torch.empty(1, dtype=torch.long, device=x_BKn.device) for _ in range(self.num_shards)]
-        dist.all_gather(lengths, torch.full_like(lengths[0], x_BKn.shape[2]), group=self.shares.group)
-        longest = max(int(length) for length in lengths)
-        x_BKn = functional.pad(x_BKn, (0, longest - x_BKn.shape[2]), value=-torch.inf).contiguous()
-        joined = [torch.empty_like(x_BKn) for _ in range(self.num_shards)]
-        dist.all_gather(joined, x_BKn, group=self.shares.group)
-        return torch.cat(joined, dim=1)
+        return x_BKn if self.shares is None else self.shares.joined(x_BKn)
 
     def in_step(self, call: Callable[[], T]) -> T:
         """Run a call in which the ranks that share the model wait for each other, such as a forward."""
@@ -310,14 +303,7 @@ class Model:
     @property
     def length_threshold(self) -> int | None:
         """Length in tokens above which LongRoPE uses other tables; None for other models."""
-        for rotary in self._rotaries:
-            kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
-            for layer_type, kind in kinds.items():
-                if kind == "longrope":
-                    parameters = self.config.rope_parameters
-                    parameters = parameters[layer_type] if layer_type else parameters
-                    return int(parameters["original_max_position_embeddings"])
-        return None
+        return longrope_threshold(self._rotaries, self.config)
 
     @cached_property
     def rotations(self) -> list[Rotary]:
@@ -592,9 +578,6 @@ class Model:
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
         self.kv_sources = sources
 
-    def _check_ids(self) -> Tensor:
-        return (torch.arange(sum(CHECK_TOKENS), device=self.device) * 7 + 3)[None] % self.vocab_size
-
     def _require_logits(self, theirs_BV: Tensor, ids_1S: Tensor, whose: str) -> None:
         """Compute a short text in two chunks with our attention, and compare the logits with the expected ones.
 
@@ -611,32 +594,8 @@ class Model:
         for start, chunk in ((0, ids_1S[:, :first]), (first, ids_1S[:, first:])):
             attention = CausalAttention(cache, start=start, pads=[0])
             ours_BV = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
-        theirs_BV = theirs_BV.double()
-        scale, off = theirs_BV.std().item(), (ours_BV.double() - theirs_BV).abs().max().item()
-        # Rounding in the weights' dtype, relative to the spread of the logits; the error of a wrong mask, position or
-        # scale is far larger. transformers' eager attention computes softmax in float32 even for float64.
-        bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(self.dtype, 0.2)
-        if not off <= bound * max(scale, 1e-6):
-            raise ValueError(
-                f"model {self.name} ({self.config.model_type}) gives other logits through our attention than through "
-                f"{whose} (off by {off:.2g}, spread {scale:.2g}); this family is not supported"
-            )
-
-    @torch.inference_mode()
-    def _transformers_logits(self, ids: Tensor) -> Tensor:
-        """Logits (B, V) of the last token, computed with transformers' own attention."""
-        modules = [] if self._passes_keywords else self.module.modules()
-        adapted = {module: vars(module).pop("forward") for module in modules if "forward" in vars(module)}
-        # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
-        set_attention(self.module, "sdpa" if self.config.model_type == "falcon" else "eager")
-        try:
-            return self.in_step(
-                torch.inference_mode()(lambda: self.module(input_ids=ids, use_cache=False).logits[:, -1])
-            )
-        finally:
-            set_attention(self.module, ATTENTION_NAME)
-            for module, forward in adapted.items():
-                module.forward = forward
+        name = f"{self.name} ({self.config.model_type})"
+        require_equal_logits(ours_BV, theirs_BV, dtype=self.dtype, name=name, whose=whose)
 
 
 def load_weights(
@@ -657,47 +616,3 @@ def load_weights(
         ranks_on_host=ranks_on_host,
         shares=shares,
     )
-
-
-def require_numbers(logits: Tensor, module: nn.Module, name: str) -> None:
-    """Check that no logit is NaN or plus infinity, as damaged weights give; minus infinity is allowed.
-
-    Args:
-        logits: of any shape.
-        module: the model that computed them.
-        name: of the model, for the message.
-
-    Raises:
-        ValueError: a logit is NaN or infinite; the message names a weight that is, if there is one.
-    """
-    if logits.isnan().any() or logits.isposinf().any():
-        named = ((weight, local_part(values)) for weight, values in module.named_parameters())
-        found = next((weight for weight, values in named if not values.isfinite().all()), None)
-        cause = "its weights are finite, so a layer overflows; use model.dtype=float32 or bfloat16"
-        if found is not None:
-            cause = f"its weight {found} holds NaN or infinity; restore or download the checkpoint again"
-        raise ValueError(f"model {name} gives logits that are not numbers: {cause}")
-
-
-def max_positions(config: Any) -> int | None:
-    """Longest sequence in tokens that a model supports, if its config says so."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return int(value * _dynamic_factor(config))
-    return None
-
-
-def _dynamic_factor(config: Any) -> float:
-    """Factor by which dynamic NTK scaling extends the length in a model's config."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by layer type
-    return max(float(kind.get("factor") or 1.0) if kind.get("rope_type") == "dynamic" else 1.0 for kind in kinds)
-
-
-def set_attention(module: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of all submodules by name, also for families that transformers restricts."""
-    for child in module.modules():
-        if isinstance(child, PreTrainedModel):
-            child.config._attn_implementation = name
-            child.config.get_text_config(decoder=True)._attn_implementation = name

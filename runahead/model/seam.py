@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule
@@ -127,3 +127,11 @@ def register() -> None:
     """Register our attention and mask functions with transformers. May be called again."""
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, keep_mask_rule)
+
+
+def set_attention(module: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of all submodules by name, also for families that transformers restricts."""
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel):
+            child.config._attn_implementation = name
+            child.config.get_text_config(decoder=True)._attn_implementation = name

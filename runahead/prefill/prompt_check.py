@@ -11,7 +11,8 @@ from typing import Any
 
 from policies.base import Phase, ReusingPrompt
 from runahead.config import Positions, PrefillName, PrefillOptions
-from runahead.model.model import Model, max_positions
+from runahead.model.loading.position_limit import max_positions
+from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
 DEFAULT_CHUNK_TOKENS = 512

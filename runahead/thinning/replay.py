@@ -27,8 +27,8 @@ from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, SplitSlab
+from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
-from runahead.model.output_projection import projected_lengths
 from runahead.thinning.ragged import cut_back
 from runahead.thinning.rank_policies import RankPolicies
 

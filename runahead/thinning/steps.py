@@ -21,8 +21,8 @@ from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
-from runahead.model.output_projection import projected_lengths
 from runahead.thinning.ragged import cut_back
 
 

@@ -34,7 +34,7 @@ from benchmarks.harness import lines as json_lines
 from benchmarks.harness.machine import commit, hardware
 from launch import infer
 from runahead.model import loading
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ NUM_RANKS = 2
 
 INVALID_SHARE = 0.06
 WARM_SHARE = 0.2
-"""Of the prompts: the longest is among them, and by their end a rank has taken all the memory that it needs."""
+"""Share of the prompts that come first: the longest is among them, and after them a rank has all memory it needs."""
 
 GROWTH, GROWTH_MIB = 0.03, 16.0
 """Growth of memory that is allowed after that, since an allocator never fits all lengths equally well. A leak of 1 MiB

@@ -22,7 +22,7 @@ from launch.inputs.prompts import read_prompts
 from runahead import Engine, Model
 from runahead.config import GenerationOptions, ModelOptions
 from runahead.model import loading
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PLACES, changed_bytes, changed_json, paths_of, with_change

@@ -18,9 +18,9 @@ from policies.r_kv import RKV
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 from policies.tova import TOVA
-from runahead.model import output_projection
+from runahead.model.layers import output_projection
+from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
-from runahead.model.output_projection import projected_lengths
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run

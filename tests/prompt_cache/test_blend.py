@@ -20,7 +20,7 @@ from runahead import Engine, GenerationOptions, Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.config import CacheOptions
-from runahead.model import narrowing
+from runahead.model.layers import narrowing
 from runahead.prefill import blended_attention
 from runahead.reuse.blend import FIRST_LAYERS, shares_by_layer
 from runahead.reuse.reuse import encode_segment

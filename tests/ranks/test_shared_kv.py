@@ -25,7 +25,7 @@ from runahead.attention.base import Recording
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Transfer
-from runahead.model.shared_kv import find_sources
+from runahead.model.layers.shared_kv import find_sources
 from runahead.model.shares import check_shares
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies

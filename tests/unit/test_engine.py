@@ -6,7 +6,7 @@ import pytest
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions, from_ratios
 from runahead.config import Device
-from runahead.model.model import max_positions
+from runahead.model.loading.position_limit import max_positions
 from tests.families import FAMILIES, ROPE_THRESHOLD, VOCAB_SIZE, build, prompt
 
 

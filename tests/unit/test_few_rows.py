@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runahead.model.few_rows import MOST_ROWS, FewRowsLinear, multiply_few_rows_fast
+from runahead.model.layers.few_rows import MOST_ROWS, FewRowsLinear, multiply_few_rows_fast
 
 
 def pair(bias: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Linear, nn.Module]:

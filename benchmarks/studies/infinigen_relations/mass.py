@@ -23,8 +23,8 @@ from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.model.layers.narrowing import decoder_layers
 from runahead.model.model import Model
-from runahead.model.narrowing import decoder_layers
 
 SINKS = 4
 """Number of first tokens that are always fetched, and left out of statistics of keys."""

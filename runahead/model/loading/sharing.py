@@ -4,7 +4,7 @@ A share is loaded without the whole model: transformers builds the model without
 out over the group (`DTensor`), and each rank asks for its part of each stored tensor (`Parts`).
 """
 
-# Legend: N query heads, K KV heads, t shares of a model.
+# Legend: B batch, N query heads, K KV heads, n stored slots, t shares of a model.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
@@ -62,6 +62,25 @@ class Shares:
         values: list[Any] = [None] * self.count
         self.run(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean of a tensor over the shares. All of them call this, inside a forward."""
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.count
+
+    def joined(self, x_BKn: Tensor) -> Tensor:
+        """Values of the KV heads of all shares, in order. All of them call this, inside a forward.
+
+        Each share's are filled up with minus infinity at their end to the longest.
+        """
+        lengths = [torch.empty(1, dtype=torch.long, device=x_BKn.device) for _ in range(self.count)]
+        dist.all_gather(lengths, torch.full_like(lengths[0], x_BKn.shape[2]), group=self.group)
+        longest = max(int(length) for length in lengths)
+        x_BKn = functional.pad(x_BKn, (0, longest - x_BKn.shape[2]), value=-torch.inf).contiguous()
+        joined = [torch.empty_like(x_BKn) for _ in range(self.count)]
+        dist.all_gather(joined, x_BKn, group=self.group)
+        return torch.cat(joined, dim=1)
 
 
 class Parts(Protocol):
