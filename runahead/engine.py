@@ -26,20 +26,22 @@ from runahead.config import (
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.gathered_result import gathered_result
 from runahead.decoding.placement import Placement
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.kv_transfer.gathering import Gathering
-from runahead.model.model import Model, model_fingerprint
+from runahead.model.fingerprint import model_fingerprint
+from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.base import ToItsEnd
 from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
-from runahead.report import Generation, GenerationBatch, ReuseReport
+from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.forks import attends_together
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
@@ -269,7 +271,16 @@ class Engine:
                 kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
                 num_tokens=len(ids) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
             )
-            result = self._result(prefilled, decoded, partition.boundaries, began_s, offset_s, source)
+            result = gathered_result(
+                self.ranks,
+                prefilled,
+                decoded,
+                boundaries=partition.boundaries,
+                began_s=began_s,
+                offset_s=offset_s,
+                source=source,
+                is_warm=self._num_calls > 0,
+            )
             result.decode = "last" if shards is None else "sharded"
             if reuse is not None:
                 reuse.report.recomputed_tokens = prefilled.recomputed_tokens
@@ -611,51 +622,6 @@ class Engine:
         cache.describe_decoding(prefilled.report)
         return decoded
 
-    def _result(
-        self,
-        prefilled: Prefilled,
-        decoded: Decoded | None,
-        boundaries: tuple[int, ...],
-        began_s: float,
-        offset_s: float,
-        source: int,
-    ) -> GenerationBatch:
-        """Gather the reports of all ranks and the generations of rank `source` into one result, on every rank."""
-        outcome = None
-        if decoded is not None and prefilled.logits_BV is not None:
-            tpot_s = None
-            if decoded.num_steps > 1:
-                tpot_s = (decoded.last_token_s - decoded.first_token_s) / (decoded.num_steps - 1)
-            generations = [
-                Generation(
-                    prompt_tokens=len(row.prompt),
-                    new_token_ids=row.new_ids,
-                    text=row.text,
-                    finish_reason=row.finish_reason or "length",
-                    first_token_logits_top5=_top5(logits_V),
-                    logprobs=row.logprobs or None,
-                )
-                for row, logits_V in zip(decoded.rows, prefilled.logits_BV, strict=True)
-            ]
-            outcome = generations, decoded.first_token_s - began_s, tpot_s
-        shared = self.ranks.gather(
-            (prefilled.report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
-            "the end of the generation",
-        )
-        reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))
-        for report in reports if self.ranks.num_shares > 1 else ():
-            report.stage, report.share = self.ranks.mesh.stage(report.rank), self.ranks.mesh.share(report.rank)
-        generations, ttft_s, tpot_s = outcomes[source]
-        return GenerationBatch(
-            generations=generations,
-            boundaries=list(boundaries),
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-            warm=self._num_calls > 0,
-            ranks=reports,
-            spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],
-        )
-
 
 def _speculates(rows: Sequence[tuple[GenerationOptions, int]]) -> bool:
     """Whether tokens of any row are drafted."""
@@ -671,9 +637,3 @@ def _row_options(
     if len(options) != num_rows:
         raise ValueError(f"{num_rows} prompts were given with {len(options)} generation options; give one for each")
     return [(each, each.seed) for each in options]
-
-
-def _top5(logits_V: torch.Tensor) -> list[tuple[int, float]]:
-    """The five largest logits, as (token id, logit)."""
-    values, ids = logits_V.topk(min(5, len(logits_V)))
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
