@@ -18,6 +18,11 @@ def text_ids(model: Model, path: str) -> list[int]:
     return ids
 
 
+def repeated(ids: list[int], length: int) -> list[int]:
+    """The first `length` tokens of a text that is repeated as often as needed."""
+    return (ids * (length // len(ids) + 1))[:length]
+
+
 def samples(ids: list[int], number: int, length: int, *, option: str) -> Iterator[tuple[int, list[int]]]:
     """Samples of `length` tokens, spread evenly over the text, each with the position of its first token.
 

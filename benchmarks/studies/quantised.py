@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
-from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
-from benchmarks.studies.retrieved_prompt import FullCache, full_bytes, kv_bytes, turn_of, weight_bytes
+from benchmarks.studies.retrieved_prompt import FullCache, full_bytes, kv_bytes, turn_of, under_policies, weight_bytes
 from launch.program.text_table import text_table
 from policies.base import Phase
 from runahead import Conversation, Model, ModelOptions
@@ -41,7 +42,6 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.groups import ChannelGroups, TokenGroups, blocks
 from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows
 from runahead.config import CacheOptions, DType
-from runahead.ranks.devices import keep_freed_memory
 from runahead.thinning.rank_policies import RankPolicies
 
 CHUNK_TOKENS = 512
@@ -53,13 +53,12 @@ PARTS = ("attention", "unpacking", "keys", "values")
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length, dtype and number of bits; 16 or 32 bits are the full cache."""
     options = run.options
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as the runtime does
+    compute_as_a_rank(options.threads)
     for dtype in options.dtypes:
         model = Model.load(ModelOptions(dtype=DType[dtype]), torch.device("cpu"))
         text = text_ids(model, options.text)
         for length in options.lengths:
-            ids = (text * (length // len(text) + 1))[:length]
+            ids = repeated(text, length)
             yield from _of_length(run, model, dtype, ids)
 
 
@@ -73,10 +72,8 @@ def _of_length(run: Run, model: Model, dtype: str, ids: list[int]) -> Iterator[L
     follow: dict[int, Callable[[Tensor], Tensor]] = {bits_full: full.follow}
     caches: dict[int, KeptCache] = {bits_full: exact.cache}
     for bits in options.bits:
-        quantised = Conversation(model, RankPolicies(storage=CacheOptions(bits=bits)))
-        quantised.pads, quantised.rows, quantised.num_tokens = exact.pads, exact.rows, exact.num_tokens
-        quantised.cache = RankPolicies(storage=CacheOptions(bits=bits)).cache(model, batch=1)
-        quantised.cache.layers = list(exact.cache.layers)
+        quantised = under_policies(exact, RankPolicies(storage=CacheOptions(bits=bits)))
+        assert quantised.cache is not None
         quantised.cache.settle(room=0)
         follow[bits], caches[bits] = quantised.follow, quantised.cache
     stored = {bits: cache.num_bytes for bits, cache in caches.items()}

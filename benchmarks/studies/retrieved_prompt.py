@@ -64,16 +64,23 @@ class RetrievedPrompt:
 
     def under(self, policy: Policy) -> Conversation:
         """A conversation after the prompt, as if it had been under this policy from the start."""
-        conversation = Conversation(self.model, RankPolicies.everywhere([policy]))
+        policies = RankPolicies.everywhere([policy])
         if len(self.ids) > LAST_TOKENS:
-            shared = self._start.fork()
-            assert shared.cache is not None
-            conversation.pads, conversation.rows, conversation.num_tokens = shared.pads, shared.rows, shared.num_tokens
-            fresh = RankPolicies.everywhere([policy]).cache(self.model, batch=1)
-            fresh.layers[:] = shared.cache.layers  # in place: indices find slots in the same list
-            conversation.cache = fresh
+            conversation = under_policies(self._start.fork(), policies)
+        else:
+            conversation = Conversation(self.model, policies)
         conversation.feed(torch.tensor([self.ids[-LAST_TOKENS:]]))
         return conversation
+
+
+def under_policies(start: Conversation, policies: RankPolicies) -> Conversation:
+    """A conversation under other policies that has the layers of `start` and goes on from there."""
+    assert start.cache is not None
+    conversation = Conversation(start.model, policies)
+    conversation.pads, conversation.rows, conversation.num_tokens = start.pads, start.rows, start.num_tokens
+    conversation.cache = policies.cache(start.model, batch=1)
+    conversation.cache.layers[:] = start.cache.layers  # in place: indices find slots in the same list
+    return conversation
 
 
 class Decoding:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import urllib.request
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_table import Rows
-from benchmarks.studies.serving import Outcome, ask
+from benchmarks.studies.serving import Outcome, ask, fetched
 from launch.program.text_table import text_table
 
 MESSAGES = (
@@ -65,7 +63,8 @@ def converse(url: str, key: str | None, new_tokens: int) -> Line:
     messages, turns = list[dict[str, str]](), list[dict[str, int]]()
     for content in MESSAGES:
         messages.append({"role": "user", "content": content})
-        answer = _post(f"{url}/v1/chat/completions", {"messages": messages, "max_tokens": new_tokens}, key)
+        body = {"messages": messages, "max_tokens": new_tokens}
+        answer = json.loads(fetched(f"{url}/v1/chat/completions", key, body, timeout_s=600))
         usage = answer["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         turns.append({"prompt": usage["prompt_tokens"], "cached": cached, "answer": usage["completion_tokens"]})
@@ -81,14 +80,6 @@ def computed_and_text(conversation: Line) -> tuple[int, int]:
     turns = conversation["turns"]
     computed = sum(turn["prompt"] - turn["cached"] + turn["answer"] - 1 for turn in turns)
     return computed, turns[-1]["prompt"] + turns[-1]["answer"] - 1
-
-
-def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=600) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer
 
 
 def table(found: list[Line]) -> str:

@@ -242,12 +242,21 @@ def rank_seconds(urls: list[str], key: str | None) -> dict[str, float]:
     """Seconds that ranks have spent so far: "1 decoding" is that of the ranks 1 of all replicas."""
     found: dict[str, float] = {}
     for url in urls:
-        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"} if key else {})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            text = response.read().decode()
+        text = fetched(f"{url}/metrics", key).decode()
         for rank, doing, seconds in re.findall(r'rank_seconds_total\{rank="(\d+)",doing="(\w+)"\} (\S+)', text):
             found[f"{rank} {doing}"] = found.get(f"{rank} {doing}", 0.0) + float(seconds)
     return found
+
+
+def fetched(url: str, key: str | None, body: Line | None = None, *, timeout_s: float = 60) -> bytes:
+    """A server's answer to GET, or to POST with a body."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        content: bytes = response.read()
+    return content
 
 
 def summary(

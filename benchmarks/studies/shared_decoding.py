@@ -20,8 +20,9 @@ from statistics import median
 import torch
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
-from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
 from benchmarks.studies.retrieved_prompt import kv_bytes, weight_bytes
 from launch.program.text_table import text_table
@@ -30,7 +31,6 @@ from runahead.cache.base import KVStore
 from runahead.cache.rows import RowsCache
 from runahead.config import Device, RanksOptions
 from runahead.decoding.forward import forward_over
-from runahead.ranks.devices import keep_freed_memory
 from runahead.reuse.forks import fork
 from runahead.reuse.rows import rows_cache
 
@@ -38,13 +38,12 @@ from runahead.reuse.rows import rows_cache
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length of the prompt and number of rows."""
     options = run.options
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as the runtime does
+    compute_as_a_rank()
     model = Model.load(ModelOptions(), torch.device("cpu"))
     engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)))
     text = text_ids(model, options.text)
     for num_shared in options.shared:
-        ids = (text * (num_shared // len(text) + 1))[:num_shared]  # time does not depend on the text
+        ids = repeated(text, num_shared)  # time does not depend on the text
         whole = ContextPartition(boundaries=(0, num_shared))
         prefilled = engine.prefill_part([ids], whole, num_new=options.tokens + 1)
         assert prefilled.cache is not None

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, newest, option
-from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
 from benchmarks.studies.retrieved_prompt import FullCache, RetrievedPrompt, full_bytes, weight_bytes
 from launch.program.text_table import text_table
@@ -89,7 +89,7 @@ def measure(run: Run) -> Iterator[Line]:
     text = text_ids(model, options.text)
     room = options.tokens * (options.rounds + 1)
     for length in options.lengths:
-        ids = (text * (length // len(text) + 1))[:length]
+        ids = repeated(text, length)
         prompt = RetrievedPrompt(model, ids)
 
         def full_cache(prompt: RetrievedPrompt = prompt) -> FullCache:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.machine import ROOT, compute_as_a_rank
 from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, legend
 from benchmarks.harness.study import Run, Study, option
-from benchmarks.harness.text_samples import EXAMPLE, text_ids
+from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
 from benchmarks.studies.retrieved_prompt import (
     FullCache,
@@ -51,7 +51,6 @@ from policies.squeezed_attention import SqueezedAttention
 from runahead import Model, ModelOptions
 from runahead.config import ModelName
 from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
-from runahead.ranks.devices import keep_freed_memory
 
 FULL = "full"
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -85,14 +84,13 @@ SHAPE = str(ROOT / "benchmarks" / "models" / "smollm2-135m.json")
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length and policy."""
     options = run.options
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as the runtime does
+    compute_as_a_rank()
     given = ModelOptions(name=ModelName.random, config=SHAPE) if options.filled else ModelOptions()
     model = Model.load(given, torch.device("cpu"))
     text = text_ids(Model.load(ModelOptions(), torch.device("cpu")) if options.filled else model, options.text)
     together = [[name] for name in options.policies] if options.filled else [options.policies]
     for length in options.lengths:
-        ids = (text * (length // len(text) + 1))[:length]  # time does not depend on the text
+        ids = repeated(text, length)  # time does not depend on the text
         prompt = RetrievedPrompt.filled(model, ids) if options.filled else RetrievedPrompt(model, ids)
         full = FullCache.of(prompt.under(Offload()), options.tokens * (options.rounds + 1))
         for names in together:

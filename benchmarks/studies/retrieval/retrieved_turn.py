@@ -18,6 +18,7 @@ from statistics import mean, median
 import torch
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.harness.text_table import Rows
@@ -35,7 +36,6 @@ from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
 from runahead import Model, ModelOptions
 from runahead.conversation import Conversation
-from runahead.ranks.devices import keep_freed_memory
 
 ALL = "reads everything"
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -53,8 +53,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per policy."""
     options = run.options
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as the runtime does
+    compute_as_a_rank()
     model = Model.load(ModelOptions(), torch.device("cpu"))
     ids = text_ids(model, options.text)[: options.length]
     if len(ids) < options.length:

@@ -28,6 +28,7 @@ from statistics import median
 import torch
 
 from benchmarks.harness.lines import Line
+from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_samples import EXAMPLE, samples, text_ids
 from benchmarks.harness.text_table import Rows
@@ -38,7 +39,6 @@ from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks
 from runahead.config import Device, DType, RanksOptions, Speculate
 from runahead.decoding.speculative.speculator import Draft
-from runahead.ranks.devices import keep_freed_memory
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -49,8 +49,7 @@ BEGUN_TOKENS = 24
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length and text, and one of the comparison of tokens."""
     options = run.options
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as the runtime does
+    compute_as_a_rank()
     model = Model.load(ModelOptions(dtype=DType[options.dtype]), torch.device("cpu"))
     policy = Quest(fetch=options.budget) if options.policy == "quest" else SnapKV(budget=options.budget)
     draft = RankPolicies.everywhere([policy])
