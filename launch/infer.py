@@ -190,7 +190,7 @@ def infer(
 
 
 def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
-    """What drafts, if the generation options ask for a model or policies. Every rank calls this."""
+    """The drafter, if the generation options ask for a model or policies. Every rank calls this."""
     from launch.inputs.policies import rank_policies
     from runahead.decoding.speculative.speculator import Draft
     from runahead.model.shares import load_model

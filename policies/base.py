@@ -40,7 +40,7 @@ class TokenKind(Enum):
 
 
 class Signals(Protocol):
-    """What the newest queries tell of the stored tokens, computed on demand in O(block) memory."""
+    """Signals of the newest queries about the stored tokens, computed on demand in O(block) memory."""
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.

@@ -38,7 +38,7 @@ class H2O(Scorer):
         return received_BKn if view.carried_BKn is None else view.carried_BKn + received_BKn
 
     def received(self, view: LayerView) -> Tensor:
-        """What the new tokens' queries add to the score of each slot (B, N, n)."""
+        """Attention (B, N, n) that the new tokens' queries add to the score of each slot."""
         return view.signals.received()
 
     def score(self, view: LayerView) -> Tensor:

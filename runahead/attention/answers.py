@@ -1,4 +1,4 @@
-"""What several policies ask of the same queries and keys, computed once."""
+"""Results that several policies ask of the same queries and keys, computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What queries tell cache policies of stored keys: attention probabilities, their sum or maximum over the new queries.
+"""Signals of queries to cache policies: attention probabilities of stored keys, their sum or maximum over new queries.
 
 These are recomputed from queries and keys, a few queries at a time, since fused kernels do not return them.
 """
@@ -28,7 +28,7 @@ UNSEEN = -1e30
 
 
 class QuerySignals:
-    """What the new tokens' queries tell of all stored keys; see `policies.base.Signals`.
+    """Signals of the new tokens' queries about all stored keys; see `policies.base.Signals`.
 
     Args:
         q_BNCH: queries, rotated.

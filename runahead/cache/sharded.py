@@ -23,7 +23,7 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True)
 class SeenSharded(SeenKV):
-    """What all stages store of a layer, together with the queries of the newest tokens.
+    """The keys and values of a layer on all stages, together with the queries of the newest tokens.
 
     Attributes:
         own: what this stage stores.

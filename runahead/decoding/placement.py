@@ -90,7 +90,7 @@ class Placement:
         self.timed_bytes = self._held_bytes = 0
 
     def shards(self, partition: ContextPartition, *, batch: int, num_new: int) -> dict[int, Shard] | None:
-        """What each stage stores of a batch of padded prompts; None if the last one stores everything.
+        """The part of a batch of padded prompts that each stage stores; None if the last one stores everything.
 
         Args:
             batch: number of rows.

@@ -1,4 +1,4 @@
-"""What the times of a finished prefill teach: the estimate of later ones, and a partitioner that learns."""
+"""Learns from the times of a finished prefill: for the estimate of later ones, and for a partitioner that learns."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
-    """Of 100 samples of 40 fair coins 95% have intervals with 0.5 in them; the bootstrap's are a little too narrow."""
+    """Intervals of 95 in 100 samples of 40 fair coins have 0.5 in them; the bootstrap's are a little too narrow."""
     draw = random.Random(1)
     covered = 0
     for _ in range(100):

@@ -46,7 +46,7 @@ def passkey(material: Material, question: Question = Question.separate, **option
 
 
 class Watched:
-    """What policies were shown while the model ran: the queries' positions, by layer and phase."""
+    """Positions of the queries that policies were shown while the model ran, by layer and phase."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: type[SnapKV | H2O]) -> None:
         self.kept: list[tuple[int, int]] = []

@@ -44,7 +44,7 @@ def contender(entry: Any, budget: float = 0.5) -> Contender:
 
 
 def oracle_nll(folder: Path, ids: list[int]) -> torch.Tensor:
-    """Of all tokens but the first, by transformers alone."""
+    """Negative log-likelihood of all tokens but the first, by transformers alone."""
     module = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         logits_SV = module(input_ids=torch.tensor([ids])).logits[0, :-1]

@@ -132,7 +132,7 @@ def test_what_is_not_said_is_noticed(kind: str, lines: list[str], problem: str) 
 
 
 def test_only_files_of_the_packages_are_ours() -> None:
-    """Of tracebacks: a checkout may be in a folder that has the name of a package, and have its environment inside."""
+    """A checkout may be in a folder that has the name of a package, and have its environment inside."""
     assert is_ours(str(ROOT / "launch" / "infer.py"))
     assert is_ours(str(ROOT / "tests" / ".." / "runahead" / "engine.py"))
     assert not is_ours(str(ROOT / ".venv" / "lib" / "runahead" / "launch" / "run.py"))

@@ -46,7 +46,7 @@ BATCH = 250
 """Inputs between two lines."""
 
 ROOM_BYTES = 8 * 2**30
-"""Of address space that the process may take beside what it has: an input that asks for more gets an error."""
+"""Address space that the process may take beside what it has: an input that asks for more gets an error."""
 
 STUCK_S = 600.0
 """After so many seconds in one batch that does not heed its own limit, the process says where it stands, and ends."""

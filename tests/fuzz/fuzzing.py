@@ -16,7 +16,7 @@ from tests.fuzz.harness import Outcome
 from tests.fuzz.target import Target
 
 MOST_PROBLEMS = 20
-"""That are kept of a batch."""
+"""Most problems that are kept of a batch."""
 
 
 @dataclass(kw_only=True)

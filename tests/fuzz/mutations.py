@@ -180,7 +180,7 @@ def changed_json(draw: st.DrawFn, valid: Sequence[Any], values: SearchStrategy[A
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of the value itself and of all that is in it, a few of each list."""
+    """Paths of the value itself and of all that is in it, a few of each list."""
     yield path
     if isinstance(value, dict):
         for name, inner in value.items():

@@ -15,7 +15,7 @@ from runahead.config import Transfer
 from tests.partitions import boundaries
 
 LLAMA_KV_BYTES = 2 * 4096 * 2
-"""Of a token in one layer of Llama 7B, in half precision."""
+"""Bytes of a token in one layer of Llama 7B, in half precision."""
 
 
 def llama(**changes: Any) -> FittedCost:

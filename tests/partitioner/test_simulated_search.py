@@ -42,7 +42,7 @@ def searched(cluster: Cluster, lengths: list[int], known: Sequence[Entry] = (), 
 
 
 def losses(table: LookupTable, cluster: Cluster, lengths: list[int]) -> dict[int, float]:
-    """Of TTFT at lengths that are not in the table, against searches there."""
+    """Losses of TTFT at lengths that are not in the table, against searches there."""
     found = {}
     for length in lengths:
         split = table.lookup(length, cluster.num_ranks)

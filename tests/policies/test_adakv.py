@@ -158,7 +158,7 @@ def held_bytes(run: Run) -> int:
 
 @every_scorer
 def test_another_turn_shares_out_the_budget_anew(scorer: Scorer) -> None:
-    """Of what is left and the turn, which sees all of that."""
+    """Heads share what is left and the turn, which sees all of that."""
     run, more = Run(model_with(4), [AdaKV(scorer=scorer)], prompts()[:2]), prompt(9, seed=5)
     run.prefill()
     before = [[set(map(int, head)) for head in kept_by(run, layer, 0)] for layer in range(3)]

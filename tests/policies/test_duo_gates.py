@@ -72,7 +72,7 @@ def test_last_hidden_states_are_the_models_own_and_gradients_reach_every_gate() 
 
 
 def test_gates_of_kvzip_are_its_largest_scores() -> None:
-    """Of all tokens but the first ones, over both texts."""
+    """All tokens but the first ones count, over both texts."""
     tiny, ids = tiny_model("llama"), prompt(CHUNK)
     run = GatesRun(by=By.kvzip, tokens=CHUNK, sinks=SINKS, recent=4, samples=2, out="x")
     with throughout(torch.float64):
@@ -194,7 +194,7 @@ def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 @cache
 def copy_loss(chosen: str, tmp_path: Path) -> float:
-    """Of a passage that comes again (nats per token), behind a prompt of which 25% are kept.
+    """Loss of a passage that comes again (nats per token), after a prompt of which 25% are kept.
 
     Args:
         chosen: whose gates are largest: by KVzip, or random ones.

@@ -42,7 +42,7 @@ def attention_of(model: Model, ids: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 def test_every_query_head_recovers_what_is_asked_for_and_no_cheaper_rule_does(family: str) -> None:
-    """Of whole attention matrices. A KV head keeps what its worst query head needs."""
+    """Expected from whole attention matrices: a KV head keeps what its worst query head needs."""
     model, found = tiny_model(family), set[int]()
     for seed, recovered in enumerate((0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)):
         ids = prompt(40, seed)
@@ -62,7 +62,7 @@ def test_every_query_head_recovers_what_is_asked_for_and_no_cheaper_rule_does(fa
 
 
 def rules_by_hand(attention_n: Tensor) -> list[list[int]]:
-    """What the rules keep of a text without special tokens and punctuation."""
+    """Tokens that the rules keep of a text without special tokens and punctuation."""
     n = len(attention_n)
     special = {*range(SINKS), n - 1}
     others = [token for token in range(n) if token not in special]

@@ -60,7 +60,7 @@ class LateCopies(CopyStream):
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
-    """Of every retrieval from now on, the first in front."""
+    """Late copies of every retrieval from now on, the first in front."""
     made: list[LateCopies] = []
 
     def copies_for(device: torch.device) -> LateCopies:
@@ -171,7 +171,7 @@ def test_windows_stay_on_the_device_too(copies: list[LateCopies]) -> None:
 
 
 def test_what_the_host_has_of_a_prompt_stays_where_it_is(copies: list[LateCopies]) -> None:
-    """Of another turn only the new tokens are copied, as long as there is room."""
+    """In another turn only the new tokens are copied, as long as there is room."""
     turns = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
     turns.prefill()
     cache = turns.conversation.cache

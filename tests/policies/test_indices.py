@@ -250,7 +250,7 @@ def test_sparq_is_its_formula(pads: list[int]) -> None:
 
 
 def test_the_mean_value_has_the_share_that_the_chosen_tokens_leave() -> None:
-    """Of a layer: alpha of it is attention to the chosen tokens, and the new one comes on top."""
+    """A share alpha of the layer is attention to the chosen tokens, and the new one comes on top."""
     num_new, terms = 2, AttentionTerms(scaling=0.9)
     k, v = drawn(1, KV_HEADS, 7 + num_new, DIM, seed=1), drawn(1, KV_HEADS, 7 + num_new, DIM, seed=2)
     q, mean = drawn(1, KV_HEADS * GROUP, num_new, DIM, seed=3), drawn(1, KV_HEADS * GROUP * num_new, DIM, seed=4)
@@ -312,7 +312,7 @@ def test_digests_of_a_page_are_their_formulas() -> None:
 @pytest.mark.parametrize("coarse_quantile", [0.0, 0.3, 0.5])
 @pytest.mark.parametrize("pads", [[0], [0, 70, 215]], ids=["alone", "padded"])
 def test_each_of_two_levels_has_its_quantile(pads: list[int], coarse_quantile: float) -> None:
-    """Of all tokens, those above the second threshold are as many as with one level: the first one takes off others.
+    """As many of all tokens are above the second threshold as with one level: the first one takes off others.
 
     Wrong variant: the quantile of the tokens that are left above the first threshold, which leaves too few.
     """
@@ -461,7 +461,7 @@ def test_a_turn_of_one_token_that_retrieves_is_a_generated_token(name: str, leng
 
 
 def test_the_tokens_of_a_turn_choose_together() -> None:
-    """What one of them needs all of them see, with the tokens of their turn before them."""
+    """All of them see the tokens that one of them needs, and those of their turn before them."""
     model = tiny_model("llama")
     turns = Turns(model, [policy("exact_topk", {"fetch": 12, "turn_tokens": 3})])
     turns.prefill()

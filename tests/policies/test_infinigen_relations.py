@@ -34,7 +34,7 @@ from runahead import Model, ModelOptions
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
 SAMPLE, PROMPT, BEHIND = 512, 640, 128
 START = 2100
-"""Of the prompt in the text, behind the sample."""
+"""First token of the prompt in the text, after the sample."""
 RATIOS = (0.1, 0.2, 0.3, 1.0)
 VARIANTS = (NONE, PROMPT_BY_SIZE, SAMPLE_TURNED, OURS, PER_QUERY_HEAD, HINDSIGHT)
 LAYERS = range(3, 30, 4)

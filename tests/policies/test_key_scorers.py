@@ -18,7 +18,7 @@ from tests.policies.test_selection import tensors
 
 
 def lag_scores(x_nH: Tensor, lag: int) -> list[Tensor]:
-    """Of each partition but the last, as published; a constant channel would be divided by 0."""
+    """Scores of each partition but the last, as published; a constant channel would be divided by 0."""
     parts = [x_nH[first : first + lag] for first in range(0, len(x_nH) - lag + 1, lag)]
     found = []
     for part, following in pairwise(parts):

@@ -54,7 +54,7 @@ class Noting(CausalAttention):
 
 
 def attention_inputs(model: Model, attention: CausalAttention, ids_1S: Tensor) -> list[Tensor]:
-    """What the family's attention modules are given in a forward, (S, D) in each layer."""
+    """Hidden states (S, D) that the family's attention modules are given in a forward, by layer."""
     name = {"llama": "model.layers.{}.self_attn"}.get(model.config.model_type, "transformer.h.{}.attn")
     given: list[Tensor] = []
     hooks = [
@@ -169,7 +169,7 @@ def test_chunks_are_shorter_where_the_positions_of_the_model_end(monkeypatch: py
 
 
 def test_the_request_comes_before_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with a tokenizer, at the positions after the prompt."""
+    """The model has a tokenizer; the request is at the positions after the prompt."""
     model, said = Model(build("llama")), list[str]()
 
     class Tokenizer:

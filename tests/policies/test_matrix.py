@@ -104,7 +104,7 @@ def policy(name: str, budget: int | float = BUDGET) -> Policy:
 
 @dataclass(kw_only=True)
 class PyramidOfBatch(PyramidInfer):
-    """Of a row alone, with the lengths of the padded batch that it was in: they are shares of the longest row."""
+    """PyramidInfer for a row alone, with the lengths of the padded batch that it was in: shares of the longest row."""
 
     def lengths(self, num_tokens: int, num_layers: int) -> list[int]:
         return [min(num_tokens, tokens) for tokens in super().lengths(NUM_TOKENS, num_layers)]

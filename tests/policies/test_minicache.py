@@ -35,7 +35,7 @@ EXACT = MiniCache(start_share=0.0, retain_share=1.0)
 
 
 def vectors(num_tokens: int = 40, dim: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Of two layers (1, 2, n, D), more and less alike."""
+    """Vectors of two layers (1, 2, n, D), more and less alike."""
     random = torch.Generator().manual_seed(seed)
     lower, other = (torch.randn(1, 2, num_tokens, dim, dtype=torch.float64, generator=random) for _ in range(2))
     return lower, 3 * lower + other * torch.linspace(0, 6, num_tokens, dtype=torch.float64)[:, None]
@@ -159,7 +159,7 @@ def test_generated_tokens_are_exact_until_a_block_of_them_is_merged() -> None:
 
 
 def test_both_layers_of_a_pair_read_one_direction() -> None:
-    """What one alone would be without: the lengths of the other, exact tokens, and the third layer as it was."""
+    """Each has lengths of its own and exact tokens; the third layer stays as it was."""
     run, exact = (Run(tiny_model("llama"), steps, [prompt(NUM_TOKENS)]) for steps in ([SOME], []))
     assert torch.equal(run.prefill(), exact.prefill())
     lower, upper, alone = (layer.slab().slab_TBKX[:, 0] for layer in run.kept.layers)

@@ -34,7 +34,7 @@ FAMILIES = ["llama", "gpt2", "gpt_bigcode"]
 
 @cache
 def attention_NSS(family: str, row: int) -> list[Tensor]:  # noqa: N802
-    """Of every layer, by transformers."""
+    """Attention probabilities of every layer, by transformers."""
     module = build(family, attention="eager")
     with torch.inference_mode(), throughout(module.dtype):
         output = module(input_ids=torch.tensor([prompt(LENGTHS[row], row)]), output_attentions=True, use_cache=False)
@@ -60,7 +60,7 @@ def snapkv(attention: Tensor, heads: range, *, by_mean: bool) -> list[float]:
 
 
 def chunkkv(attention: Tensor, heads: range) -> list[float]:
-    """Of a token that of its chunk, counted from the prompt's first token; the last chunk may be shorter."""
+    """A token has the score of its chunk; chunks begin at the prompt's first token, and the last may be shorter."""
     before = attention.shape[-1] - WINDOW
     votes = [float(attention[heads.start : heads.stop, before:, token].mean()) for token in range(before)]
     chunks = [votes[first : first + CHUNK] for first in range(0, before, CHUNK)]
@@ -88,7 +88,7 @@ def scissorhands(attention: Tensor, heads: range) -> list[float]:
 
 
 def tova(attention: Tensor, heads: range) -> list[float]:
-    """Of all heads of the layer, not of this one's."""
+    """Scores are over all heads of the layer, not over this one's."""
     return [fmean(attention[:, -1, token].tolist()) for token in range(attention.shape[-1])]
 
 

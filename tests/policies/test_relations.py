@@ -28,7 +28,7 @@ STARTS = (1400, 2100)
 """Where in the text the samples begin."""
 
 CHUNK, BUDGET = 32, 0.2
-"""Of StreamingLLM: the tokens that are fed at a time, and the share of all that is kept."""
+"""StreamingLLM is fed so many tokens at a time, and keeps this share of all."""
 
 
 @cache
@@ -69,7 +69,7 @@ def losses(schedule: str | None) -> Losses:
 
 
 def nll(kept: Conversation, ids_T: Tensor) -> float:
-    """Of these tokens if they came next; they see what is kept, and each other."""
+    """Loss of these tokens if they came next; they see what is kept, and each other."""
     assert kept.logits_BV is not None
     logits_TV = torch.cat([kept.logits_BV, kept.peek(ids_T[None, :-1])[0]])
     return float(torch.nn.functional.cross_entropy(logits_TV, ids_T))
@@ -93,7 +93,7 @@ def test_recall_shows_what_perplexity_hides() -> None:
 
 @pytest.mark.parametrize(("ratio", "share"), [(0.05, 0.73), (0.1, 0.75), (0.2, 0.77), (0.4, 0.83), (0.6, 0.88)])
 def test_the_more_recent_tokens_the_more_is_kept(ratio: float, share: float) -> None:
-    """Of this model's 30 layers, with the authors' schedule."""
+    """The model has 30 layers, and the schedule is the authors'."""
     policy = PyramidInfer(schedule="cosine", recent_ratio=ratio)  # type: ignore[arg-type]
     lengths = policy.lengths(PASSAGE + FILLER, 30)
     assert mean(lengths) / lengths[0] == pytest.approx(share, abs=0.01)

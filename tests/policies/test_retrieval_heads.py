@@ -52,7 +52,7 @@ class Noting(CausalAttention):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode", "deepseek_v3", "gpt_oss", "gemma2"])
 @pytest.mark.parametrize("chunk", [36, 7])
 def test_scores_are_those_of_whole_matrices(family: str, chunk: int) -> None:
-    """Of queries that have copies before them; a layer with windows has none."""
+    """Queries that have copies before them count; a layer with windows has none."""
     ids, in_all = prompt(PERIOD), PERIOD * COPIES
     tiny = tiny_model(family)
     with throughout(torch.float64):
@@ -154,7 +154,7 @@ def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 @cache
 def copy_loss(chosen: str) -> float:
-    """Of a passage that comes again (nats per token), behind a prompt of which streaming heads keep 12%.
+    """Loss of a passage that comes again (nats per token), after a prompt of which streaming heads keep 12%.
 
     Args:
         chosen: which tenth of the KV heads retrieves: those with most induction, or as many random ones.

@@ -84,7 +84,7 @@ class TestKeyDiff:
         torch.testing.assert_close(ours, theirs)
 
     def test_a_score_is_minus_the_cosine_to_the_mean_key_of_the_row(self) -> None:
-        """Of its tokens: padding, which may hold anything, has no part in it."""
+        """Padding, which may hold anything, has no part in the mean."""
         _, k_BKnH = tensors(20, 1, batch=2)
         k_BKnH[1, :, :6] = 1e4
         scores_BKn = KeyDiff(budget=5).score(view_of(k_BKnH, pads=[0, 6]))

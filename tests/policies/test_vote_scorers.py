@@ -201,7 +201,7 @@ class TestKeyformer:
     def test_scores_are_sums_of_softmax_with_noise_over_temperature(
         self, seed: int | None, block: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of logits, noise and temperature that are written out; the noise is that of the positions."""
+        """Logits, noise and temperature are written out; the noise is that of the positions."""
         monkeypatch.setitem(signals.BLOCK_SCORES, "cpu", block)
         pads, n, tau = [0, 5], 18, 1.6
         q_BNCH, k_BKnH = tensors(n, n, batch=2)

@@ -51,7 +51,7 @@ def test_budgets_of_all_layers_and_heads_add_up() -> None:
 
 
 def test_budgets_are_in_proportion_to_the_tokens_that_hold_most_of_the_votes() -> None:
-    """Of heads whose votes are spread evenly over 10, 20, 30 and 60 of 100 tokens, 90% of which hold 90%."""
+    """Votes of the heads are spread evenly over 10, 20, 30 and 60 of 100 tokens, 90% of which hold 90%."""
     votes_BKn = torch.zeros(4, 1, 100)
     for head, spread in enumerate((10, 20, 30, 60)):
         votes_BKn[head, 0, torch.randperm(96, generator=torch.Generator().manual_seed(head))[:spread]] = 1 / spread

@@ -14,7 +14,7 @@ Steps = list[list[int | None]]
 def generate(
     ranks: Ranks, prompts: list[list[int]], options: list[GenerationOptions], decode: DecodeName
 ) -> tuple[GenerationBatch, Steps]:
-    """What `Engine.generate` returns on this rank for rows with options of their own, and what `on_tokens` was told."""
+    """Result of `Engine.generate` on this rank for rows with options of their own, and what `on_tokens` was told."""
     model, steps = tiny_model("llama"), Steps()
     engine = Engine(model, ranks, decode=DecodeOptions(name=decode))
     with throughout(model.dtype):

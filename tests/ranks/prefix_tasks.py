@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(kw_only=True)
 class Turns:
-    """What came of batches that one engine with a tree generated from.
+    """Results of batches that one engine with a tree generated from.
 
     Attributes:
         ours: with the tree.

@@ -40,7 +40,7 @@ def kept_by(
     new_tokens: Sequence[int],
     chunk_tokens: int | None,
 ) -> list[tuple[Kept, list[list[list[float]]]]]:
-    """Of each policy, what this rank keeps of the prompts and new tokens, and the logits (B, V) after each of these."""
+    """For each policy what this rank keeps of the prompts and new tokens, and the logits (B, V) after each of these."""
     found = []
     with arranged(ranks, num_shares), throughout(torch.float64), torch.inference_mode():
         model = shared_model(ranks, "llama", torch.float64, num_shares)

@@ -15,7 +15,7 @@ from tests.ranks.tasks import tiny_model
 
 @dataclass(kw_only=True)
 class Talk:
-    """What one rank has of a conversation: answers and logits after each turn, stored tokens and bytes."""
+    """One rank's part of a conversation: answers and logits after each turn, stored tokens and bytes."""
 
     answers: list[list[list[int]]] = field(default_factory=list)
     logits: list[list[list[float]]] = field(default_factory=list)
@@ -60,7 +60,7 @@ def talk(
 
 
 def refused_conversation(ranks: Ranks) -> list[str]:
-    """What a conversation says to turns that differ between ranks, and to a prefill that collects everything."""
+    """Errors of a conversation for turns that differ between ranks, and for a prefill that collects everything."""
     from runahead.config import PrefillName
 
     said, model = [], tiny_model("llama")

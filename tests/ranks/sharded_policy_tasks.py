@@ -30,12 +30,12 @@ from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 
 Positions = list[list[list[int]]]
-"""Of each row and KV head (or of one for all), the positions of some slots, below 0 on padding."""
+"""Positions of some slots by row and KV head (or one for all), below 0 on padding."""
 
 
 @dataclass(kw_only=True)
 class Seen:
-    """What one rank had in its cache.
+    """Contents of one rank's cache.
 
     Attributes:
         batch: what `Engine.generate` returned.

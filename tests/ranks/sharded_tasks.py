@@ -28,7 +28,7 @@ Case = tuple[list[list[int]], tuple[int, ...], GenerationOptions, PrefillOptions
 
 
 def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list[list[int]], list[list[float]], str]]:
-    """Of each case: new tokens of every row, logits of the last token on the rank that chooses, and where KV were."""
+    """For each case new tokens of every row, logits of the last token on the rank that chooses, and where KV were."""
     found = []
     seen: list[Tensor] = []
     choose = together.next_tokens
@@ -170,7 +170,7 @@ def timed_for_real(
 
 
 def refused(ranks: Ranks) -> list[str]:
-    """What an engine says to options that do not go with sharded decoding."""
+    """Errors of an engine for options that do not go with sharded decoding."""
     from policies.base import ReusingPrompt
     from policies.window import Window
     from runahead.config import Positions, PrefillName

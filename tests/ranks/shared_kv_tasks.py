@@ -22,7 +22,7 @@ class Computed:
 
 
 def computed(ranks: Ranks, family: str, ids: list[int], boundaries: tuple[int, ...]) -> Computed:
-    """What a rank computes and stores of a prompt of which one token is generated."""
+    """Tokens and bytes that a rank computes and stores of a prompt from which one token is generated."""
     model, found = tiny_model(family), Computed()
     engine = Engine(model, ranks, partition=lambda *_: ContextPartition(boundaries=boundaries))
 

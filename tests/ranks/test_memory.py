@@ -79,7 +79,7 @@ def test_cache_stays_on_the_last_rank_with_tokens_only(
 def test_bytes_moved_are_the_inner_boundaries_times_the_bytes_of_a_token(
     rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer
 ) -> None:
-    """Of chunks that are not empty. Both transfers move as much, in other parts: the relay sends what it received."""
+    """Boundaries of chunks that are not empty. Both transfers move as much: the relay sends what it received."""
     token_bytes = DEEP_LAYERS * LAYER_BYTES
     ends = sorted(set(bounds))
     outcomes = [outcome for outcome in prefill(rank_pools, "llama_deep", bounds, transfer) if outcome.chunk_tokens]

@@ -46,7 +46,7 @@ from tests.ranks.test_tensor import FAMILIES, GREEDY
 
 PROMPT_TOKENS = 50
 KV_BYTES = 2 * 8 * 8
-"""Of one token, KV head and layer: keys and values of 8 dims in float64."""
+"""Bytes of one token, KV head and layer: keys and values of 8 dims in float64."""
 
 CHAIN = [
     PrefillOptions(transfer=transfer, carrier=carrier, layers_in_flight=2)

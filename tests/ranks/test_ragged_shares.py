@@ -63,7 +63,7 @@ def test_shares_keep_what_one_rank_keeps(rank_pools: RankPools, tmp_path: Path, 
 
 @pytest.mark.parametrize(("num_shares", "copies"), [(1, 1), (2, 1), (4, 1), (8, 2)])
 def test_a_share_reads_its_heads_of_a_models_file(num_shares: int, copies: int) -> None:
-    """Of head scores, gates and maps of the whole model, also where several shares have the same KV head."""
+    """The files have head scores, gates and maps of the whole model; several shares may have the same KV head."""
     own = KV_HEADS * copies // num_shares
     induction = [torch.rand(8, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
     scores = HeadScores(induction=induction, echo=induction)

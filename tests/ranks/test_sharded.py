@@ -28,7 +28,7 @@ SEVERAL = ["llama", "mistral", "gemma3_text", "gemma2", "gpt_oss", "bloom", "mpt
 """Plain attention, windows, both, soft caps, sinks, ALiBi, latent attention, one KV head."""
 
 BATCH = [prompt(70, seed=1), prompt(ROPE_THRESHOLD - NUM_NEW + 1, seed=2), prompt(1, seed=3), prompt(52, seed=4)]
-"""Of some rows a rank has no token at all."""
+"""Rows; a rank has no token at all of some."""
 
 
 def check(rank_pools: RankPools, size: int, family: str, cases: list[sharded_tasks.Case]) -> None:

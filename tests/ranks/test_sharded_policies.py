@@ -52,7 +52,7 @@ NUM_TOKENS, NUM_NEW = 60, 8
 TOLERANCE = 1e-9  # float64
 GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
 BATCH = [prompt(NUM_TOKENS), prompt(44, seed=3), prompt(5, seed=5)]
-"""Of the last row the first rank has no token."""
+"""Rows; the first rank has no token of the last one."""
 BOUNDS = [(0, 35, 60), (0, 1, 59, 60), (0, 20, 20, 60)]
 
 EVICTING: dict[str, Policy] = {
@@ -112,7 +112,7 @@ def run(
     prefill: PrefillOptions | None = None,
     decode: DecodeName = DecodeName.sharded,
 ) -> list[Seen]:
-    """What each rank had."""
+    """Contents of each rank's cache."""
     if isinstance(policies, Policy):
         policies = RankPolicies.everywhere([policies])
     arguments = (family, prompts or BATCH, bounds, policies, options, prefill, decode)

@@ -67,7 +67,7 @@ def oracle_logits(family: str, ids: list[int], dtype: torch.dtype = torch.float6
 
 
 def oracle_tokens(family: str, ids: list[int]) -> list[int]:
-    """Of one rank with the whole model."""
+    """Tokens of one rank with the whole model."""
     with Ranks.start(RanksOptions()) as ranks, throughout(torch.float64):
         batch = Engine(Model(whole(family)), ranks).generate([ids], GREEDY)
     return batch.generations[0].new_token_ids

@@ -254,7 +254,7 @@ class Load:
 
 @dataclass(kw_only=True)
 class Served:
-    """What rank 0 saw: tokens per answer, what the listeners heard, items that were told, the state at the end; per
+    """Records of rank 0: tokens per answer, what the listeners heard, items that were told, the state at the end; per
     rank, bytes that stay in live rows, decoding steps and prefills that were carried out inside a prefill, and segments
     that were encoded. `cached` are tokens per request that were found in the store."""
 

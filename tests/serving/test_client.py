@@ -22,7 +22,7 @@ from tests.serving.fakes import TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, serv
 HELLO: list[Any] = [{"role": "user", "content": "the letters of the captain"}]
 ASKED: dict[str, Any] = {"model": "fake", "messages": HELLO, "max_tokens": 12}
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32, computed at once and token by token."""
+"""Difference of log-probabilities in float32 that are computed at once and token by token."""
 
 TOOL: Any = {
     "type": "function",
@@ -152,7 +152,7 @@ def test_log_probabilities_of_a_completion(client, theirs):
 
 
 class Sighting(BaseModel):
-    """What the answer is to hold."""
+    """The schema of the answer."""
 
     ship: Literal["Terror", "Erebus"]
     miles: Annotated[int, Field(ge=0, le=90)]

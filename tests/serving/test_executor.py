@@ -39,7 +39,7 @@ class Rank:
         self.executor = Executor(engine, self.inbox, self.reports.append, limits, asked_to_end=lambda: True)
 
     def carry_out(self, item: Item) -> list[Any]:
-        """What is told while an item is carried out."""
+        """Reports while an item is carried out."""
         self.reports.clear()
         with throughout(self.executor._engine.model.dtype):
             self.executor.carry_out(item)

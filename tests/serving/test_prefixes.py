@@ -146,7 +146,7 @@ def test_rows_that_reuse_prefixes_are_decoded_among_others(family: str) -> None:
 
 @pytest.mark.slow
 def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
-    """What is stored of an answer is what was accepted of its drafts, and rows share a prefix while they draft."""
+    """Accepted drafts of an answer are stored, no others, and rows share a prefix while they draft."""
     serving = Serving("llama")
     serving.options = replace(GREEDY, speculate=Speculate.lookup, speculate_match=1, speculate_always=True)
     with throughout(serving.model.dtype):

@@ -167,7 +167,7 @@ class Job:
         self._cluster, self.number, self.folder = cluster, number, folder
 
     def field(self, name: str) -> str:
-        """Of `scontrol show job`, such as JobState."""
+        """Value of a field of `scontrol show job`, such as JobState."""
         words = self._cluster.ask("scontrol", "show", "job", "-o", str(self.number)).split()
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
@@ -201,7 +201,7 @@ class Job:
 
 
 def text_of(path: str) -> str:
-    """Of a file that may be gone by now."""
+    """Content of a file that may be gone by now."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

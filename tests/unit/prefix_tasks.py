@@ -1,4 +1,4 @@
-"""What ranks do in tests of the prefix tree's files."""
+"""Tasks of ranks in tests of the prefix tree's files."""
 
 from __future__ import annotations
 

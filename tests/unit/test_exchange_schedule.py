@@ -21,7 +21,7 @@ NUM_LAYERS = 3
 def schedules(
     num_tokens: int, num_ranks: int, exchange: Exchange, strategy: TSP | Zigzag, window: int
 ) -> list[ExchangeSchedule]:
-    """Of the ranks with work. In layer 1 tokens see `window` tokens, themselves included."""
+    """Schedules of the ranks with work. In layer 1 tokens see `window` tokens, themselves included."""
     runs = strategy.runs(strategy.split(num_tokens, num_ranks, even))
 
     def first_needed(layer: int, start: int) -> int:

@@ -107,7 +107,7 @@ class Checked:
         return torch.tensor(found, dtype=torch.float64)
 
     def check(self) -> None:
-        """What holds after every operation."""
+        """Check the invariants, which hold after every operation."""
         storages: dict[int, tuple[int, int]] = {}
         for node in self.tree.nodes():
             text = tuple(token for each in node.path for token in each.ids)

@@ -84,7 +84,7 @@ def test_products_with_codes_are_those_with_the_numbers(bits: int, dim: int) -> 
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_keys_with_outlier_channels_are_closer_by_channel_than_by_token(dim: int) -> None:
-    """What KIVI found in keys: the same few channels of all tokens are far from the others."""
+    """Keys as KIVI found them: the same few channels of all tokens are far from the others."""
     keys = numbers(dim)
     keys[..., 3::17] += 25 * torch.randn(len(range(3, dim, 17)), generator=torch.Generator().manual_seed(0))
     by_channel, by_token = (

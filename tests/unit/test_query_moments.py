@@ -38,7 +38,7 @@ def rotated(x_BNCH: Tensor, positions_BC: Tensor, by: Rotary) -> Tensor:
 @pytest.mark.parametrize("block", [1, 3, 1024])
 @pytest.mark.parametrize("by", [rotary(), rotary(True), rotary(first=2)], ids=["halves", "neighbours", "last dims"])
 def test_they_are_those_of_the_queries_before_rope(by: Rotary, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that count, in each row; the other values are of no consequence."""
+    """Queries that count are compared, in each row; other values are of no consequence."""
     monkeypatch.setattr(query_moments, "QUERY_BLOCK", block)
     q_BNCH = queries(3, 11)
     positions_BC = torch.arange(11) - torch.tensor([[0], [4], [10]])
@@ -83,7 +83,7 @@ def test_float32_keeps_the_covariance_of_long_queries() -> None:
 
 @pytest.mark.parametrize("by", [rotary(), rotary(True), rotary(first=2)], ids=["halves", "neighbours", "last dims"])
 def test_they_are_turned_by_the_mean_of_the_rotations(by: Rotary) -> None:
-    """Of each row's next positions, by matrices that are written out."""
+    """Expected by matrices that are written out, for each row's next positions."""
     start_B, num_positions = torch.tensor([7, 3]), 5
     moments = QueryMoments.of(
         queries(2, 11),

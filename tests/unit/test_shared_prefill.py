@@ -47,7 +47,7 @@ def model() -> Model:
 
 
 def policies_of(name: str) -> RankPolicies:
-    """Of "snapkv", or of "snapkv in 4 bits"."""
+    """Policies of the name "snapkv" or "snapkv in 4 bits"."""
     name, _, bits = name.partition(" in ")
     storage = CacheOptions(bits=int(bits[0]), residual=8) if bits else CacheOptions()
     if name == "full":

@@ -41,7 +41,7 @@ class Jobs:
         return 0
 
     def arguments(self, start: str) -> list[list[str]]:
-        """Of each job, the arguments that begin like this."""
+        """Arguments of each job that begin like this."""
         return [[arg for arg in command if arg.startswith(start)] for command in self.commands]
 
 

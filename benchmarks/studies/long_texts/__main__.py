@@ -1,4 +1,4 @@
-"""What does a model know of a text several times its length, under `infllm` and under a window of the same bytes?
+"""How much does a model know of a text several times its length, under `infllm` and a window of the same bytes?
 
     python -m benchmarks.studies.long_texts --text wikitext2.txt --tokens 32768
 

@@ -107,7 +107,7 @@ POLICIES = {"look-ahead": PrefixTree, "LRU": PrefixTree, "FIFO": FIFOTree}
 
 @dataclass(kw_only=True)
 class Found:
-    """What turns after the first found of their sessions.
+    """Tokens of their sessions that turns after the first found.
 
     Attributes:
         asked, found: tokens.

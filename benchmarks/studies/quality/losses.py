@@ -46,7 +46,7 @@ class AtShare:
 
 
 Compared = dict[Method, list[AtShare | None]]
-"""What each method loses at each share; None where nothing was measured."""
+"""Loss of each method at each share; None where nothing was measured."""
 
 
 def settings(found: Sequence[Line], family: str) -> list[list[Line]]:

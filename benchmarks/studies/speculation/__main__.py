@@ -1,4 +1,4 @@
-"""What does speculation gain, what does it cost where it cannot gain, and are its tokens the same?
+"""How much does speculation gain, what does it cost where it cannot gain, and are its tokens the same?
 
     python -m benchmarks.studies.speculation --tokens 2000 --new 128
 

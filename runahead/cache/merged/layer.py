@@ -41,7 +41,7 @@ class MergedRows:
 
 @dataclass(kw_only=True)
 class MergedTokens:
-    """What two layers share.
+    """Tokens that two layers share.
 
     Attributes:
         parts: the merged tokens of all rows.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a verification gave.
+    """Result of a verification.
 
     Attributes:
         accepted: number of drafted tokens of each row that were right.

@@ -26,7 +26,7 @@ from runahead.thinning.rank_policies import RankPolicies
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What drafts, where drafts are not looked up.
+    """The drafter, where drafts are not looked up.
 
     Attributes:
         by: a smaller model, or policies that choose what the model drafts from.
