@@ -6,18 +6,19 @@ new tokens outside of the clusters and reads all of them beyond the budget; here
 block is full. A choice is that of a KV head, the published one of a query head.
 """
 
-# Legend: B batch, N query heads, K kv heads, n slots, Y clusters, H key dim.
+# Legend: B batch, N query heads, K kv heads, n slots, T tokens of a segment, Y clusters, H key dim.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from policies.base import Budget, require_least
+from policies.clustering import Clustering
 from policies.clusters import Clusters, Ranking
-from policies.k_means import Clustering
 from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
 
 
@@ -46,6 +47,16 @@ class ClusterKV(Retriever):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, cluster=1, iterations=1, block=1)
+
+    @property
+    def stores(self) -> str:
+        how = self.clustering
+        return f"clusters of {how.size}, {how.iterations} rounds, centred={how.centred}, layers from {self.first_layer}"
+
+    def stored(self, layer: int, k_TKH: Tensor) -> Tensor:
+        if layer < self.first_layer:
+            return torch.zeros(*k_TKH.shape[:2], 1, dtype=torch.int32, device=k_TKH.device)
+        return self.clustering.assigned(k_TKH.transpose(0, 1)[None])[0].T.unsqueeze(-1)
 
     @property
     def clustering(self) -> Clustering:

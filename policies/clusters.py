@@ -1,7 +1,7 @@
 """Clusters of similar keys as an index: what a query scores are their means, and new tokens until they are clustered.
 
-Keys are clustered (`policies.k_means`) after the prompt, and later whenever a block of new tokens has come. Until then
-a token is a cluster of its own, as the first and last tokens of a prompt.
+Keys are clustered (`policies.clustering`) after the prompt, and later whenever a block of new tokens has come. Until
+then a token is a cluster of its own, as the first and last tokens of a prompt.
 """
 
 # Legend: B batch, K kv heads, G query heads of one KV head, n slots, C new tokens, H key dim, V value dim,
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from policies.k_means import Clustering, Made, alone
+from policies.clustering import Clustering, Made, alone
 from policies.retriever import Choice, Index, PromptView, Slots
 
 NEW_ROOM = 64
@@ -66,7 +66,7 @@ class Clusters(Index):
         self._how, self._scaling, self._softcap, self._pads = how, view.scaling, view.softcap, list(view.pads)
         k_BKnH, v_BKnV = view.k_BKnH, view.v_BKnV if how.has_values else view.v_BKnV[..., :0]
         clustered = max(0, self.num_slots - how.alone_last)
-        made = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads)
+        made = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads, view.stored_parts_B)
         self._arrange(made, k_BKnH[:, :, clustered:], v_BKnV[:, :, clustered:])
 
     def _arrange(self, made: Made, k_BKWH: Tensor, v_BKWV: Tensor) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.k_means import Made, spherical_k_means
+from policies.clustering import Made
+from policies.k_means import spherical_k_means
 
 ITERATIONS = 20
 """Of k-means over the means of clusters."""

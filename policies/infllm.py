@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget, PromptPart, require, require_least
-from policies.k_means import rows_by_pad
+from policies.clustering import rows_by_pad
 from policies.retriever import Choice, Group, Index, PromptView, Retriever, Slots, most_needed, need_of_group
 
 

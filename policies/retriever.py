@@ -6,14 +6,14 @@ does the rest: storage, prediction, copies and statistics.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, m chosen ones, w observed tokens, C new tokens,
-# X what is scored (slots, pages, clusters), H key dim, V value dim.
+# T tokens of a segment, X what is scored (slots, pages, clusters), H key dim, V value dim.
 
 from __future__ import annotations
 
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Self
@@ -25,6 +25,19 @@ from torch import Tensor
 from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, choice, require
 from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPart:
+    """The stored tokens of a segment that a row reuses, see `policies.reuse`.
+
+    Attributes:
+        slots_T: slot of each token, on the host; -1 where the row does not reuse it.
+        made_TKx: what `Retriever.stored` returned for this layer, on the device.
+    """
+
+    slots_T: Tensor
+    made_TKx: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +58,7 @@ class PromptView:
             are not known.
         room: number of new slots for which an index may allocate memory in advance.
         stored: returns the keys (B, K, n, H) of all slots, at any later time.
+        stored_parts_B: reused tokens of each row, with what the policy has stored of them; empty if there are none.
     """
 
     layer: int
@@ -60,6 +74,7 @@ class PromptView:
     turn: Callable[[Tensor, Tensor], Tensor] | None
     room: int
     stored: Callable[[], Tensor]
+    stored_parts_B: Sequence[Sequence[StoredPart]] = ()
 
 
 FEW_TOKENS = 2048
@@ -333,6 +348,19 @@ class Retriever(Policy, ABC):
     def needs_queries(self) -> bool:
         """Whether `index` depends on the queries of the prompt's last `observed` tokens."""
         return self.observed > 0
+
+    @property
+    def stores(self) -> str | None:
+        """What `stored` returns, in words that differ where it does; None: nothing, and segments are not reused."""
+        return None
+
+    def stored(self, layer: int, k_TKH: Tensor) -> Tensor:
+        """What is stored with a segment, for the indices of all prompts that reuse it: (T, K, 1), int32.
+
+        Args:
+            k_TKH: keys of its tokens in a layer, rotated to their positions.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores nothing with segments")
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         """Whether queries are predicted from the layer before on this device."""

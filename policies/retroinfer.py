@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from policies.base import require
+from policies.clustering import Clustering
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters, Ranking
-from policies.k_means import Clustering
 from policies.retriever import Choice, Group, Index, Rest, Slots, need_of_group
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.clustering import Clustering
 from policies.clusters import Clusters
 from policies.coarse_clusters import CoarseClusters
-from policies.k_means import Clustering
 from policies.retriever import Group, PromptView, Slots, need_of_group
 
 

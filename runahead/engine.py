@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from policies.retriever import Retriever
 from runahead.attention.causal import nothing
 from runahead.cache.sharded import ShardedCache
 from runahead.config import (
@@ -242,7 +243,7 @@ class Engine:
             began_s = time.perf_counter()
             reused = reused_kv(ids, prefixes, self._computed_anew)
             if reuse is not None and partition.chunk(self.ranks.stage):
-                reused = reuse.fetch()
+                reused = reuse.fetch(self._storing(partition))
             job = self._job(
                 batch,
                 partition,
@@ -395,7 +396,7 @@ class Engine:
             self._strategy.connect(self.ranks, partition, self.prefill, has_stored=prefix is not None)
         if reuse is not None and partition.chunk(self.ranks.stage):
             reuse.encode_missing(in_stage=True)
-            reused = reuse.fetch()
+            reused = reuse.fetch(self._storing(partition))
         job = self._job(
             batch,
             partition,
@@ -465,16 +466,19 @@ class Engine:
         Raises:
             ValueError: prefill, policies or model refuse it.
         """
-        if not self._strategy.takes_policies or self.policies.chooses or self.prefill.chunk_tokens is not None:
+        drops_tokens = self.policies.chooses and not self.policies.reuses_segments
+        if not self._strategy.takes_policies or drops_tokens or self.prefill.chunk_tokens is not None:
             raise ValueError(
                 "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
-                "and no cache policy that drops tokens"
+                "and no cache policy but one that retrieves clusters, such as squeezed_attention"
             )
         self.decode.check(self.prefill, reuses=True)
         self.model.require_unmarked("reuse of segments", "give prompts without schemas")
         check_reuse(self.model)
         if self.policies.storage.bits is not None:
-            check_gaps(self.model, f"cache.bits={self.policies.storage.bits}")
+            check_gaps(self.model, f"cache.bits={self.policies.storage.bits}", "use cache.bits=null")
+        if self.policies.retriever is not None:
+            check_gaps(self.model, f"policy {type(self.policies.retriever).__name__}", "use no cache policy")
         if blends:
             if self.policies:
                 raise ValueError(
@@ -557,6 +561,10 @@ class Engine:
         self.check_reuse(blends=blends)
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
+
+    def _storing(self, partition: ContextPartition) -> Retriever | None:
+        """The policy whose indices are made on this rank, if any."""
+        return self.policies.retriever if partition.chain[-1] == self.ranks.stage else None
 
     def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
         """Store prompts and answers, but for the last token of each, which no forward has seen.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import checked, clamps, keeps_ragged, names_of
+from launch.inputs.policies import checked, chooses, clamps, keeps_ragged, names_of
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -200,7 +200,7 @@ class RunOptions:
             self.generation,
             self.prefill,
             self.decode,
-            has_policies=self.policy["name"] not in ("full", "prompt_cache"),
+            has_policies=chooses(self.policy),
             bits=self.cache.bits,
             num_shares=self.ranks.tensor,
         )

@@ -89,7 +89,7 @@ RAGGED_WITH = {"kvzap": "threshold"}
 CLAMPING = frozenset({"infllm"})
 """Policies that clamp distances, unless they are told not to (`clamped`)."""
 
-PARTS = ("steps", "ranks", "last", "others", "scorer")
+PARTS = ("steps", "ranks", "last", "others", "scorer", "retrieve")
 """Options that are policies themselves, or lead to some."""
 
 
@@ -167,8 +167,14 @@ def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None
     positions, storage = Positions[policy["positions"]], storage or CacheOptions()
     step = {option: value for option, value in policy.items() if option != "positions"}
     if step["name"] == "prompt_cache":  # reuses keys and values rather than thinning them out
-        prompt_cache_options(policy)
-        return RankPolicies(storage=storage)
+        retrieve = prompt_cache_options(policy).retrieve or "full"
+        found = RankPolicies.everywhere(policies_of(retrieve, "policy.retrieve"), storage=storage)
+        if not found.reuses_segments:
+            raise ValueError(
+                f"policy.retrieve={retrieve} stores nothing with modules; use clusterkv, squeezed_attention or "
+                "retroinfer"
+            )
+        return found
     if step["name"] != "per_rank":
         return RankPolicies.everywhere(policies_of(step, "policy"), positions, storage)
     places = step.get("ranks", {})
@@ -181,6 +187,11 @@ def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None
         last=policies_of(last or "full", "policy.ranks.last"),
         others=policies_of(others or "full", "policy.ranks.others"),
     )
+
+
+def chooses(policy: Mapping[str, Any]) -> bool:
+    """Whether cache policies run."""
+    return not set(names_of(dict(policy))) <= {"full", "prompt_cache"}
 
 
 def keeps_all(policy: Mapping[str, Any]) -> bool:

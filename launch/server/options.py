@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, check_prefill
-from launch.inputs.policies import checked, keeps_all, prompt_cache_options
+from launch.inputs.policies import checked, chooses, keeps_all, prompt_cache_options
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import (
     CacheOptions,
@@ -133,7 +133,7 @@ class ServeRun:
             self.generation,
             self.prefill,
             self.decode,
-            has_policies=self.policy["name"] not in ("full", "prompt_cache"),
+            has_policies=chooses(self.policy),
             bits=self.cache.bits,
             num_shares=self.ranks.tensor,
         )

@@ -29,6 +29,8 @@ class PromptCacheOptions:
         recompute: share of the tokens after them that is computed again, those whose keys and values differ most; a
             mean over all layers but the first two, which compute all.
         sinks: first tokens of the schema that all modules see while they are encoded.
+        retrieve: policy by which generated tokens retrieve clusters of keys, such as squeezed_attention, or
+            {name: ..., option: ...}; the clusters of a module are made once and stored with it.
         device_bytes: memory of a GPU for encoded modules, such as 2GiB.
         host_bytes: memory of the host for them.
         disk_bytes: size of the store.
@@ -42,6 +44,7 @@ class PromptCacheOptions:
     link_tokens: int = LINK_TOKENS
     recompute: float = 0.0
     sinks: int = 0
+    retrieve: Any = None
     device_bytes: Any = None
     host_bytes: Any = None
     disk_bytes: Any = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from policies.retriever import StoredPart
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
@@ -324,10 +325,13 @@ class KeptCache(KVStore):
     Attributes:
         gaps: positions of each row at which the prompt has no token; empty if there are none in any row. In a cache
             with gaps no policy drops tokens.
+        stored_parts: by layer and row, the segments that the prompts reuse, with what a policy has stored of them;
+            empty if there are none.
     """
 
     layers: list[KeptLayer]
     gaps: Sequence[int] = ()
+    stored_parts: Sequence[Sequence[Sequence[StoredPart]]] = ()
 
     def __init__(self, layers: Sequence[KeptLayer]) -> None:
         self.layers = list(layers)

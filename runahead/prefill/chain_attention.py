@@ -94,7 +94,7 @@ class ThinnedAttention(ChainAttention):
             prompt_tokens = max(self._texts.lengths)
             tokens = NewTokens(prompt_tokens - len(chunk), [prompt_tokens - num for num in self._texts.lengths])
             if kept is not None:
-                kept.gaps = self._texts.gaps
+                kept.gaps, kept.stored_parts = self._texts.gaps, self._texts.stored_parts()
         self._steps = PolicySteps(
             job.model,
             policies.of(is_last=run.is_last),

@@ -61,7 +61,10 @@ class RetrievedCache(KeptCache):
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
-        self.retrieval.store_prompt(layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut)
+        parts_B = self.stored_parts[layer] if self.stored_parts else ()
+        self.retrieval.store_prompt(
+            layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
+        )
 
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies.base import PromptPart
 from policies.pool import Victim, note_choice, victims
-from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, OnDevice, PromptView, Rest, Retriever, Slots
+from policies.retriever import DECODED_SOON, FEW_TOKENS, Index, OnDevice, PromptView, Rest, Retriever, Slots, StoredPart
 from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
@@ -177,9 +177,21 @@ class Retrieval:
         return other
 
     def store_prompt(
-        self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
+        self,
+        layer: int,
+        q_BNCH: Tensor,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        room: int,
+        was_cut: bool,
+        stored_parts_B: Sequence[Sequence[StoredPart]] = (),
     ) -> None:
-        """Build or extend a layer's index after the attention of given tokens; see `KeptCache.index`."""
+        """Build or extend a layer's index after the attention of given tokens; see `KeptCache.index`.
+
+        Args:
+            stored_parts_B: as in `PromptView`.
+        """
         if layer < self.policy.first_layer:
             return
         found, num_new, observed = self.layers[layer], q_BNCH.shape[2], self.policy.observed
@@ -194,7 +206,10 @@ class Retrieval:
             found.age += num_new
         else:
             next_B = self._after(positions_BC)
-            self._make_index(layer, *self.pool[layer].read(), q_BNwH, next_B, terms, room=room, was_cut=was_cut)
+            kv = self.pool[layer].read()
+            self._make_index(
+                layer, *kv, q_BNwH, next_B, terms, room=room, was_cut=was_cut, stored_parts_B=stored_parts_B
+            )
         if self.max_slots is not None:
             self._limit_prompt(layer, q_BNCH, positions_BC)
 
@@ -209,6 +224,7 @@ class Retrieval:
         *,
         room: int,
         was_cut: bool = False,
+        stored_parts_B: Sequence[Sequence[StoredPart]] = (),
     ) -> None:
         """Build a layer's index of these tokens, for queries like `q_BNwH`, which are rotated to later positions.
 
@@ -229,6 +245,7 @@ class Retrieval:
             turn=None if self._rotaries is None else self._rotaries[layer].turned,
             room=room,
             stored=partial(self._keys, layer),
+            stored_parts_B=stored_parts_B,
         )
         found = self.layers[layer]
         if found is not None and self.policy.renews_index and not was_cut:

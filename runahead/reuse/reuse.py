@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
+from policies.retriever import Retriever
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -57,6 +58,7 @@ class Reuse:
         self.encoded: set[str] = set()
         self._after_layer = after_layer
         self._held: dict[str, SegmentKV] = {}
+        self._made: dict[str, list[Tensor]] = {}
 
     @property
     def segments(self) -> list[Segment]:
@@ -82,8 +84,16 @@ class Reuse:
         self.report.encoded_tokens = sum(len(segment.ids) for segment in encoded)
         self.report.encode_s = time.perf_counter() - began_s if encoded else 0.0
 
-    def fetch(self) -> ReusedKV:
-        """Bring keys and values to the device for this call's attention. Raises: ValueError, as `encode_segment`."""
+    def fetch(self, retriever: Retriever | None = None) -> ReusedKV:
+        """Bring keys and values to the device for this call's attention.
+
+        Args:
+            retriever: policy of this rank's indices, of which it stores a part with the segments.
+
+        Raises:
+            ValueError: as `encode_segment`.
+            OSError: the disk tier cannot be written.
+        """
         began_s = time.perf_counter()
         kvs: dict[str, SegmentKV] = {}
         mapped: set[str] = set()
@@ -112,6 +122,8 @@ class Reuse:
             for key, kv in kvs.items()
         }
         report.copy_s = time.perf_counter() - found_s
+        if retriever is not None:
+            self._made = {each.content_key: self._stored(retriever, each, on_device) for each in self.segments}
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
@@ -123,6 +135,18 @@ class Reuse:
             blended=self._parts([prompt.blended for prompt in self.prompts], on_device, mapped),
             shares=[prompt.share for prompt in self.prompts],
         )
+
+    def _stored(self, retriever: Retriever, segment: Segment, on_device: dict[str, SegmentKV]) -> list[Tensor]:
+        """What the policy has stored of a segment, on the device, in each layer; made from its keys if in no tier."""
+        assert retriever.stores is not None, retriever
+        if (found := self.store.find(segment, retriever.stores)) is not None:
+            return [made_TKx.to(self.model.device) for made_TKx in found.kv.layers_TKX]
+        layers, made = on_device[segment.content_key].layers_TKX, list[Tensor]()
+        for layer, (kv_TKX, shape) in enumerate(zip(layers, self.model.kv_shapes, strict=True)):
+            made.append(retriever.stored(layer, kv_TKX[..., : shape.key_dim]))
+            self.ranks.progress()
+        self.store.put(segment, SegmentKV(layers_TKX=made), retriever.stores)
+        return made
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Add every rank's report of reuse to the result. All ranks call it."""
@@ -153,6 +177,9 @@ class Reuse:
                 positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
                 rows=tuple(users),
                 is_mapped=key in mapped and self.model.device.type == "cpu",
+                segment=key,
+                first=part.start,
+                made_TKx=self._made.get(key),
             )
             for (key, part), users in rows.items()
         ]
@@ -172,13 +199,14 @@ def check_reuse(model: Model, remedy: str = "use policy=full") -> None:
         )
 
 
-def check_gaps(model: Model, option: str) -> None:
+def check_gaps(model: Model, option: str, remedy: str) -> None:
     """Check that attention depends on the order of tokens alone, as where rows count tokens rather than positions.
 
     Prompts that reuse segments may have gaps between their positions.
 
     Args:
         option: stores rows so.
+        remedy: what to do instead.
 
     Raises:
         ValueError: it does not.
@@ -188,7 +216,7 @@ def check_gaps(model: Model, option: str) -> None:
         what = "has layers with windows" if has_windows else "adds a bias to its attention by distance (ALiBi)"
         raise ValueError(
             f"{option} does not go with segments of model {model.name} ({model.config.model_type}), which {what}: "
-            "their prompts may have gaps between positions; use cache.bits=null"
+            f"their prompts may have gaps between positions; {remedy}"
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from policies.retriever import StoredPart
 from runahead.reuse.layer_rows import Layers
 
 FEW_PARTS = 3
@@ -26,12 +27,18 @@ class ReusedPart:
         positions_T: positions of the tokens, ascending; on the host.
         rows: rows of the batch that see the part.
         is_mapped: whether it is mapped from a file, since memory may have no room for it.
+        segment: content key of the segment.
+        first: number of the part's first token among the stored ones of the segment.
+        made_TKx: of each layer, what a policy has stored of the whole segment; None if there is nothing.
     """
 
     layers_TKX: Sequence[Tensor]
     positions_T: Tensor
     rows: tuple[int, ...]
     is_mapped: bool = False
+    segment: str = ""
+    first: int = 0
+    made_TKx: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +128,24 @@ class WholeTexts:
     def gaps(self) -> list[int]:
         """Positions before the first generated token at which a row has no token."""
         return [end - length for end, length in zip(self.ends, self.lengths, strict=True)]
+
+    def stored_parts(self) -> list[list[list[StoredPart]]]:
+        """By layer and row, the segments of which a policy has stored something; empty if there are none."""
+        longest, rows = max(self.lengths), list[dict[str, tuple[Tensor, Sequence[Tensor]]]]()
+        for length, places in zip(self.lengths, self.places, strict=True):
+            segments = dict[str, tuple[Tensor, Sequence[Tensor]]]()
+            in_order = sorted((each for each in places if len(each[1])), key=lambda each: int(each[1][0]))
+            for part, numbers_T in in_order:
+                if part is not None and part.made_TKx is not None:
+                    nowhere_T = torch.full((len(part.made_TKx[0]),), -1)
+                    slots_T, _ = segments.setdefault(part.segment, (nowhere_T, part.made_TKx))
+                    slots_T[part.first : part.first + len(numbers_T)] = numbers_T + longest - length
+            rows.append(segments)
+        num_layers = max((len(made) for segments in rows for _, made in segments.values()), default=0)
+        return [
+            [[StoredPart(slots_T=slots_T, made_TKx=made[layer]) for slots_T, made in row.values()] for row in rows]
+            for layer in range(num_layers)
+        ]
 
     def kv(self, layer: int, new_SBKX: Tensor, *, room: int) -> Tensor:
         """Keys and values (L + room, B, K, H + V) of a layer's whole texts, of which the longest has L tokens.

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,9 +86,13 @@ class SegmentStore:
         if folder is not None:
             self._folder = SegmentFolder(folder, self.limits.disk_bytes, option="policy.store")
 
-    def key(self, segment: Segment) -> str:
-        """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits."""
-        return hashlib.sha256(f"{self._model_key} {segment.content_key}".encode()).hexdigest()
+    def key(self, segment: Segment, made: str = "") -> str:
+        """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits.
+
+        Args:
+            made: what a policy made of the segment's keys (`Retriever.stores`), which has a key of its own.
+        """
+        return hashlib.sha256(f"{self._model_key} {segment.content_key}{made and ' '}{made}".encode()).hexdigest()
 
     @property
     def shares_disk(self) -> bool:
@@ -101,18 +105,21 @@ class SegmentStore:
             return True
         return self._mapped(segment, key) is not None
 
-    def find(self, segment: Segment) -> Found | None:
+    def find(self, segment: Segment, made: str = "") -> Found | None:
         """Look up a segment and copy it to all faster tiers that have room; None if it is in no tier.
 
         A segment on disk for which memory has no room is mapped, and read when it is used.
+
+        Args:
+            made: look up what a policy made of it, see `key`.
         """
-        key, missed = self.key(segment), list[Tier]()
+        key, missed = self.key(segment, made), list[Tier]()
         for tier, memory in self._memory.items():  # the fastest first
             if (kv := memory.take(key)) is not None:
                 break
             missed.append(tier)
         else:
-            tier, kv = Tier.disk, self._mapped(segment, key)
+            tier, kv = Tier.disk, self._mapped(segment, key, is_made=bool(made))
             if kv is None:
                 return None
             assert self._folder is not None
@@ -124,13 +131,16 @@ class SegmentStore:
                 self._memory[faster].add(key, kv, pinned=segment.pinned)
         return Found(kv=kv, tier=tier, is_mapped=tier is Tier.disk and kv is found)
 
-    def put(self, segment: Segment, kv: SegmentKV) -> None:
+    def put(self, segment: Segment, kv: SegmentKV, made: str = "") -> None:
         """Store a segment in every tier that has room for it.
+
+        Args:
+            made: `kv` is what a policy made of it, (T, K, 1), int32, see `key`.
 
         Raises:
             OSError: the disk tier cannot be written.
         """
-        key = self.key(segment)
+        key = self.key(segment, made)
         if self._folder is not None and kv.num_bytes <= self.limits.disk_bytes:
             write_segment(self._folder.path(key), kv, key=key, name=segment.name)
             if segment.pinned:
@@ -157,10 +167,13 @@ class SegmentStore:
             torch.cuda.synchronize(self._device)  # later reads do not wait for a stream
         return copy
 
-    def _mapped(self, segment: Segment, key: str) -> SegmentKV | None:
+    def _mapped(self, segment: Segment, key: str, *, is_made: bool = False) -> SegmentKV | None:
         if self._folder is None:
             return None
-        return read_segment(self._folder.path(key), key=key, shapes=self._shapes, num_tokens=len(segment.stored))
+        shapes = self._shapes
+        if is_made:
+            shapes = [replace(shape, key_dim=1, value_dim=0, dtype=torch.int32) for shape in shapes]
+        return read_segment(self._folder.path(key), key=key, shapes=shapes, num_tokens=len(segment.stored))
 
 
 class _MemoryTier:

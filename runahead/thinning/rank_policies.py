@@ -94,6 +94,11 @@ class RankPolicies:
         return all(isinstance(each, Retriever) for each in (*self.last, *self.others)) and self.clamped_to is None
 
     @property
+    def reuses_segments(self) -> bool:
+        """Whether prompts may reuse segments: policies, if any, retrieve, and store a part of indices with segments."""
+        return all(isinstance(each, Retriever) and each.stores is not None for each in (*self.last, *self.others))
+
+    @property
     def num_observed(self) -> int:
         """Last tokens of a prompt whose queries must be computed, since what is retrieved depends on them."""
         return 0 if self.retriever is None else num_observed(self.retriever)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from policies.clusterkv import ClusterKV
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.reuse.store import SegmentStore, StoreLimits
+from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
 pytestmark = [
@@ -36,8 +38,13 @@ def asked() -> list[ReusingPrompt]:
     return prompts
 
 
+CLUSTERS = ClusterKV(fetch=1.0, first_layer=0, min_tokens=0, cluster=10)
+"""Stores clusters with modules, and attends to all tokens, since a rounding may move a token to another cluster."""
+
+
+@pytest.mark.parametrize("policies", [[], [CLUSTERS]], ids=["full", "clusters"])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str) -> None:
+def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str, policies: list[ClusterKV]) -> None:
     options, prompts = GenerationOptions(max_new_tokens=8), asked()
     cpu = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
     expected = Engine(model(cpu.device), cpu).generate(prompts, options)
@@ -46,7 +53,7 @@ def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str) -> None:
         device_bytes=2**30 if tier == "device" else 0, host_bytes=2**30 if tier == "host" else 0, disk_bytes=2**30
     )
     store = SegmentStore(model(gpu.device), tmp_path, limits)
-    engine = Engine(model(gpu.device), gpu, store=store)
+    engine = Engine(model(gpu.device), gpu, store=store, policies=RankPolicies.everywhere(policies))
     engine.generate(prompts, options)
     batch = engine.generate(prompts, options)
     reuse = batch.ranks[0].reuse

@@ -75,12 +75,22 @@ def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Pat
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_encoding_and_the_new_text(model: str, files: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="full"),
+        pytest.param(
+            ["policy.retrieve={name:clusterkv,first_layer:0,min_tokens:0,cluster:4,recent:4,sinks:1,fetch:0.6}"],
+            id="retrieved",
+        ),
+    ],
+)
+def test_two_ranks_share_the_encoding_and_the_new_text(model: str, files: Path, more: list[str]) -> None:
     store = files / "store"
     alone, both = files / "alone.json", files / "both.json"
     ask = f"prompt.file={files / 'ask.xml'}"
-    assert infer(options(model, files, ask, f"report={alone}")) == 0
-    done = torchrun(*options(model, files, ask, f"policy.store={store}", f"report={both}"))
+    assert infer(options(model, files, ask, f"report={alone}", *more)) == 0
+    done = torchrun(*options(model, files, ask, f"policy.store={store}", f"report={both}", *more))
     assert done.returncode == 0, done.stderr
     one, two = report(alone), report(both)
     assert one["new_token_ids"] == two["new_token_ids"] and one["prompt_tokens"] == two["prompt_tokens"]
@@ -117,6 +127,7 @@ def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, 
         (["policy.positions=reencoded"], "does not go with policy=prompt_cache"),
         (["policy.host_bytes=lots"], "policy.host_bytes=lots is no size in bytes"),
         (["policy.link_tokens=-1"], "policy.link_tokens=-1 must not be negative"),
+        (["policy.retrieve=quest"], "policy.retrieve=quest stores nothing with modules; use clusterkv"),
         (["policy.recompute=1.5"], "policy.recompute=1.5 must be a share, from 0 to 1"),
         (["policy.sinks=400"], "policy.sinks=400 needs a schema that begins with as many tokens"),
         (["prefill=zigzag"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
