@@ -48,7 +48,7 @@ def test_with_keys_of_full_rank_it_is_quest_with_the_same_pages(family: str, len
 @pytest.mark.parametrize("rank", [None, ALL])
 @torch.inference_mode()
 def test_neither_outliers_nor_keys_that_are_rebuilt_are_read(rank: int | None) -> None:
-    """Where they are stored is nan. If the outliers, or the keys of other pages, were fetched, answers would be too."""
+    """Where they are stored is nan. If the outliers, or the keys of other pages, are fetched, answers are too."""
     ours, theirs = (Turns(tiny_model("llama"), [ShadowKV(**OPTIONS, outliers=3, rank=rank)]) for _ in range(2))
     ours.prefill(), theirs.prefill()
     expected = theirs.decode(GENERATED)
@@ -67,7 +67,11 @@ def test_neither_outliers_nor_keys_that_are_rebuilt_are_read(rank: int | None) -
 
 @pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])
 def test_outliers_are_the_pages_with_the_key_least_like_their_mean(pads: list[int]) -> None:
-    """With the keys' mean similarity, or the most similar pages, it fails; each page is attended to once."""
+    """With the keys' mean similarity, or the most similar pages, it fails; each page is attended to once.
+
+    It fails as well with pages of padding or of sink tokens, with outliers that are also chosen, or of which some are
+    left out, and with the values of other slots.
+    """
     policy, seen = ShadowKV(**OPTIONS, outliers=3, rank=None), view(42, pads)
     index = ShadowPages(seen, policy)
     choice = policy.choose(index, drawn(len(pads), 4, 8, seed=5), slots_of(42, pads))
@@ -87,7 +91,10 @@ def test_outliers_are_the_pages_with_the_key_least_like_their_mean(pads: list[in
 
 
 def test_outliers_raise_the_attention_that_is_seen() -> None:
-    """Of keys of which some pages hide one that queries look for; as many pages in all."""
+    """Of keys of which some pages hide one that queries look for; as many pages in all.
+
+    With the most similar pages it fails.
+    """
     seen = view(160, [0], observed=8)
     q_BNH = drawn(1, 4, 8, seed=7)
     hidden = torch.arange(9, 120, 16)  # in the mean of their pages others outweigh them
@@ -117,7 +124,11 @@ def rotated_view(num_slots: int, rank: int) -> PromptView:
 
 
 def test_keys_are_of_low_rank_before_rope() -> None:
-    """At equal rank the error is that of rounding before RoPE, and large after it."""
+    """At equal rank the error is that of rounding before RoPE, and large after it.
+
+    With keys that are not rotated before they are taken apart, or not after they are rebuilt, or to the positions of
+    another head, it fails, as with the least eigenvectors.
+    """
     seen, slots_BKm = rotated_view(60, 5), torch.randperm(60)[:20].expand(1, KV_HEADS, -1)
     asked = seen.k_BKnH.take_along_dim(slots_BKm.unsqueeze(-1), dim=2)
     torch.testing.assert_close(LowRankKeys(seen, 5).keys(slots_BKm), asked, atol=1e-7, rtol=0)
@@ -125,12 +136,25 @@ def test_keys_are_of_low_rank_before_rope() -> None:
     assert after.square().mean() > 0.05 * asked.square().mean()
 
 
+def test_padding_takes_no_part_in_the_factors() -> None:
+    """With the keys of padding among those that are taken apart it fails."""
+    seen = rotated_view(40, 5)
+    k_BKnH = torch.cat([100 * drawn(1, KV_HEADS, 8, 8, seed=6), seen.k_BKnH], dim=2)
+    before_BKn = torch.arange(-8, 0).expand(1, KV_HEADS, -1)
+    positions_BKn = torch.cat([before_BKn, seen.positions_BKn], dim=2)
+    padded = LowRankKeys(replace(seen, k_BKnH=k_BKnH, positions_BKn=positions_BKn, pads=[8]), 5)
+    slots_BKm = torch.arange(8, 48).expand(1, KV_HEADS, -1)
+    torch.testing.assert_close(padded.keys(slots_BKm), seen.k_BKnH, atol=1e-7, rtol=0)
+
+
 def test_keys_after_the_prompt_are_exact_and_forks_have_their_own() -> None:
+    """It fails if they are rebuilt, if those of a later step take the place of earlier ones, or if a fork's join."""
     seen, policy = rotated_view(40, 16), ShadowKV(**OPTIONS, outliers=0, rank=3)
     index, new = ShadowPages(seen, policy), drawn(1, KV_HEADS, 3, 8, seed=4)
     fork = index.fork(seen.stored)
     assert isinstance(fork, ShadowPages)
-    index.append(new, new)
+    index.append(new[:, :, :2], new[:, :, :2])
+    index.append(new[:, :, 2:], new[:, :, 2:])
     fork.append(-new[:, :, :1], new[:, :, :1])
     slots_BKm = torch.tensor([42, 39, 40]).expand(1, KV_HEADS, -1)
     keys, of_fork = index.on_device().keys, fork.on_device().keys
@@ -141,6 +165,7 @@ def test_keys_after_the_prompt_are_exact_and_forks_have_their_own() -> None:
 
 
 def test_the_device_holds_landmarks_outliers_and_factors() -> None:
+    """It fails where factors are not counted, or two keys per page."""
     turns = Turns(tiny_model("llama"), [ShadowKV(**OPTIONS, outliers=2, rank=6)])
     turns.prefill()
     turns.decode(GENERATED)

@@ -13,6 +13,7 @@ from runahead.config import Device, RanksOptions, Speculate
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import NewToken
 from runahead.decoding.speculative.live_drafts import DraftedRows
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.serving.executor import _by_place
 from runahead.thinning.rank_policies import RankPolicies
@@ -71,7 +72,10 @@ class Decoding:
 @pytest.mark.parametrize("always", [True, False])
 @pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family, always, monkeypatch):
-    """It fails if a row's number of stored tokens is that of the longest draft, or groups keep their old padding."""
+    """It fails if a row's number of stored tokens is that of the longest draft, or groups keep their old padding.
+
+    And if rows get each other's logits, or their texts lack the last tokens.
+    """
     monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])
     decoding = Decoding(family)
     with throughout(decoding.engine.model.dtype):
@@ -90,12 +94,35 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
     assert 0 < report.accepted < report.drafted or not always
 
 
+def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):
+    """It fails if rows get the drafts of others, or if tokens of a draft are chosen after its row has ended."""
+    decoding = Decoding("llama")
+    model, ends = decoding.engine.model, replace(OPTIONS[0], ignore_eos=False)
+    with throughout(model.dtype):
+        expected = decoding.alone()
+        end = next(at for at in range(4, 14) if expected[0][at] not in expected[0][:at])
+        monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [ends, *OPTIONS[1:]])
+        monkeypatch.setattr(Model, "eos_token_ids", {expected[0][end]})
+        with knowing([ids + new for ids, new in zip(PROMPTS, expected, strict=True)], right=1.0):
+            decoding.join(1, 2)
+            decoding.step(20)
+            assert decoding.live.report.accepted == decoding.live.report.drafted > 4
+            decoding.join(0)
+            decoding.step(20)
+    assert [decoding.tokens[row] for row in range(3)] == [expected[0][: end + 1], *expected[1:3]]
+
+
 def test_nothing_remains_of_rows_that_left():
+    """Of one that is dropped and of one that ends in a verification. If rates or texts of either stay, it fails."""
     decoding = Decoding("llama")
     with throughout(decoding.engine.model.dtype):
-        decoding.join(0, 1)
-        decoding.live.drop([0])
-        decoding.step(20)
+        texts = [ids + new for ids, new in zip(PROMPTS, decoding.alone(), strict=True)]
+        with knowing(texts, right=0.9):
+            decoding.join(0, 1)
+            decoding.step(2)
+            assert len(decoding.live._payoff.rates) == 2
+            decoding.live.drop([0])
+            decoding.step(20)
     live = decoding.live
     assert len(live) == 0 and not live._texts and not live._drafter._rows and not live._payoff.rates
 

@@ -21,6 +21,7 @@ from launch.server.options import ServeRun
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.quest import Pages, Quest
+from policies.retriever import Choice, Index, Slots
 from policies.retroinfer import RetroInfer
 from policies.snapkv import SnapKV
 from policies.sparq import SparQ
@@ -103,7 +104,11 @@ MORE_FAMILIES = ["gemma2", "gpt_oss", "deepseek_v3", "bloom", "llama4_text", "ll
     "family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE_FAMILIES)]
 )
 def test_greedy_tokens_of_rows_that_accept_different_lengths(family: str) -> None:
-    """Rows end at different places, beyond the window, and one prompt is a single token."""
+    """Rows end at different places, beyond the window, and one prompt is a single token.
+
+    It fails where a row goes on after a rejected token, or takes a wrong one; where rejected tokens stay in its length;
+    and where rows get each other's logits, or no padding.
+    """
     model = tiny_model(family)
     prompts = PROMPTS if model.uneven_limit is None else [prompt(2 * WINDOW, seed=seed) for seed in range(3)]
     options = [replace(PLAIN, max_new_tokens=num) for num in (NUM_NEW, 5, 9)]
@@ -134,7 +139,10 @@ def test_rows_without_speculation_beside_rows_with_it() -> None:
 
 
 def test_a_row_ends_inside_a_draft() -> None:
-    """At a token that ends texts, at a stop string, at the most new tokens, or as a reader cancels it."""
+    """At a token that ends texts, at a stop string, at the most new tokens, or as a reader cancels it.
+
+    Where tokens of its draft are still chosen then, it fails.
+    """
     model = Model(build("llama", vocab_size=len(byte_level())), byte_level())
     engine, long = engine_of(model), replace(PLAIN, max_new_tokens=14)
     ids = [prompt(12, seed=seed) for seed in range(4)]
@@ -164,7 +172,10 @@ def test_a_row_ends_inside_a_draft() -> None:
 
 
 def test_what_is_stored_for_later_prompts_is_what_was_accepted() -> None:
-    """Later prompts begin as the text with its answer does, whose rejected tokens must not be in the tree."""
+    """Later prompts begin as the text with its answer does, whose rejected tokens must not be in the tree.
+
+    It fails where rejected tokens stay in a row's length.
+    """
     model = tiny_model("llama")
     tree = PrefixTree(1 << 40)
     engine, plain = engine_of(model, tree=tree), engine_of(model)
@@ -285,6 +296,13 @@ def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
     assert Lookup(2).draft([5], 7) == [] == Lookup(2).draft([5, 6, 5, 6], 0)
 
 
+def test_each_row_looks_up_in_its_own_text() -> None:
+    """With the table of one row for all it fails. Rows that left, or did not ask, have no drafts."""
+    drafter, texts = LookupDrafter({0: 1, 1: 1, 2: 1}), {0: [1, 2, 1], 1: [1, 3, 1], 2: [1, 4, 1], 3: [1, 5, 1]}
+    drafter.leave(2)
+    assert drafter.draft(texts, dict.fromkeys(texts, 1), {}) == {0: [2], 1: [3], 2: [], 3: []}
+
+
 def test_lookup_forgets_drafts_that_were_taken_back() -> None:
     """It fails if places are known by the number of tokens alone, so that wrong drafts stay in the table."""
     draw, drafter, text = random.Random(0), Lookup(2), [0, 1, 2]
@@ -372,12 +390,15 @@ def test_the_report_says_when_speculation_turned_itself_off() -> None:
 SAMPLING = replace(PLAIN, max_new_tokens=6, do_sample=True, temperature=0.7, repetition_penalty=1.2)
 
 
-def require_same(engine: Engine, kind: Speculate, prompts: list[list[int]]) -> SpeculationReport:
+def require_same(
+    engine: Engine, kind: Speculate, prompts: list[list[int]], *, num_drafted: int = 2
+) -> SpeculationReport:
     """Tokens are those without speculation, of a greedy row and of sampled ones. Returns the report."""
     options = [replace(SAMPLING, seed=row, do_sample=row != 1) for row in range(len(prompts))]
     expected = [each.new_token_ids for each in engine.generate(prompts, options).generations]
     speculating = [
-        replace(each, speculate=kind, speculate_tokens=3, speculate_match=1, speculate_always=True) for each in options
+        replace(each, speculate=kind, speculate_tokens=num_drafted, speculate_match=1, speculate_always=True)
+        for each in options
     ]
     batch = engine.generate(prompts, speculating)
     assert [each.new_token_ids for each in batch.generations] == expected
@@ -385,7 +406,11 @@ def require_same(engine: Engine, kind: Speculate, prompts: list[list[int]]) -> S
 
 
 def test_a_smaller_model_drafts() -> None:
-    """A copy of the model drafts what it generates itself, also sampled; another one is mostly wrong."""
+    """A copy of the model drafts what it generates itself, also sampled; another one is mostly wrong.
+
+    It fails with other draws than the sampler's next ones, with these draws taken from the sampler, where its own wrong
+    drafts stay in the drafting model's cache, and where the last drafted token is taken to be in it.
+    """
     model = tiny_model("llama")
     for draft, least, most in ((model, 1.0, 1.0), (Model(build("qwen2")), 0.0, 0.7)):
         report = require_same(engine_of(model, draft=draft), Speculate.model, PROMPTS)
@@ -393,7 +418,10 @@ def test_a_smaller_model_drafts() -> None:
 
 
 def test_the_model_drafts_over_what_a_policy_keeps() -> None:
-    """With all tokens kept, every draft is right; a policy that keeps few tokens is wrong at times."""
+    """With all tokens kept, every draft is right; a policy that keeps few tokens is wrong at times.
+
+    It fails where a row drafts from what is kept of another.
+    """
     engines = [engine_of(tiny_model("llama"), draft=policies(budget)) for budget in (1.0, 0.2)]
     reports = [require_same(each, Speculate.policy, PROMPTS[:2]) for each in engines]
     assert reports[0].accepted == reports[0].drafted and 0 < reports[1].accepted < reports[1].drafted
@@ -424,9 +452,19 @@ def test_the_model_drafts_over_what_it_retrieves(name: str, first: Any) -> None:
     assert 0 < report.accepted < report.drafted
 
 
+class AllByNumber(ExactTopK):
+    """Retrieves all slots, each by its number, where other policies say that all are wanted."""
+
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice:
+        return Choice(slots_BKm=torch.arange(slots.num_slots).expand(1, 2, -1))
+
+
 def test_drafts_over_all_tokens_are_right() -> None:
-    """It fails where a drafting forward attends to a drafted token twice, to a rejected one, or not to an own one."""
-    for retriever in (ExactTopK(**MOST, fetch=1.0), Quest(**MOST, page=2, fetch=200)):
+    """It fails where a drafting forward attends to a token twice, to a rejected one, or not to an own one.
+
+    It fails, too, where a row gets the drafts of another, and where another row's tokens are taken into its index.
+    """
+    for retriever in (AllByNumber(**MOST), Quest(**MOST, page=2, fetch=200)):
         engine = engine_of(tiny_model("llama"), draft=RankPolicies.everywhere([retriever]))
         report = require_same(engine, Speculate.policy, PROMPTS[:2])
         assert report.accepted == report.drafted > 4
@@ -447,9 +485,10 @@ def test_drafts_over_the_memory_of_a_graph(num_rows: int) -> None:
 def test_an_index_has_no_rejected_token() -> None:
     """After the last draft the index is that of a run which drafted nothing, over keys and values of such a run.
 
-    It fails if drafted tokens are appended to the index, as those of a retrieving policy that decodes are.
+    It fails if drafted tokens are appended to the index, as those of a retrieving policy that decodes are, if verified
+    ones are not, or those of another row.
     """
-    model, ids, made = tiny_model("llama"), PROMPTS[0], list[RetrievedRow]()
+    model, made = tiny_model("llama"), list[RetrievedRow]()
     draft = RankPolicies.everywhere([Quest(**MOST, page=2, fetch=0.3)])
     options = replace(PLAIN, speculate=Speculate.policy, speculate_tokens=3, speculate_always=True)
 
@@ -459,37 +498,40 @@ def test_an_index_has_no_rejected_token() -> None:
             made.append(self)
 
     with patch.object(retrieving_drafts, "RetrievedRow", Noted):
-        batch = engine_of(model, draft=draft).generate([ids], options)
-    text = ids + batch.generations[0].new_token_ids
+        batch = engine_of(model, draft=draft).generate(PROMPTS[:2], options)
     assert report_of(batch).accepted < report_of(batch).drafted
-    [row] = made
-    cache = model.empty_cache(len(text))
-    model.forward(torch.tensor([text]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
-    for number, found in enumerate(row.retrieval.layers):
-        assert found is not None
-        num, index = found.index.num_slots, found.index
-        assert len(ids) < num < len(text) and isinstance(index, Pages)
-        k_BKnH, _ = cache.layer(number).read(0, num)
-        expected = Pages(k_BKnH, page=2, pads=[0], scaling=index._scaling)
-        q_BNH = torch.randn(1, 4, k_BKnH.shape[3], dtype=k_BKnH.dtype)
-        assert torch.allclose(index.scores(q_BNH), expected.scores(q_BNH), atol=1e-9)
+    for ids, generation, row in zip(PROMPTS[:2], batch.generations, made, strict=True):
+        text = ids + generation.new_token_ids
+        cache = model.empty_cache(len(text))
+        model.forward(torch.tensor([text]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+        for number, found in enumerate(row.retrieval.layers):
+            assert found is not None
+            num, index = found.index.num_slots, found.index
+            assert len(ids) < num < len(text) and isinstance(index, Pages)
+            k_BKnH, _ = cache.layer(number).read(0, num)
+            expected = Pages(k_BKnH, page=2, pads=[0], scaling=index._scaling)
+            q_BNH = torch.randn(1, 4, k_BKnH.shape[3], dtype=k_BKnH.dtype)
+            assert torch.allclose(index.scores(q_BNH), expected.scores(q_BNH), atol=1e-9)
 
 
 def test_a_draft_for_the_draft_saves_forwards() -> None:
-    """The drafts are the same ones, since the first level changes no token of the second either."""
+    """The drafts are the same ones, since the first level changes no token of the second either.
+
+    It fails where guesses of the first level count untested, or stay in the second one's cache when they are rejected.
+    """
     model = tiny_model("llama")
     for by, kind in ((policies(0.5), Speculate.policy), (model, Speculate.model)):
-        alone = require_same(engine_of(model, draft=by), kind, PROMPTS)
+        alone = require_same(engine_of(model, draft=by), kind, PROMPTS, num_drafted=3)
         assert alone.within is None
         for first in ("lookup", Model(build("llama"))):
-            report = require_same(engine_of(model, draft=Draft(by=by, first=first)), kind, PROMPTS)
+            report = require_same(engine_of(model, draft=Draft(by=by, first=first)), kind, PROMPTS, num_drafted=3)
             assert report.accepted_lengths == alone.accepted_lengths
             assert report.within is not None and report.within.verifications > 0
     batch = engine_of(model, draft=Draft(by=model, first="lookup")).generate(
         PROMPTS[:1], replace(DRAFTED, speculate=Speculate.model, speculate_match=1)
     )
     assert "tokens by lookup" in summary([batch])
-    same = require_same(engine_of(model, draft=Draft(by=model, first=model)), Speculate.model, PROMPTS)
+    same = require_same(engine_of(model, draft=Draft(by=model, first=model)), Speculate.model, PROMPTS, num_drafted=3)
     assert same.within is not None and same.within.accepted == same.within.drafted > 2
 
 
