@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import Device, RanksOptions, Speculate
 from runahead.decoding.decode import Row
 from runahead.decoding.live_rows import NewToken
+from runahead.decoding.speculative.drafts import Lookup
 from runahead.decoding.speculative.live_drafts import DraftedRows
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -72,10 +74,7 @@ class Decoding:
 @pytest.mark.parametrize("always", [True, False])
 @pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family, always, monkeypatch):
-    """It fails if a row's number of stored tokens is that of the longest draft, or groups keep their old padding.
-
-    And if rows get each other's logits, or their texts lack the last tokens.
-    """
+    """It fails if a row's number of stored tokens is that of the longest draft, or rows get each other's logits."""
     monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])
     decoding = Decoding(family)
     with throughout(decoding.engine.model.dtype):
@@ -92,6 +91,24 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
     assert decoding.left == {row: len(texts[row]) - 1 for row in range(4)}
     report = decoding.live.report
     assert 0 < report.accepted < report.drafted or not always
+
+
+def test_plain_steps_follow_what_rows_have_accepted():
+    """Of two rows one accepts a draft. If their group keeps its padding, it fails."""
+    decoding = Decoding("llama")
+    with throughout(decoding.engine.model.dtype):
+        expected = decoding.alone()
+        text = PROMPTS[0] + expected[0]
+
+        def draft(lookup: Lookup, ids: list[int], most: int) -> list[int]:
+            at = len(ids)
+            return text[at : at + 2] if at == len(PROMPTS[0]) + 2 and ids == text[:at] else []
+
+        with patch.object(Lookup, "draft", draft):
+            decoding.join(0, 1)
+            decoding.step(20)
+    assert [decoding.tokens[row] for row in range(2)] == expected[:2]
+    assert decoding.live.report.accepted == decoding.live.report.drafted == 2
 
 
 def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):

@@ -92,6 +92,10 @@ FAMILIES = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family):
+    """It fails where groups stay as they are when rows join or leave, and where rows get each other's draws or tokens.
+
+    As well where rows have no padding, and where a model that counts positions computes rows of any length at once.
+    """
     engine = engine_of(family)
     with throughout(engine.model.dtype):
         expected, decoding = alone(engine), Decoding(engine)
@@ -106,6 +110,7 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
 
 
 def test_prompts_that_are_padded_to_be_computed_at_once_decode_as_alone():
+    """If the cache is split without regard to padding, it fails."""
     engine = engine_of("mistral")
     with throughout(engine.model.dtype):
         expected, decoding = alone(engine), Decoding(engine)
@@ -129,6 +134,7 @@ def test_under_a_policy_rows_are_decoded_one_by_one_as_alone(policy):
 
 
 def test_rows_in_few_bits_are_decoded_together_as_alone(monkeypatch):
+    """It fails if they are decoded one by one, as under policies, or all over the first row's cache."""
     engine = engine_of("llama", RankPolicies(storage=CacheOptions(bits=4, residual=4)))
     forward, batches = engine.model.forward, []
     with throughout(engine.model.dtype):
@@ -147,6 +153,7 @@ def test_rows_in_few_bits_are_decoded_together_as_alone(monkeypatch):
 
 
 def test_memory_returns_when_rows_leave():
+    """It fails if a row keeps the cache of its batch, or stays when it is dropped."""
     engine = engine_of("llama")
     with throughout(engine.model.dtype):
         decoding = Decoding(engine)
@@ -169,6 +176,7 @@ def alone_of(engine: Engine, row: int) -> list[int]:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_row_whose_logits_are_no_numbers_ends_alone(at_once, monkeypatch):
+    """It fails if the row goes on, with some token or none, or if all rows leave with it."""
     engine = engine_of("llama")
     forward, calls = engine.model.forward, []
 

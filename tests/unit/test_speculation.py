@@ -28,7 +28,16 @@ from policies.sparq import SparQ
 from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.cache.attention import CausalAttention
-from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, RanksOptions, Speculate
+from runahead.config import (
+    MAX_DRAFT_TOKENS,
+    CacheOptions,
+    DecodeName,
+    DecodeOptions,
+    Device,
+    PrefillName,
+    RanksOptions,
+    Speculate,
+)
 from runahead.conversation import Conversation
 from runahead.decoding.decode import Row
 from runahead.decoding.sampling import Sampler
@@ -37,6 +46,7 @@ from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import FREE_STEPS, LOSS, Payoff
 from runahead.decoding.speculative.retrieving_drafts import RetrievedRow
 from runahead.decoding.speculative.speculator import Draft
+from runahead.decoding.speculative.verification import RowForwards
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
@@ -171,6 +181,23 @@ def test_a_row_ends_inside_a_draft() -> None:
     assert batch.generations[3].finish_reason == "cancelled" and len(told[3]) < 8
 
 
+def test_plain_steps_follow_what_is_taken_back() -> None:
+    """Of one row alone, so that rows are at another distance. If their forward keeps its padding, it fails."""
+    model, longest, pads = tiny_model("llama"), len(PROMPTS[0]), [0, len(PROMPTS[0]) - len(PROMPTS[1])]
+    cache = model.empty_cache(longest + 3, batch=2)
+    ids_BS = torch.tensor([PROMPTS[0], [0] * pads[1] + PROMPTS[1]])
+    model.forward(ids_BS, CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+    forwards = RowForwards(model, cache, pads=pads, num_tokens=longest)
+    forwards.leave_step()
+    first = forwards.plain({0: 5, 1: 6})
+    forwards.take_back(0, 1)
+    second = forwards.plain({0: 5, 1: 7})
+    text = [*PROMPTS[1], 6, 7]
+    attention = CausalAttention(model.empty_cache(len(text)), start=0, pads=[0])
+    expected_1V = model.forward(torch.tensor([text]), attention, start=0, pads=[0])
+    assert torch.allclose(second[0], first[0], atol=1e-9) and torch.allclose(second[1], expected_1V[0], atol=1e-9)
+
+
 def test_what_is_stored_for_later_prompts_is_what_was_accepted() -> None:
     """Later prompts begin as the text with its answer does, whose rejected tokens must not be in the tree.
 
@@ -297,10 +324,11 @@ def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
 
 
 def test_each_row_looks_up_in_its_own_text() -> None:
-    """With the table of one row for all it fails. Rows that left, or did not ask, have no drafts."""
-    drafter, texts = LookupDrafter({0: 1, 1: 1, 2: 1}), {0: [1, 2, 1], 1: [1, 3, 1], 2: [1, 4, 1], 3: [1, 5, 1]}
+    """With the table of one row for all it fails, as their last tokens are alike. Rows that left have no drafts."""
+    drafter, alike = LookupDrafter({0: 1, 1: 1, 2: 1}), [*[0] * (MAX_DRAFT_TOKENS + 9), 7]
+    texts = {row: [7 if at == row else 10 + at for at in range(5)] + alike for row in range(4)}
     drafter.leave(2)
-    assert drafter.draft(texts, dict.fromkeys(texts, 1), {}) == {0: [2], 1: [3], 2: [], 3: []}
+    assert drafter.draft(texts, dict.fromkeys(texts, 1), {}) == {0: [11], 1: [12], 2: [], 3: []}
 
 
 def test_lookup_forgets_drafts_that_were_taken_back() -> None:
@@ -619,7 +647,7 @@ def test_a_conversation_speculates_in_every_turn() -> None:
 
 
 def test_a_fork_is_not_changed_by_what_is_taken_back() -> None:
-    """It fails if a rejected draft is written to memory that a fork has in common with its origin."""
+    """It fails if a fork has the cache of its origin."""
     conversation = Conversation(tiny_model("llama"))
     conversation.feed(torch.tensor([PROMPTS[0]]))
     forks = [conversation.fork() for _ in range(2)]
