@@ -31,9 +31,12 @@ class HostLayer(KeptLayer):
         copies: stream of all copies between the device and this memory.
     """
 
-    on_host = True
     copies: CopyStream
     _mapped_TBKX: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def on_host(self) -> bool:
+        return True
 
     @classmethod
     def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> HostLayer:
@@ -136,10 +139,13 @@ class HostLayer(KeptLayer):
         self._resize_positions(room)
 
     def mapped_TBKX(self) -> Tensor:  # noqa: N802
-        """The host memory as a tensor of the device."""
         if self._mapped_TBKX is None:
             self._mapped_TBKX = on_device(self.slab_TBKX, self.device)
         return self._mapped_TBKX
+
+    def _put_rows(self, slots: slice, rows: slice, new_SBKX: Tensor) -> None:
+        with self.copies.copying(new_SBKX):
+            self.mapped_TBKX()[slots, rows] = new_SBKX
 
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
         with self.copies.copying(slots_BK, rows_B1, heads_K, new_BKX):
@@ -151,13 +157,18 @@ class BroughtLayer(KeptLayer):
     """A layer that was copied from the host to the device for some time.
 
     Attributes:
-        host: the host's copy of the first slots; None once slots were dropped, since it is outdated then.
+        host: the host's copy of the first slots; None once slots were dropped or written anew, since it is outdated
+            then.
     """
 
     host: HostLayer | None
 
     def keep(self, slots_BKm: Tensor, *, room: int) -> None:
         super().keep(slots_BKm, room=room)
+        self.host = None
+
+    def put(self, first: int, rows: slice, new_SBKX: Tensor) -> None:
+        super().put(first, rows, new_SBKX)
         self.host = None
 
 

@@ -44,7 +44,6 @@ class KeptLayer(LayerStore):
         queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
-        on_host: whether keys and values are in host memory while another device computes.
     """
 
     shape: KVShape
@@ -66,7 +65,15 @@ class KeptLayer(LayerStore):
         positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
         return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch)
 
-    on_host = False
+    @property
+    def on_host(self) -> bool:
+        """Whether keys and values are in host memory while another device computes."""
+        return False
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes allocated of what a retrieving policy fetches from: keys and values."""
+        return self.slab_TBKX.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -226,6 +233,28 @@ class KeptLayer(LayerStore):
             return slab_TBKX
 
         return gathered
+
+    def fetched_bytes(self, num_slots: int, *, room: int) -> int:
+        """Bytes on the device of what `gather` copies."""
+        return (num_slots + room) * self.shape.bytes_per_token(len(self.pads))
+
+    def mapped_TBKX(self) -> Tensor:  # noqa: N802
+        """The slots as a tensor of the device that computes."""
+        return self.slab_TBKX
+
+    def put(self, first: int, rows: slice, new_SBKX: Tensor) -> None:
+        """Write the slots of some rows from `first` on, which are in use from then on; memory grows if it must.
+
+        Positions and padding are the caller's.
+        """
+        end = first + len(new_SBKX)
+        if end > self.slab_TBKX.shape[0]:
+            self.copy_out(room=end - self.num_slots + self.num_slots // 8)
+        self._put_rows(slice(first, end), rows, new_SBKX)
+        self.num_slots = max(self.num_slots, end)
+
+    def _put_rows(self, slots: slice, rows: slice, new_SBKX: Tensor) -> None:
+        self.slab_TBKX[slots, rows] = new_SBKX
 
     def fork(self, *, copy: bool) -> KeptLayer:
         """The same slots for a forked cache.

@@ -15,9 +15,10 @@ from runahead.attention.base import LayerInput
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import LayerStore, SeenKV
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.report import RankReport
@@ -32,10 +33,11 @@ class RetrievedCache(KeptCache):
 
     Args:
         retrieval: chooses and fetches; its pool are the layers of this cache.
+        quantise: (layer, room) -> the layer in few bits, once a prompt has attended to it; None leaves it as it is.
     """
 
-    def __init__(self, retrieval: Retrieval) -> None:
-        self.layers, self.retrieval = retrieval.pool, retrieval
+    def __init__(self, retrieval: Retrieval, quantise: Callable[[KeptLayer, int], KeptLayer] | None = None) -> None:
+        self.layers, self.retrieval, self._quantise = retrieval.pool, retrieval, quantise
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +47,8 @@ class RetrievedCache(KeptCache):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        if tokens.phase is Phase.decode:
+            self._quantised(layer, room=1)  # after a turn of one token the layer may still be exact
         if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         self.retrieval.seen_whole(layer)
@@ -66,12 +70,33 @@ class RetrievedCache(KeptCache):
             layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
         )
 
+    def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
+        if self._quantise is None:
+            super().own(layer, room=room, is_borrowed=is_borrowed)
+        else:
+            self._quantised(layer, room=room)
+
+    def settle(self, *, room: int) -> None:
+        for number in range(len(self.layers)):
+            self._quantised(number, room=room)
+            layer = self.layers[number]
+            if isinstance(layer, QuantisedLayer):
+                layer.flush()
+        super().settle(room=room if self._quantise is None else min(room, NEW_ROOM))
+
+    def _quantised(self, layer: int, *, room: int) -> None:
+        """Store a layer in few bits, if the cache does and the layer is not."""
+        if self._quantise is not None and not isinstance(self.layers[layer], QuantisedLayer):
+            self.layers[layer] = self._quantise(self.layers[layer].brought(), min(room, NEW_ROOM))
+            self.close(layer, room=room)
+
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
 
     def fork(self) -> KeptCache:
         overwrites = self.retrieval.max_slots is not None
-        return RetrievedCache(self.retrieval.fork([layer.fork(copy=overwrites) for layer in self.layers]))
+        layers = [layer.fork(copy=overwrites) for layer in self.layers]
+        return RetrievedCache(self.retrieval.fork(layers), self._quantise)
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)
@@ -113,6 +138,8 @@ class RetrievedLayer(LayerStore):
         self._choose_late(tokens)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        if self._slab is None and self._kept.rotary is None:
+            return self._kept.seen(q_BNCH, tokens)
         slab, pads = self.slots()
         start = slab.end - q_BNCH.shape[2]
         if self._kept.rotary is not None:

@@ -25,6 +25,8 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
+from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.cache.quantised.pool import PooledLayer
 from runahead.cache.slabs import KVSlab
 from runahead.model.model import Model
 from runahead.model.query_prediction import FoldedProjection
@@ -278,18 +280,22 @@ class Retrieval:
         self._make_index(layer, k_BKnH, v_BKnV, q_BNoH, next_B, found.terms, room=DECODED_SOON + layer)
 
     def settle(self, layer: int, *, room: int) -> None:
-        """Move a layer that retrieves to host memory, if the device is a GPU.
+        """Move a layer that retrieves to host memory, if the device is a GPU; one in few bits becomes a pool.
 
         The layer must own its memory. With `room` 0 the number of later tokens is unknown, and new memory has room for
         an eighth more, as it has when it grows.
         """
-        kept = self.pool[layer]
+        kept, spare = self.pool[layer], room or self.pool[layer].num_slots // 8
+        if self.in_pool[layer] and isinstance(kept, QuantisedLayer) and not isinstance(kept, PooledLayer):
+            kept = self.pool[layer] = PooledLayer.of_quantised(kept, room=spare if self._copies is None else 0)
         if self._copies is not None and self.in_pool[layer] and not kept.on_host:
-            spare = room or kept.num_slots // 8
             if self.max_slots is not None:
                 most = max(0, self.max_slots - kept.num_slots)
                 room, spare = min(room, most), min(spare, most)
-            self.pool[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
+            if isinstance(kept, PooledLayer):
+                self.pool[layer] = kept.to_host(self._copies, room=room, spare=spare)
+            else:
+                self.pool[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and start fetching a layer's slots, by queries predicted from the input of the layer before it."""
@@ -559,7 +565,7 @@ class Retrieval:
     def host_bytes(self) -> int:
         """Bytes of keys and values in the pool, which is in host memory."""
         layers = zip(self.pool, self.in_pool, strict=True)
-        return sum(layer.slab_TBKX.nbytes for layer, is_in in layers if is_in)
+        return sum(layer.pool_bytes for layer, is_in in layers if is_in)
 
     def _keys(self, layer: int) -> Tensor:
         """Keys (B, K, n, H) of all slots; on a GPU as a view of the pool in host memory."""
@@ -613,7 +619,7 @@ class Retrieval:
         bring = kept.gather(rows_mBK, room=num_held + room, skips_keys=skips_keys)
         if bring is None:
             return None
-        num_bytes = (num_chosen + room) * kept.shape.bytes_per_token(batch)
+        num_bytes = kept.fetched_bytes(num_chosen, room=room)
         if on_device is not None and slots_BKm is not None and held_BKo is not None:
             bring = partial(_completed, bring, on_device, slots_BKm)
             slots_BKm = torch.cat([slots_BKm, held_BKo], dim=2)

@@ -8,9 +8,10 @@ from itertools import accumulate
 
 from policies.base import ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
-from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
 from runahead.cache.merged.cache import MergedCache, paired_layers
 from runahead.cache.quantised.cache import QuantisedCache
+from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.config import CacheOptions, Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
@@ -48,10 +49,14 @@ class RankPolicies:
     def __post_init__(self) -> None:
         if self.storage.bits is None:
             return
-        if self.retriever is not None:
+        if self.retriever is not None and self.retriever.pool.bytes is not None:
             raise ValueError(
-                f"cache.bits={self.storage.bits} does not go with policy {type(self.retriever).__name__}, which copies "
-                "single tokens from a pool; use cache.bits=null or a policy that evicts"
+                f"cache.bits={self.storage.bits} does not go with policy.pool.bytes={self.retriever.pool.bytes}, since "
+                "in a full pool single tokens are replaced; leave one of them out"
+            )
+        if self.clamped_to is not None:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} stores keys as they are rotated in the text; use policy.clamped=false"
             )
         if self.ragged:
             raise ValueError(
@@ -159,10 +164,11 @@ class RankPolicies:
             has_turns: whether other prompts follow, after which the policies choose again.
 
         Raises:
-            ValueError: the policies cannot run on this model, or a retrieving policy's pool is too small.
+            ValueError: the policies cannot run on this model or in this storage, or a retrieving policy's pool is too
+                small.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
-        if self.storage.bits is not None:
+        if self.storage.bits is not None and self.retriever is None:
             return QuantisedCache(
                 kept.layers,
                 bits=self.storage.bits,
@@ -174,7 +180,25 @@ class RankPolicies:
             return MergedCache(kept.layers, self._pairs(model), self.merging.layer_pairs)
         if self.retriever is None:
             return kept
-        return RetrievedCache(Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part))
+        if self.storage.bits is not None and has_turns and len(self.last) > 1:
+            raise ValueError(
+                f"cache.bits={self.storage.bits} with policy {type(self.retriever).__name__} keeps keys in groups of "
+                "tokens, of which policies before it in a sequence would drop some after a later turn; use one policy"
+            )
+        retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
+        return RetrievedCache(retrieval, None if self.storage.bits is None else self._quantised)
+
+    def _quantised(self, layer: KeptLayer, room: int) -> QuantisedLayer:
+        """A layer of which no tokens are dropped any more, in few bits."""
+        assert self.storage.bits is not None
+        return QuantisedLayer.of(
+            layer,
+            bits=self.storage.bits,
+            residual=self.storage.residual,
+            residual_bits=self.storage.residual_bits,
+            keys_by_token=False,
+            room=room,
+        )
 
     def room(self, num_new: int) -> int:
         """Room in tokens that a layer needs after a prompt if `num_new` tokens follow."""

@@ -7,9 +7,11 @@ import torch
 
 from policies.base import Phase
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.copy_stream import copies_for
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.cache.quantised.pool import PooledLayer
 from runahead.cache.slabs import KVShape
 
 pytestmark = [
@@ -55,3 +57,41 @@ def test_a_gpu_stores_and_attends_as_a_cpu_without_a_wait(dtype: torch.dtype, ke
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-3  # a number near the middle of two codes may get the other one
     for ours, expected in zip(found[1][:2], found[0][:2], strict=True):
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skips_keys", [False, True])
+def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.dtype, skips_keys: bool) -> None:
+    batch, heads, dim, prompt, num_new = 2, 4, 64, 1200, 40
+    generator, pads = torch.Generator().manual_seed(3), [0, 70]
+
+    def random(num_tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    kv, new = (random(prompt), random(prompt)), [(random(1), random(1)) for _ in range(num_new)]
+    slots_mBK = torch.randint(70, prompt + num_new, (300, batch, heads), generator=generator)
+    rows_x = (slots_mBK * batch * heads + torch.arange(batch * heads).view(batch, heads)).flatten()
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
+        exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
+        exact.append(*(x.to(device) for x in kv), NewTokens(0, pads))
+        quantised = QuantisedLayer.of(exact, bits=4, residual=128, residual_bits=16, keys_by_token=False, room=64)
+        layer, copies = PooledLayer.of_quantised(quantised, room=0), copies_for(device)
+        if copies is not None:
+            layer = layer.to_host(copies, room=64, spare=64)
+            assert layer.words.slab_TBKX.is_pinned()
+        given, rows = [(k.to(device), v.to(device)) for k, v in new], rows_x.to(device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for number, (k, v) in enumerate(given):
+                layer.append(k, v, NewTokens(prompt + number, pads, Phase.decode))
+            bring = layer.gather(rows, skips_keys=skips_keys)
+            assert bring is not None
+            slab_mBKX = bring()[:-1, ..., dim if skips_keys else 0 :]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(slab_mBKX.cpu().double())
+    # A number near the middle of two codes may get the other one.
+    assert ((found[0] - found[1]).abs() > 1e-3).double().mean() < 1e-3

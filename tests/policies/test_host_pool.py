@@ -38,7 +38,7 @@ class LateCopies(CopyStream):
 
     def hide(self, slab: Tensor) -> None:
         self._new.append((slab, slab.clone()))
-        slab.fill_(torch.nan)
+        slab.fill_(torch.nan if slab.is_floating_point() else -1)
 
     def mark(self) -> Any:
         self.fetched.append(self._new)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from policies.adakv import AdaKV
 from policies.base import Policy
-from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
@@ -271,7 +270,6 @@ def test_forks_do_not_know_of_each_other() -> None:
         (lambda: CacheOptions(bits=3), "cache.bits=3 must be 4 or 2"),
         (lambda: CacheOptions(bits=4, residual=0), "cache.residual=0 must be at least 1"),
         (lambda: CacheOptions(bits=4, residual_bits=8), "cache.residual_bits=8 must be 16, or null"),
-        (lambda: policies_of(ExactTopK()), "cache.bits=4 does not go with policy ExactTopK"),
         (lambda: policies_of(AdaKV(scorer=SnapKV(budget=40))), "cache.bits=4 needs KV heads that keep equally many"),
         (
             lambda: RankPolicies(

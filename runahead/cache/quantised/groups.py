@@ -84,14 +84,7 @@ class Groups(ABC):
 
     def _unpacked(self, start: int, end: int, dtype: torch.dtype, width: int) -> Tensor:
         """Codes (B, K, S, width) of the tokens [start, end), as numbers of `dtype`; 0 after the last channel."""
-        packed_BKSW = self.codes_BKTW[:, :, start:end]
-        num_planes, mask, num_bytes = 8 // self.bits, 2**self.bits - 1, packed_BKSW.shape[3]
-        codes = torch.empty(*packed_BKSW.shape[:3], width, dtype=dtype, device=packed_BKSW.device)
-        for plane in range(num_planes):
-            part = packed_BKSW >> (plane * self.bits) if plane else packed_BKSW
-            codes[..., plane * num_bytes : (plane + 1) * num_bytes] = part if plane == num_planes - 1 else part & mask
-        codes[..., num_planes * num_bytes :] = 0
-        return codes
+        return unpacked(self.codes_BKTW[:, :, start:end], self.bits, dtype, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +104,7 @@ class ChannelGroups(Groups):
 
     @classmethod
     def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * _code_bytes(dim, bits) + num_tokens // GROUP * dim * 2 * SCALE_BYTES
+        return num_tokens * code_bytes(dim, bits) + num_tokens // GROUP * dim * 2 * SCALE_BYTES
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -145,14 +138,14 @@ class TokenGroups(Groups):
     @classmethod
     def _quantised(cls, x_BKSD: Tensor, bits: int) -> Self:
         dim = x_BKSD.shape[3]
-        missing = _num_groups(dim) * GROUP - dim
+        missing = channel_groups(dim) * GROUP - dim
         x_BKSD = torch.cat([x_BKSD, x_BKSD[..., -1:].expand(*x_BKSD.shape[:3], missing)], dim=3)  # in the same range
         codes, scale, zero = _encoded(x_BKSD.unflatten(3, (-1, GROUP)), bits, dim=4)
         return cls(bits=bits, dim=dim, codes_BKTW=_packed(codes.flatten(3)[..., :dim], bits), scale=scale, zero=zero)
 
     @classmethod
     def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * (_code_bytes(dim, bits) + _num_groups(dim) * 2 * SCALE_BYTES)
+        return num_tokens * (code_bytes(dim, bits) + channel_groups(dim) * 2 * SCALE_BYTES)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -177,7 +170,7 @@ class TokenGroups(Groups):
 
     def _groups(self, start: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Codes (B, K, S, F, 32), scales and zero points (B, K, S, F)."""
-        codes_BKSFc = self._unpacked(start, end, dtype, _num_groups(self.dim) * GROUP).unflatten(3, (-1, GROUP))
+        codes_BKSFc = self._unpacked(start, end, dtype, channel_groups(self.dim) * GROUP).unflatten(3, (-1, GROUP))
         return codes_BKSFc, self.scale[:, :, start:end].to(dtype), self.zero[:, :, start:end].to(dtype)
 
 
@@ -217,7 +210,7 @@ def _encoded(x: Tensor, bits: int, *, dim: int) -> tuple[Tensor, Tensor, Tensor]
 
 def _packed(codes_BKTD: Tensor, bits: int) -> Tensor:
     """Codes in bytes (B, K, T, W)."""
-    num_planes, num_bytes = 8 // bits, _code_bytes(codes_BKTD.shape[3], bits)
+    num_planes, num_bytes = 8 // bits, code_bytes(codes_BKTD.shape[3], bits)
     planes = pad(codes_BKTD, (0, num_planes * num_bytes - codes_BKTD.shape[3])).split(num_bytes, dim=3)
     packed = planes[0].clone()
     for plane, codes in enumerate(planes[1:], start=1):
@@ -225,9 +218,22 @@ def _packed(codes_BKTD: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _code_bytes(dim: int, bits: int) -> int:
+def unpacked(packed: Tensor, bits: int, dtype: torch.dtype, width: int) -> Tensor:
+    """Codes (..., width) of packed bytes (..., W), as numbers of `dtype`; 0 after the last channel."""
+    num_planes, mask, num_bytes = 8 // bits, 2**bits - 1, packed.shape[-1]
+    codes = torch.empty(*packed.shape[:-1], width, dtype=dtype, device=packed.device)
+    for plane in range(num_planes):
+        part = packed >> (plane * bits) if plane else packed
+        codes[..., plane * num_bytes : (plane + 1) * num_bytes] = part if plane == num_planes - 1 else part & mask
+    codes[..., num_planes * num_bytes :] = 0
+    return codes
+
+
+def code_bytes(dim: int, bits: int) -> int:
+    """Bytes of the codes of so many numbers of one token."""
     return -(-dim * bits // 8)
 
 
-def _num_groups(dim: int) -> int:
+def channel_groups(dim: int) -> int:
+    """Number of groups of the channels of one token."""
     return -(-dim // GROUP)

@@ -136,19 +136,37 @@ class QuantisedLayer(KeptLayer):
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + sum(part.keys.num_bytes + part.values.num_bytes for part in self.parts)
+        return super().num_bytes + self.code_bytes
 
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        super().append(k_BKCH, v_BKCV, tokens)
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.keys.num_bytes + part.values.num_bytes for part in self.parts)
+
+    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+        super().store(k_BKCH, v_BKCV, positions_BC, new_pads)
         if k_BKCH.shape[2] == 1:  # several attend to each other first
             self.flush()
 
-    def flush(self) -> None:
-        """Quantise the whole groups of tokens before the last `residual` ones of each row."""
+    def quantised_end(self, room: int) -> int:
+        """The first slot that is in the window of all rows, once there are `room` more tokens."""
+        before = [self.num_slots + room - part.end - self.residual for part in self.parts]
+        return max(part.end + max(0, num // GROUP * GROUP) for part, num in zip(self.parts, before, strict=True))
+
+    def flush(self, *, coming: int = 0) -> None:
+        """Quantise the whole groups of tokens before the last `residual` ones of each row.
+
+        Args:
+            coming: number of tokens that are about to be stored, which are counted among the last ones.
+        """
         for place, part in enumerate(self.parts):
-            num = (self.num_slots - part.end - self.residual) // GROUP * GROUP
+            num = (self.num_slots + coming - part.end - self.residual) // GROUP * GROUP
             if num > 0:
-                self.parts[place] = part.grown(*self.exact(part, part.end, part.end + num))
+                self.parts[place] = self._grown(part, *self.exact(part, part.end, part.end + num))
+
+    def _grown(self, part: QuantisedRows, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
+        """Some rows with more quantised tokens, which come after the others."""
+        return part.grown(k_BKSH, v_BKSV)
 
     def exact(self, part: QuantisedRows, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys (B, K, S, H) and values (B, K, S, V) of slots [first, end) that are in the window, in the layer's dtype.

@@ -1,0 +1,245 @@
+"""A quantised layer from which single tokens are fetched: in host memory if the device is a GPU.
+
+The codes of a token's key and value lie side by side, with the scales of the value's groups, so a token is one run of
+32-bit words. These words are slots of a layer as any other, which copies, fetches and grows them. Scales of keys serve
+32 tokens each and stay on the device, and so do the newest tokens, which are not quantised. Tokens are dequantised
+where they arrive.
+"""
+
+# Legend: B batch, K kv heads, n stored slots, m fetched ones, S new ones, G groups of 32 tokens, H key dim,
+# V value dim, X = H + V, F groups of a value's channels, W bytes of its codes, Y words of a token, x fetched slots of
+# some rows and KV heads, one after another.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from runahead.cache.copy_stream import CopyStream
+from runahead.cache.host_layer import HostLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import row_values
+from runahead.cache.quantised.groups import (
+    GROUP,
+    ChannelGroups,
+    TokenGroups,
+    channel_groups,
+    code_bytes,
+    dtype_of_16_bits,
+    unpacked,
+)
+from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, quantised_bytes
+from runahead.cache.slabs import KVShape, KVSlab
+
+WORD = torch.int32
+
+
+@dataclass(kw_only=True)
+class PooledLayer(QuantisedLayer):
+    """One layer in slots as `QuantisedLayer`, whose keys are grouped by channel.
+
+    Attributes:
+        words: key and value of each quantised slot as words; slots from a row's `end` on are unwritten.
+        scales: scale, as a key, and zero point, as a value, of each group of keys, by its number in its row.
+    """
+
+    words: KeptLayer
+    scales: KeptLayer
+
+    @classmethod
+    def of_quantised(cls, layer: QuantisedLayer, *, room: int) -> PooledLayer:
+        """Copy the codes of a layer, with room for those of `room` more tokens."""
+        made = cls(
+            **{each.name: getattr(layer, each.name) for each in fields(QuantisedLayer)},
+            words=_memory(layer, word_shape(layer.shape, layer.bits), layer.quantised_end(room)),
+            scales=_memory(layer, scale_shape(layer.shape), -(-layer.quantised_end(room) // GROUP)),
+        )
+        for part in layer.parts:
+            if part.num_tokens:
+                made._put_words(part, first=part.pad)
+        return made._over(made.words, made.scales)
+
+    @property
+    def on_host(self) -> bool:
+        return self.words.on_host
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.words.pool_bytes
+
+    @property
+    def code_bytes(self) -> int:
+        return self.words.pool_bytes + self.scales.pool_bytes
+
+    def fetched_bytes(self, num_slots: int, *, room: int) -> int:
+        return super().fetched_bytes(num_slots, room=room) + self.words.fetched_bytes(num_slots, room=0)
+
+    def to_host(self, copies: CopyStream, *, room: int, spare: int) -> PooledLayer:
+        """The layer with its words in host memory; see `HostLayer.of`."""
+        used = self.words.num_slots
+        room, spare = (max(0, self.quantised_end(num) - used) for num in (room, spare))
+        return self._over(HostLayer.of(self.words, copies, room=room, spare=spare), self.scales)
+
+    def brought(self) -> PooledLayer:
+        return self._over(self.words.brought(), self.scales)
+
+    def slab(self) -> KVSlab:
+        return self.brought().slab() if self.on_host else super().slab()
+
+    def fork(self, *, copy: bool) -> KeptLayer:
+        other = super().fork(copy=copy)
+        assert isinstance(other, PooledLayer)
+        # Rows whose quantised tokens end in different slots go on in memory that the others share.
+        copy = copy or len(self.parts) > 1
+        return other._over(self.words.fork(copy=copy), self.scales.fork(copy=copy))
+
+    def gather(
+        self,
+        rows_X: Tensor | None,
+        *,
+        room: int = 1,
+        heads: tuple[int, int] | None = None,
+        skips_keys: bool = False,
+    ) -> Callable[[], Tensor] | None:
+        """As of `KeptLayer`: words are copied, and what the function returns is in the layer's dtype."""
+        if room == 1:  # one token asks, whose storing would else quantise others between this and its attention
+            self.flush(coming=1)
+        batch, num_heads = len(self.pads), self.shape.num_kv_heads
+        by_slot, device = batch * num_heads, self.slab_TBKX.device
+        if rows_X is None:
+            if not self.on_host:
+                return None
+            rows_X = torch.arange(self.num_slots * by_slot, device=device)
+        slots_x, places_x = rows_X // by_slot, rows_X % by_slot
+        pads_x, ends_x = (_by_row(values, places_x // num_heads) for values in zip(*self._ranges(), strict=True))
+        is_exact_x1 = (slots_x >= ends_x).unsqueeze(1)
+        window, first = self.slab_TBKX[: self.num_slots - self.start], self.shape.key_dim if skips_keys else 0
+        exact_x = (slots_x - self.start).clamp_min(0) * by_slot + places_x
+        slot_heads = heads or (batch, num_heads)
+        bring: Callable[[], Tensor] | None = None
+        if self.words.num_slots:
+            groups_x = ((slots_x - pads_x).clamp(0, self.scales.num_slots * GROUP - 1) // GROUP) * by_slot + places_x
+            scales_x = self.scales.slab_TBKX.flatten(0, 2).index_select(0, groups_x)
+            stored_x = rows_X.clamp_max(self.words.num_slots * by_slot - 1)
+            bring = self.words.gather(stored_x, room=0, heads=slot_heads, skips_keys=skips_keys)
+
+        def gathered() -> Tensor:
+            num_fetched = len(slots_x) // (slot_heads[0] * slot_heads[1])
+            slab_mBKX = window.new_empty(num_fetched + room, *slot_heads, window.shape[3], dtype=self.shape.dtype)
+            out_xX = slab_mBKX[:num_fetched].view(-1, window.shape[3])[:, first:]
+            out_xX.copy_(window.flatten(0, 2)[:, first:].index_select(0, exact_x.clamp_max(len(window) * by_slot - 1)))
+            if bring is not None:
+                numbers_xX = self._dequantised(bring().flatten(0, 2), scales_x, skips_keys=skips_keys)
+                out_xX.copy_(torch.where(is_exact_x1, out_xX, numbers_xX))
+            return slab_mBKX
+
+        return gathered
+
+    def _dequantised(self, words_xY: Tensor, scales_xH: Tensor, *, skips_keys: bool) -> Tensor:
+        """Keys and values of fetched words, or values alone, as `Groups.read` computes them."""
+        dtype = self.shape.dtype
+        codes_xW, values = self._split(words_xY[None, None])
+        v_xV = values.read(0, values.num_tokens, dtype)[0, 0]
+        if skips_keys:
+            return v_xV
+        wide = torch.promote_types(dtype, torch.float32)
+        codes_xH = unpacked(codes_xW[0, 0], self.bits, wide, self.shape.key_dim)
+        scale_xH, zero_xH = scales_xH.to(wide).split(self.shape.key_dim, dim=1)
+        return torch.cat([torch.addcmul(zero_xH, codes_xH, scale_xH).to(dtype), v_xV], dim=1)
+
+    def _split(self, words_BKnY: Tensor) -> tuple[Tensor, TokenGroups]:
+        """Packed codes (B, K, n, W) of keys, and the values, as views of words."""
+        key_dim, value_dim = self.shape.key_dim, self.shape.value_dim
+        num_groups, num_key_words = channel_groups(value_dim), self.words.shape.key_dim
+        scales_BKnF = words_BKnY[..., num_key_words : num_key_words + num_groups]
+        scale, zero = scales_BKnF.view(self.scales.shape.dtype).split(num_groups, dim=3)
+        k_BKnW = words_BKnY[..., :num_key_words].view(torch.uint8)[..., : code_bytes(key_dim, self.bits)]
+        v_BKnW = words_BKnY[..., num_key_words + num_groups :].view(torch.uint8)
+        v_BKnW = v_BKnW[..., : code_bytes(value_dim, self.bits)]
+        return k_BKnW, TokenGroups(bits=self.bits, dim=value_dim, codes_BKTW=v_BKnW, scale=scale, zero=zero)
+
+    def _grown(self, part: QuantisedRows, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
+        keys, values = ChannelGroups.of(k_BKSH, self.bits), TokenGroups.of(v_BKSV, self.bits)
+        self._put_words(replace(part, keys=keys, values=values), first=part.end)
+        self.parts = self._over(self.words, self.scales).parts  # memory may have moved
+        return self._viewed(part, part.num_tokens + values.num_tokens)
+
+    def _put_words(self, new: QuantisedRows, *, first: int) -> None:
+        """Store tokens of some rows in the slots from `first` on."""
+        assert isinstance(new.keys, ChannelGroups), "single tokens are fetched of keys that are grouped by channel"
+        scales = torch.cat([new.values.scale, new.values.zero], dim=3).view(WORD)
+        words_BKSY = torch.cat([_as_words(new.keys.codes_BKTW), scales, _as_words(new.values.codes_BKTW)], dim=3)
+        self.words.put(first, new.rows, words_BKSY.permute(2, 0, 1, 3))
+        scales_BKGX = torch.cat([new.keys.scale, new.keys.zero], dim=3)
+        self.scales.put((first - new.pad) // GROUP, new.rows, scales_BKGX.permute(2, 0, 1, 3))
+
+    def _over(self, words: KeptLayer, scales: KeptLayer) -> PooledLayer:
+        """The same layer over other memory with the same content."""
+        other = replace(self, words=words, scales=scales)
+        other.parts = [other._viewed(part, part.num_tokens) for part in self.parts]
+        return other
+
+    def _viewed(self, part: QuantisedRows, num_tokens: int) -> QuantisedRows:
+        """The first quantised tokens of some rows, as views."""
+        rows, slots = part.rows, slice(part.pad, part.pad + num_tokens)
+        codes, values = self._split(self.words.mapped_TBKX()[slots, rows].permute(1, 2, 0, 3))
+        scales_BKGX = self.scales.slab_TBKX[: num_tokens // GROUP, rows].permute(1, 2, 0, 3)
+        scale, zero = scales_BKGX.split(self.shape.key_dim, dim=3)
+        keys = ChannelGroups(bits=self.bits, dim=self.shape.key_dim, codes_BKTW=codes, scale=scale, zero=zero)
+        return replace(part, keys=keys, values=values)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Padding and end of the quantised tokens of each row."""
+        by_row = {row: part for part in self.parts for row in range(len(self.pads))[part.rows]}
+        return [(by_row[row].pad, by_row[row].end) for row in range(len(self.pads))]
+
+
+def word_shape(shape: KVShape, bits: int) -> KVShape:
+    """Words of a token's key, and of its value with the scales of its groups."""
+    key_words, value_words = (-(-code_bytes(dim, bits) // WORD.itemsize) for dim in (shape.key_dim, shape.value_dim))
+    value_words += channel_groups(shape.value_dim)
+    return KVShape(num_kv_heads=shape.num_kv_heads, key_dim=key_words, value_dim=value_words, dtype=WORD)
+
+
+def scale_shape(shape: KVShape) -> KVShape:
+    """Scale and zero point of each channel of a group of keys."""
+    return replace(shape, value_dim=shape.key_dim, dtype=dtype_of_16_bits(shape.dtype), readers=())
+
+
+def pooled_bytes(
+    shapes: Sequence[KVShape], num_tokens: int, *, bits: int, residual: int, residual_bits: int | None, batch: int = 1
+) -> tuple[int, int]:
+    """Bytes of a cache of prompts of `num_tokens` tokens that has no room: those that are fetched from, and all others.
+
+    The others are on the device: the window of the newest tokens, the scales of keys, and positions.
+    """
+    num_quantised = max(0, (num_tokens - residual) // GROUP * GROUP)
+    in_window = num_tokens - num_quantised
+    window = quantised_bytes(shapes, in_window, bits=bits, residual=in_window, residual_bits=residual_bits, batch=batch)
+    positions = len(shapes) * num_quantised * batch * torch.int32.itemsize
+    scales = sum(num_quantised // GROUP * scale_shape(shape).bytes_per_token(batch) for shape in shapes)
+    return (
+        sum(num_quantised * word_shape(shape, bits).bytes_per_token(batch) for shape in shapes),
+        window + positions + scales,
+    )
+
+
+def _memory(layer: KeptLayer, shape: KVShape, room: int) -> KeptLayer:
+    """Empty slots of another shape for the rows of a layer; 0 in padding, which is fetched, too."""
+    batch, device = len(layer.pads), layer.slab_TBKX.device
+    made = KeptLayer.empty(shape, batch=batch, room=0, device=device)
+    made.slab_TBKX = made.slab_TBKX.new_zeros(room, *made.slab_TBKX.shape[1:])
+    return made
+
+
+def _as_words(codes_BKSW: Tensor) -> Tensor:
+    return pad(codes_BKSW, (0, -codes_BKSW.shape[3] % WORD.itemsize)).contiguous().view(WORD)
+
+
+def _by_row(values: Sequence[int], rows_x: Tensor) -> Tensor | int:
+    """The value of each of these rows."""
+    return values[0] if len(set(values)) == 1 else row_values(values, rows_x.device)[rows_x]
