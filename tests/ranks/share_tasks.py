@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from runahead.model.loading import memory, recipes
 from runahead.model.loading.sharing import bytes_of, local_part, share_model
 from runahead.model.model import load_weights
 from runahead.model.shares import load_model, shares_of
+from runahead.ranks.devices import M_MMAP_THRESHOLD
 from runahead.report import MemoryReport
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -101,6 +103,9 @@ def message_of_loading(ranks: Ranks, options: ModelOptions, cache: str | None = 
 
 
 def memory_of_loading(ranks: Ranks, options: ModelOptions) -> MemoryReport:
+    # Freed tensors go back to the system at once: otherwise each thread that reads weights keeps up to 32 MiB, and chance
+    # says which thread reads what.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     model = shared_model(options, ranks)
     assert model.memory is not None
     return model.memory
