@@ -45,6 +45,8 @@ LOOKS: list[Look] = [
         (BLUE, "X", "--"),
         (GREEN, "<", "--"),
         (ORANGE, ">", "--"),
+        (PURPLE, "*", "--"),
+        (SKY, "d", "--"),
     )
 ]
 """Looks, assigned in the order of the policies; repeated if there are more policies."""

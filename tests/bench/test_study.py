@@ -166,10 +166,7 @@ def test_a_study_draws_and_tells_its_committed_lines(
         pytest.skip("no lines yet")
     study.main(["--draw-only", "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("\n") > 1
-    drawn = {path.name for path in tmp_path.iterdir()}
-    if study.name == "quality":  # no lines of methods that retrieve yet
-        drawn.add("quality_retrieving.png")
-    assert drawn == set(study.pictures)
+    assert {path.name for path in tmp_path.iterdir()} == set(study.pictures)
 
 
 def test_all_studies_are_tested_and_run_as_modules() -> None:

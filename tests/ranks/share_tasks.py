@@ -103,7 +103,7 @@ def message_of_loading(ranks: Ranks, options: ModelOptions, cache: str | None = 
 
 
 def memory_of_loading(ranks: Ranks, options: ModelOptions) -> MemoryReport:
-    # Freed tensors go back to the system at once: otherwise each thread that reads weights keeps up to 32 MiB, and chance
+    # Freed tensors go back to the system at once: else each thread that reads weights keeps up to 32 MiB, and chance
     # says which thread reads what.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     model = shared_model(options, ranks)

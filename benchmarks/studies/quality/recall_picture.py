@@ -29,7 +29,7 @@ def recall_picture(found: list[Line]) -> bytes | None:
             _draw(place, methods, name)
             place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
             dress(place, x=x, y=f"{name}: loss over the full cache, nats")
-        legend(of_recall, fontsize=7.5)
+    legend(figure, handles=axes[0].lines, loc="outside lower left", ncols=4)
     set_title(figure, "What retrieving policies find, by the bytes that they read")
     return png(figure)
 
@@ -40,9 +40,7 @@ def _draw(axes: Any, methods: Compared, name: str | None) -> None:
         points = sorted(
             (100 * each.seen_share, value) for each in at if each and (value := _value(each, name)) is not None
         )
-        index = next(each.kept_share - 1 for each in at if each)
-        label = f"{method.name}, index {index:.0%}"
-        axes.plot([x for x, _ in points], [y for _, y in points], **look, markersize=5, label=label)
+        axes.plot([x for x, _ in points], [y for _, y in points], **look, markersize=5, label=method.name)
 
 
 def _value(at: AtShare, name: str | None) -> float | None:
