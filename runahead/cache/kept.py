@@ -196,6 +196,9 @@ class KeptLayer(LayerStore):
         slab = self.slab()
         return slab.read(slab.first, slab.end)
 
+    def expect(self, num_new: int) -> None:
+        """Called before slots are gathered for so many new tokens, which are stored after that."""
+
     def gather(
         self,
         rows_X: Tensor | None,

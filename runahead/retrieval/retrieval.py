@@ -616,6 +616,7 @@ class Retrieval:
             if self._places_BK is None or self._places_BK.shape != (batch, heads):
                 self._places_BK = torch.arange(batch * heads, device=slots_BKm.device).view(batch, heads)
             rows_mBK = torch.add(self._places_BK, slots_BKm.permute(2, 0, 1), alpha=batch * heads).flatten()
+        kept.expect(room)
         bring = kept.gather(rows_mBK, room=num_held + room, skips_keys=skips_keys)
         if bring is None:
             return None

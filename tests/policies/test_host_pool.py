@@ -25,16 +25,24 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class LateCopies(CopyStream):
-    """Copies whose tensors are NaN until somebody waits for them, and which know who waited."""
+    """Copies whose tensors are NaN until somebody waits for them, and which know who waited.
+
+    Attributes:
+        fetched: tensors and their contents, by mark.
+        waited: marks that somebody waited for.
+        written: number of copies since somebody waited for all of them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.fetched = device, list[list[tuple[Tensor, Tensor]]]()
         self._new: list[tuple[Tensor, Tensor]] = []
         self.waited: list[int] = []
+        self.written = 0
 
     @contextmanager
     def copying(self, *read: Tensor) -> Iterator[None]:
         yield
+        self.written += 1
 
     def hide(self, slab: Tensor) -> None:
         self._new.append((slab, slab.clone()))
@@ -46,7 +54,9 @@ class LateCopies(CopyStream):
         return len(self.fetched) - 1
 
     def hold_compute(self, mark: Any = None) -> None:
-        if mark is not None:
+        if mark is None:
+            self.written = 0
+        else:
             self.waited.append(mark)
             for slab, content in self.fetched[mark]:
                 slab.copy_(content)

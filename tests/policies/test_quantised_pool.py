@@ -21,7 +21,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.groups import GROUP
-from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.cache.quantised.layer import QuantisedLayer, SeenQuantised
 from runahead.cache.quantised.pool import PooledLayer, pooled_bytes, word_shape
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Device, RanksOptions
@@ -95,8 +95,6 @@ def dequantised(
     skips_keys: bool = False,
 ) -> Callable[[], Tensor] | None:
     """What is fetched if all slots were in the model's dtype."""
-    if room == 1:
-        self.flush(coming=1)
     whole = KeptLayer(
         shape=self.shape,
         slab_TBKX=self.slab().slab_TBKX.contiguous(),
@@ -164,6 +162,34 @@ def test_tokens_leave_the_window_in_the_same_step_as_without_a_fetch(copies: lis
     ours, theirs = Talk(policies_of(Offload()), (92,)), Talk(policies_of(), (92,))
     torch.testing.assert_close(ours.follow(SOON), theirs.follow(SOON), atol=1e-9, rtol=0)
     assert copies[0].fetched
+
+
+@pytest.mark.parametrize("name", ["quest", "shadowkv"])
+def test_no_token_is_quantised_between_its_fetching_and_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where chosen slots are on the device (`shadowkv`)."""
+    talk, gather, before = Talk(policies_of(policy(name, SOME[name]))), PooledLayer.gather, list[int]()
+
+    def gathers(layer: PooledLayer, rows_X: Tensor | None, **more: Any) -> Any:
+        before.append(max(layer.num_slots + 1 - part.end - layer.residual for part in layer.parts))
+        return gather(layer, rows_X, **more)
+
+    monkeypatch.setattr(PooledLayer, "gather", gathers)
+    talk.follow([*SOON, *SOON])
+    assert GROUP // 2 < max(before) < GROUP
+
+
+def test_short_texts_are_read_on_the_device(copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """After all copies to the host, where new tokens may have left the window a moment ago."""
+    expected = Talk(policies_of()).follow([*SOON, *SOON])
+    talk, attend, written = Talk(policies_of(ExactTopK(min_tokens=1000))), SeenQuantised.attend, list[int]()
+
+    def attends(seen: SeenQuantised, *args: Any) -> tuple[Tensor, Tensor]:
+        written.append(copies[0].written)
+        return attend(seen, *args)
+
+    monkeypatch.setattr(SeenQuantised, "attend", attends)
+    torch.testing.assert_close(talk.follow([*SOON, *SOON]), expected, atol=1e-9, rtol=0)
+    assert set(written) == {0}
 
 
 def test_words_that_a_brought_layer_gets_reach_the_host() -> None:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import row_values
+from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.quantised.groups import (
     GROUP,
     ChannelGroups,
@@ -32,7 +32,7 @@ from runahead.cache.quantised.groups import (
     dtype_of_16_bits,
     unpacked,
 )
-from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, quantised_bytes
+from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, SeenQuantised, quantised_bytes
 from runahead.cache.slabs import KVShape, KVSlab
 
 WORD = torch.int32
@@ -90,6 +90,13 @@ class PooledLayer(QuantisedLayer):
     def slab(self) -> KVSlab:
         return self.brought().slab() if self.on_host else super().slab()
 
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenQuantised:
+        return self.brought().seen(q_BNCH, tokens) if self.on_host else super().seen(q_BNCH, tokens)
+
+    def expect(self, num_new: int) -> None:
+        if num_new == 1:  # its storing would else quantise others between their fetching and its attention
+            self.flush(coming=1)
+
     def fork(self, *, copy: bool) -> KeptLayer:
         other = super().fork(copy=copy)
         assert isinstance(other, PooledLayer)
@@ -106,8 +113,6 @@ class PooledLayer(QuantisedLayer):
         skips_keys: bool = False,
     ) -> Callable[[], Tensor] | None:
         """As of `KeptLayer`: words are copied, and what the function returns is in the layer's dtype."""
-        if room == 1:  # one token asks, whose storing would else quantise others between this and its attention
-            self.flush(coming=1)
         batch, num_heads = len(self.pads), self.shape.num_kv_heads
         by_slot, device = batch * num_heads, self.slab_TBKX.device
         if rows_X is None:
