@@ -160,7 +160,7 @@ def test_losses_are_those_over_the_full_caches_on_the_same_samples() -> None:
     found = [loss_line("copy", {"name": "full"}, sample, nll) for sample, nll in enumerate([1.0, 2.0, 5.0])]
     found += [loss_line("copy", keeps_half, sample, nll) for sample, nll in enumerate([2.0, 5.0])]
     found += [loss_line("key_value", {"name": "full"}, 0, 1.0), loss_line("key_value", keeps_half, 0, 4.0)]
-    longer = [one | {"num_tokens": 7900} for one in found[:1] + found[3:4]]
+    longer = [one | {"num_tokens": num} for one, num in zip(found[:1] + found[3:4], (2900, 2870), strict=True)]
     assert losses.settings([*found, *longer], "dropping") == [found, longer]
     [(method, [half, quarter, eighth])] = compared(found, "dropping").items()
     assert (method.name, quarter, eighth) == ("snapkv", None, None) and half is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log2
 from statistics import mean
 
 from benchmarks.evaluation.summary import FULL
@@ -52,19 +51,31 @@ Compared = dict[Method, list[AtShare | None]]
 def settings(found: Sequence[Line], family: str) -> list[list[Line]]:
     """Lines of a family and of the full cache that can be compared: per model and length, those of the newest samples.
 
-    Lengths that differ by less than a factor of 1.4 are one: a copy and a list of keys differ in length.
+    A length is one with the next longer one that is less than 1.4 times as long: a copy and a list of keys differ.
     """
     of_methods = [entry for method in FAMILIES[family] for entry in method.entries]
-    by_length: dict[tuple[str, int], list[Line]] = {}
+    by_model: dict[str, list[Line]] = {}
     for line in found:
         if line["task"] in {task for task, _ in MEASURES.values()}:
-            by_length.setdefault((line["model"], round(log2(line["num_tokens"]))), []).append(line)
+            by_model.setdefault(line["model"], []).append(line)
     made = []
-    for lines in by_length.values():
+    for lines in (alike for of_model in by_model.values() for alike in _by_length(of_model)):
         newest = {line["task"]: samples_of(line) for line in lines if line["policy_settings"] in of_methods}
         if newest:
             made.append([line for line in lines if newest.get(line["task"]) == samples_of(line)])
     return made
+
+
+def _by_length(lines: Sequence[Line]) -> list[list[Line]]:
+    shortest = dict[int, int]()
+    before = first = 0
+    for num_tokens in sorted({line["num_tokens"] for line in lines}):
+        first = first if num_tokens < 1.4 * before else num_tokens
+        shortest[num_tokens], before = first, num_tokens
+    made: dict[int, list[Line]] = {}
+    for line in lines:
+        made.setdefault(shortest[line["num_tokens"]], []).append(line)
+    return list(made.values())
 
 
 def full_losses(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:

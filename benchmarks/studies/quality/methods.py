@@ -145,7 +145,7 @@ RETRIEVING = (
     retrieving("squeezed_attention", cluster=16),
     retrieving("retroinfer"),
     retrieving("retroinfer", estimate=0.0),
-    # For keys of 128 to 192 dimensions in all KV heads together; published for 1,024 and 128k tokens: 160, 48.
+    # For keys of 128 to 192 dims in all KV heads together; published: rank 160 of 1,024, 48 outliers of 128k tokens.
     retrieving("shadowkv", rank=32, outliers=4),
 )
 
