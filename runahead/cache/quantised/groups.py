@@ -104,7 +104,7 @@ class ChannelGroups(Groups):
 
     @classmethod
     def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * code_bytes(dim, bits) + num_tokens // GROUP * dim * 2 * SCALE_BYTES
+        return num_tokens * packed_bytes(dim, bits) + num_tokens // GROUP * dim * 2 * SCALE_BYTES
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -145,7 +145,7 @@ class TokenGroups(Groups):
 
     @classmethod
     def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * (code_bytes(dim, bits) + channel_groups(dim) * 2 * SCALE_BYTES)
+        return num_tokens * (packed_bytes(dim, bits) + channel_groups(dim) * 2 * SCALE_BYTES)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -210,7 +210,7 @@ def _encoded(x: Tensor, bits: int, *, dim: int) -> tuple[Tensor, Tensor, Tensor]
 
 def _packed(codes_BKTD: Tensor, bits: int) -> Tensor:
     """Codes in bytes (B, K, T, W)."""
-    num_planes, num_bytes = 8 // bits, code_bytes(codes_BKTD.shape[3], bits)
+    num_planes, num_bytes = 8 // bits, packed_bytes(codes_BKTD.shape[3], bits)
     planes = pad(codes_BKTD, (0, num_planes * num_bytes - codes_BKTD.shape[3])).split(num_bytes, dim=3)
     packed = planes[0].clone()
     for plane, codes in enumerate(planes[1:], start=1):
@@ -229,7 +229,7 @@ def unpacked(packed: Tensor, bits: int, dtype: torch.dtype, width: int) -> Tenso
     return codes
 
 
-def code_bytes(dim: int, bits: int) -> int:
+def packed_bytes(dim: int, bits: int) -> int:
     """Bytes of the codes of so many numbers of one token."""
     return -(-dim * bits // 8)
 

@@ -28,8 +28,8 @@ from runahead.cache.quantised.groups import (
     ChannelGroups,
     TokenGroups,
     channel_groups,
-    code_bytes,
     dtype_of_16_bits,
+    packed_bytes,
     unpacked,
 )
 from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, SeenQuantised, quantised_bytes
@@ -162,9 +162,9 @@ class PooledLayer(QuantisedLayer):
         num_groups, num_key_words = channel_groups(value_dim), self.words.shape.key_dim
         scales_BKnF = words_BKnY[..., num_key_words : num_key_words + num_groups]
         scale, zero = scales_BKnF.view(self.scales.shape.dtype).split(num_groups, dim=3)
-        k_BKnW = words_BKnY[..., :num_key_words].view(torch.uint8)[..., : code_bytes(key_dim, self.bits)]
+        k_BKnW = words_BKnY[..., :num_key_words].view(torch.uint8)[..., : packed_bytes(key_dim, self.bits)]
         v_BKnW = words_BKnY[..., num_key_words + num_groups :].view(torch.uint8)
-        v_BKnW = v_BKnW[..., : code_bytes(value_dim, self.bits)]
+        v_BKnW = v_BKnW[..., : packed_bytes(value_dim, self.bits)]
         return k_BKnW, TokenGroups(bits=self.bits, dim=value_dim, codes_BKTW=v_BKnW, scale=scale, zero=zero)
 
     def _grown(self, part: QuantisedRows, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
@@ -205,7 +205,7 @@ class PooledLayer(QuantisedLayer):
 
 def word_shape(shape: KVShape, bits: int) -> KVShape:
     """Words of a token's key, and of its value with the scales of its groups."""
-    key_words, value_words = (-(-code_bytes(dim, bits) // WORD.itemsize) for dim in (shape.key_dim, shape.value_dim))
+    key_words, value_words = (-(-packed_bytes(dim, bits) // WORD.itemsize) for dim in (shape.key_dim, shape.value_dim))
     value_words += channel_groups(shape.value_dim)
     return KVShape(num_kv_heads=shape.num_kv_heads, key_dim=key_words, value_dim=value_words, dtype=WORD)
 
