@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, require
+from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, require
 from policies.kept_slots import first_slots
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
@@ -57,6 +58,11 @@ class AdaKV(Policy):
 
     def require(self, model: ModelFacts) -> None:
         self.scorer.require(model)
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = copy(self)
+        other.scorer = self.scorer.of_part(part)
+        return other
 
     def carry(self, view: LayerView) -> Tensor | None:
         return self.scorer.carry(view)

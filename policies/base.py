@@ -162,6 +162,10 @@ class PromptPart:
         start, stop = (number * end // self.num_tokens for end in (self.chunk.start, self.chunk.stop))
         return max(min(number, 1), stop - start)
 
+    def budget_of(self, budget: Budget) -> Budget:
+        """This part's share of a budget; one that is a share of the prompt stays as it is."""
+        return self.share_of(budget) if isinstance(budget, int) else budget
+
     def sinks(self, num_sinks: int) -> list[int]:
         """Number of each row's first `num_sinks` tokens that are in this part."""
         start, stop = self.chunk.start, self.chunk.stop

@@ -7,9 +7,9 @@ authors publish for some models; `python -m policies.duo_gates` makes one for an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from policies.base import ModelFacts, require
+from policies.base import ModelFacts, PromptPart, require
 from policies.duo_table import REMEDY, DuoTable
 from policies.streaming_heads import StreamingHeads, best_heads
 
@@ -63,6 +63,11 @@ class DuoAttention(StreamingHeads):
             raise ValueError(f"policy.heads={heads} was made for another model; {REMEDY}")
         self._of_table = table
         return best_heads(table.gates, self.retrieval_share)
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = super().of_part(part)
+        other.recent = part.share_of(self.first_and_last(part.num_tokens)[1])
+        return other
 
     def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
         sinks, recent = self.sinks, self.recent

@@ -9,13 +9,24 @@ recovers a given share of the attention of the prompt's last queries is taken. G
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Policy, TokenKind, budget_tokens, check_budget, require, require_least
+from policies.base import (
+    Budget,
+    LayerView,
+    Policy,
+    PromptPart,
+    TokenKind,
+    budget_tokens,
+    check_budget,
+    require,
+    require_least,
+)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +59,12 @@ class FastGen(Policy):
         check_budget(self.frequent, "frequent")
         check_budget(self.local, "local")
 
+    def of_part(self, part: PromptPart) -> Self:
+        other = copy(self)
+        other.window = part.share_of(self.window)
+        other.frequent, other.local = part.budget_of(self.frequent), part.budget_of(self.local)
+        return other
+
     def carry(self, view: LayerView) -> Tensor:
         """The kind of every token."""
         shape = len(view.pads), view.num_kv_heads, view.num_slots
@@ -62,9 +79,11 @@ class FastGen(Policy):
         votes_BKGn = view.signals.votes(self.window).unflatten(1, (view.num_kv_heads, -1))
         is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
         stays_BKn = is_token_BKn
+        # What goes to tokens of other ranks is neither recovered nor lost here.
+        here_BKG = votes_BKGn.sum(dim=-1) if view.part is not None else 1
         for kept_BKn in reversed(self.rules(view, votes_BKGn.mean(dim=2))):
             lost_BKG = (votes_BKGn * ~kept_BKn[:, :, None]).sum(dim=-1)
-            recovers_BK1 = lost_BKG.amax(dim=-1, keepdim=True) <= 1 - self.recovered
+            recovers_BK1 = (lost_BKG <= (1 - self.recovered) * here_BKG).all(dim=-1, keepdim=True)
             stays_BKn = torch.where(recovers_BK1, kept_BKn & is_token_BKn, stays_BKn)
         counts_BK, tokens_BK = stays_BKn.sum(dim=-1), is_token_BKn.sum(dim=-1)
         if torch.equal(counts_BK, tokens_BK):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, ModelFacts, Phase, require
+from policies.base import Budget, LayerView, ModelFacts, Phase, PromptPart, require
 from policies.kept_slots import first_slots
 from policies.score_maps import FILES, ScoreMaps
 from policies.scorer import Scorer
@@ -71,6 +71,12 @@ class KVzap(Scorer):
                     f"{model.name}; make it again with {FILES.remedy(self.predictor)}"
                 )
         self._maps = maps
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = super().of_part(part)
+        if self.threshold is not None:  # generated tokens are counted on all ranks alike
+            other.evict_every = self.evict_every
+        return other
 
     def recent_of(self, num_kept: int) -> int:
         return min(self.recent, num_kept // 2)

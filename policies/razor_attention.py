@@ -8,9 +8,9 @@ as often. That is exact if the dropped keys and values are equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from policies.base import Budget, ModelFacts, budget_tokens, check_budget, require, require_least
+from policies.base import Budget, ModelFacts, PromptPart, budget_tokens, check_budget, require, require_least
 from policies.head_scores import HeadScores
 from policies.streaming_heads import StreamingHeads, best_heads
 
@@ -57,6 +57,11 @@ class RazorAttention(StreamingHeads):
         induction, echo = HeadScores.load(heads, model.fingerprint).by_kv_head(model)
         by_layer = zip(best_heads(induction, self.induction_share), best_heads(echo, self.echo_share), strict=True)
         return [[a or b for a, b in zip(*layer, strict=True)] for layer in by_layer]
+
+    def of_part(self, part: PromptPart) -> Self:
+        other = super().of_part(part)
+        other.recent, other.least_recent = part.budget_of(self.recent), part.share_of(self.least_recent)
+        return other
 
     def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
         recent = budget_tokens(self.recent, prompt_tokens)

@@ -54,8 +54,7 @@ class Scorer(Policy, ABC):
 
     def of_part(self, part: PromptPart) -> Self:
         other = copy(self)  # not checked again: a share may be too small for what the whole has to hold
-        if isinstance(self.budget, int):
-            other.budget = part.share_of(self.budget)
+        other.budget = part.budget_of(self.budget)
         other.recent, other.evict_every = part.share_of(self.recent), part.share_of(self.evict_every)
         return other
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, require_least
+from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, require_least
 from policies.kept_slots import best_slots
 
 
@@ -38,6 +39,7 @@ class StreamingHeads(Policy, ABC):
     heads: str | None = None
     evict_every: int = 64
     _retrieving: list[list[bool]] | None = field(default=None, init=False, repr=False, compare=False)
+    _part: PromptPart | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_least(self, evict_every=1)
@@ -59,6 +61,11 @@ class StreamingHeads(Policy, ABC):
         found = self.found_in(self.heads, model)
         self._retrieving = [heads[model.own_heads(layer)] for layer, heads in enumerate(found)]
 
+    def of_part(self, part: PromptPart) -> Self:
+        other = copy(self)
+        other.evict_every, other._part = part.share_of(self.evict_every), part
+        return other
+
     def retrieving(self, layer: int, num_kv_heads: int) -> list[bool]:
         """Whether each KV head of a layer is a retrieval head."""
         assert self._retrieving is not None and len(self._retrieving[layer]) == num_kv_heads, "require() comes first"
@@ -66,14 +73,16 @@ class StreamingHeads(Policy, ABC):
 
     def rests(self, layer: int, tokens_BK: Sequence[Sequence[int]], prompt_tokens: int) -> bool:
         retrieving = self.retrieving(layer, len(tokens_BK[0]))
-        return not self._exceeds(retrieving, tokens_BK, sum(self.first_and_last(prompt_tokens)) + self.evict_every - 1)
+        sinks, recent = self.first_and_last(prompt_tokens)
+        sinks_B = [sinks] * len(tokens_BK) if self._part is None else self._part.sinks(sinks)
+        return not self._exceeds(retrieving, tokens_BK, [num + recent + self.evict_every - 1 for num in sinks_B])
 
     @staticmethod
-    def _exceeds(retrieving: Sequence[bool], tokens_BK: Sequence[Sequence[int]], limit: int) -> bool:
+    def _exceeds(retrieving: Sequence[bool], tokens_BK: Sequence[Sequence[int]], limits_B: Sequence[int]) -> bool:
         """Whether a streaming head of any row has more tokens than that."""
         return any(
             tokens > limit
-            for tokens_K in tokens_BK
+            for tokens_K, limit in zip(tokens_BK, limits_B, strict=True)
             for tokens, retrieves in zip(tokens_K, retrieving, strict=True)
             if not retrieves
         )
@@ -81,22 +90,23 @@ class StreamingHeads(Policy, ABC):
     def keep(self, view: LayerView) -> Tensor | None:
         retrieving = self.retrieving(view.layer, view.num_kv_heads)
         sinks, recent = self.first_and_last(view.prompt_tokens)
+        kept_B = [num + recent for num in view.sinks(sinks)]
         is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
         tokens_BK: list[list[int]] = is_token_BKn.sum(dim=-1).tolist()
         room = self.evict_every - 1 if view.phase is Phase.decode else 0
-        if not self._exceeds(retrieving, tokens_BK, sinks + recent + room):
+        if not self._exceeds(retrieving, tokens_BK, [kept + room for kept in kept_B]):
             return None
         places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
         if not any(retrieving) and not self.compensates:  # all heads alike, in dense memory
             newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
-            return best_slots(newest_B1n, sinks + recent, sinks=view.sinks(sinks), recent=0, pads=view.pads)
+            return best_slots(newest_B1n, max(kept_B), sinks=view.sinks(sinks), recent=0, pads=view.pads)
         goes_BKn = view.is_token_BKn(after=view.sinks(sinks))
         goes_BKn[..., view.num_slots - recent :] = False
         streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]
         slots_BKn = places_n.masked_fill(~is_token_BKn | (goes_BKn & streams_K1), -1).sort(dim=-1).values
         most = max(
-            tokens if retrieves else min(tokens, sinks + recent)
-            for tokens_K in tokens_BK
+            tokens if retrieves else min(tokens, kept)
+            for tokens_K, kept in zip(tokens_BK, kept_B, strict=True)
             for tokens, retrieves in zip(tokens_K, retrieving, strict=True)
         )
         return slots_BKn[..., view.num_slots - most :]

@@ -292,7 +292,7 @@ class DecodeOptions:
         *,
         positions: Positions = Positions.original,
         reuses: bool = False,
-        ragged: bool = False,
+        needs_whole: bool = False,
         clamps: bool = False,
     ) -> None:
         """Check that a prefill leaves keys and values where this option wants them.
@@ -300,7 +300,7 @@ class DecodeOptions:
         Args:
             positions: positions of kept tokens under a cache policy.
             reuses: whether prompts reuse segments.
-            ragged: whether KV heads keep different numbers of tokens under a cache policy.
+            needs_whole: whether a cache policy has to see all tokens of a prompt on one rank.
             clamps: whether a cache policy clamps distances.
 
         Raises:
@@ -318,10 +318,10 @@ class DecodeOptions:
                 "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all "
                 "that are kept; use policy.positions=original or decode=last"
             )
-        if ragged:
+        if needs_whole:
             raise ValueError(
-                "decode=sharded needs KV heads that keep equally many tokens, and with this policy they do not; use "
-                "decode=last"
+                "decode=sharded leaves each rank the tokens of its own chunk, and this policy has to see those of all "
+                "chunks at once; use decode=last"
             )
         if clamps:
             raise ValueError(

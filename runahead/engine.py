@@ -110,7 +110,7 @@ class Engine:
         self.decode.check(
             self.prefill,
             positions=self.policies.positions if self.policies else Positions.original,
-            ragged=self.policies.ragged,
+            needs_whole=self.policies.needs_whole,
             clamps=self.policies.clamped_to is not None,
         )
         if self.decode.name is DecodeName.sharded:

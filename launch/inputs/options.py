@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import checked, chooses, clamps, keeps_ragged, names_of
+from launch.inputs.policies import WHOLE, checked, chooses, clamps, names_of
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -227,7 +227,7 @@ def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksO
         prefill,
         positions=positions,
         reuses="prompt_cache" in names,
-        ragged=keeps_ragged(policy),
+        needs_whole=not names.isdisjoint(WHOLE),
         clamps=clamps(policy),
     )
 

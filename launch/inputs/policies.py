@@ -80,11 +80,8 @@ COMBINED: dict[str, type] = {
 
 NAMES = (*POLICIES, *WRAPPERS, *COMBINED)
 
-RAGGED = frozenset({"adakv", "dms", "kvzip", "zigzagkv", "fastgen", "razor_attention", "duo_attention"})
-"""Policies whose KV heads keep different numbers of tokens."""
-
-RAGGED_WITH = {"kvzap": "threshold"}
-"""Policies whose KV heads do so if they are given this option."""
+WHOLE = frozenset({"dms", "kvzip", "zigzagkv"})
+"""Policies that have to see all tokens of a prompt on one rank."""
 
 CLAMPING = frozenset({"infllm"})
 """Policies that clamp distances, unless they are told not to (`clamped`)."""
@@ -275,18 +272,6 @@ def names_of(step: Any) -> Iterator[str]:
     elif isinstance(step, list):
         for each in step:
             yield from names_of(each)
-
-
-def keeps_ragged(step: Any) -> bool:
-    """Whether KV heads keep different numbers of tokens under a policy, or one that it is made of."""
-    if isinstance(step, list):
-        return any(map(keeps_ragged, step))
-    if not isinstance(step, dict):
-        return step in RAGGED
-    name = step.get("name")
-    if name in RAGGED or (name in RAGGED_WITH and step.get(RAGGED_WITH[name]) is not None):
-        return True
-    return any(keeps_ragged(step.get(part)) for part in PARTS)
 
 
 def clamps(step: Any) -> bool:

@@ -82,6 +82,11 @@ class LayerStore(ABC):
     def pass_over(self, tokens: NewTokens) -> None:  # noqa: B027 (most stores have nothing to note)
         """Called in place of `append` for a new token that another rank stores."""
 
+    @property
+    def has_slots_by_head(self) -> bool:
+        """Whether each KV head has slots of its own, as many as it stores tokens; then there are no `slots`."""
+        return False
+
     def slots(self) -> tuple[KVSlab, list[int]]:
         """All tokens that a new token attends to, and by row the number of padding slots on their left."""
         raise NotImplementedError(f"{type(self).__name__} does not hold a part of a text")

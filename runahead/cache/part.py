@@ -74,6 +74,9 @@ class PartLayer(LayerStore):
             self._own.pass_over(tokens)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        if self._own.has_slots_by_head:
+            assert q_BNCH.shape[2] == 1, q_BNCH.shape  # so it sees all slots, wherever its own token is
+            return self._own.seen(q_BNCH, tokens)
         slab, pads = self._own.slots()
         seen = SeenPart(
             q_BNCH=q_BNCH,
@@ -127,6 +130,9 @@ class PartCache(KVStore):
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         return PartLayer(self.own.open(layer, q_BNCH, terms, tokens), self)
+
+    def put(self, layer: int, kept: LayerStore) -> None:
+        self.own.put(layer, kept)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         self.own.look_ahead(layer, given)

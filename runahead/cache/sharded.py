@@ -106,6 +106,9 @@ class ShardedCache(KVStore):
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         return ShardedLayer(self._own.open(layer, q_BNCH, terms, tokens), self._gather)
 
+    def put(self, layer: int, kept: LayerStore) -> None:
+        self._own.put(layer, kept)
+
     def close(self, layer: int, *, room: int) -> None:
         self._own.close(layer, room=room)
 

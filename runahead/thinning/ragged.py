@@ -174,6 +174,10 @@ class RaggedLayer(KeptLayer):
         dropped = 0 if self.dropped is None else self.dropped.num_bytes
         return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + dropped
 
+    @property
+    def has_slots_by_head(self) -> bool:
+        return True
+
     def slab(self) -> KVSlab:
         raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
 
@@ -248,6 +252,7 @@ class RaggedLayer(KeptLayer):
             used_S=self._used_S,
             longest=self.num_slots,
             scaling=scaling,
+            may_be_empty=0 in self.lengths,
         )
         return out_SGV.reshape(*q_BN1H.shape[:3], -1), lse_SG.reshape(q_BN1H.shape[:3])
 
@@ -304,7 +309,7 @@ class SeenRagged(SeenKV):
             return attend_marked(q_BNCH, *self.read(), terms, layer.positions_BKn())
         num_new, one_each = q_BNCH.shape[2], q_BNCH.shape[2] == 1 and not any(self.new_pads)
         takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
-        if one_each and takes and not terms.needs_scores:
+        if one_each and takes and not terms.needs_scores and layer.num_slots:
             return layer.attend_one(q_BNCH, terms.scaling)
         # Counted in slots, which are in causal order whichever tokens they hold.
         q_SGCH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)

@@ -157,6 +157,17 @@ class RankPolicies:
         """Whether heads may keep different numbers of tokens."""
         return any(policy.keeps_ragged for policy in (*self.last, *self.others))
 
+    @property
+    def needs_whole(self) -> bool:
+        """Whether a policy has to see all tokens of a prompt on one rank.
+
+        It decides on all layers after the prompt, or by a model's marks, which are in the keys of the tokens after.
+        """
+        return any(
+            policy.decides_on_all or policy.replay is not None or policy.follows_marks
+            for policy in (*self.last, *self.others)
+        )
+
     def cache(self, model: Model, *, batch: int, has_turns: bool = False) -> KeptCache:
         """An empty cache for the rank that decodes.
 
@@ -289,10 +300,9 @@ class RankPolicies:
         """
         for policy in self.last:
             if policy.needs_attention_input and policy.replay is None and num_stages > 1:
-                remedy = "prefill=single" if policy.keeps_ragged else "prefill=single or decode=sharded"
                 raise ValueError(
                     f"policy {type(policy).__name__} scores tokens by hidden states, which {num_stages} stages do not "
-                    f"send each other; use {remedy}"
+                    "send each other; use prefill=single or decode=sharded"
                 )
 
     def _check_marks(self, model: Model) -> None:

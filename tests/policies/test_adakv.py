@@ -13,7 +13,7 @@ from policies.keydiff import KeyDiff
 from policies.pyramidkv import PyramidKV
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
+from runahead import Conversation, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept import KeptLayer
 from runahead.config import Device, Positions
 from runahead.thinning.ragged import RaggedLayer
@@ -303,13 +303,3 @@ def test_what_cannot_be_combined_is_refused(policies: RankPolicies, says: str) -
     with throughout(torch.float64), pytest.raises(ValueError, match=says) as raised:
         policies.check(tiny_model("llama"))
     assert "\n" not in str(raised.value)
-
-
-def test_sharded_decoding_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="decode=sharded .* use decode=last"):
-        Engine(
-            tiny_model("llama"),
-            ranks,
-            policies=RankPolicies.everywhere([AdaKV()]),
-            decode=DecodeOptions(name="sharded"),  # type: ignore[arg-type]
-        )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import ModelFacts, Policy
+from policies.base import ModelFacts, Policy, PromptPart
 from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from policies.full import Full
@@ -344,6 +344,21 @@ class TestTables:
         with throughout(torch.float64), pytest.raises(ValueError, match=says) as raised:
             RankPolicies(last=[policy]).check(tiny_model("llama"))
         assert "\n" not in str(raised.value)
+
+
+def test_a_part_of_a_prompt_has_its_share_of_the_window(tmp_path: Path) -> None:
+    """Whether its length is in the options or in the table. Seen to fail: every part with the whole window.
+
+    A part without sinks has no room for them either.
+    """
+    part = PromptPart(chunk=range(1_000, 4_000), num_tokens=9_000, row_pads=[0])
+    of_part = duo(tmp_path, tiny_model("llama"), 0.0).of_part(part)
+    assert of_part.first_and_last(3_000) == (SINKS, RECENT // 3)
+    most = RECENT // 3 + of_part.evict_every - 1
+    assert of_part.rests(0, [[most, most]], 3_000) and not of_part.rests(0, [[most, most + 1]], 3_000)
+    assert RazorAttention(recent=90).of_part(part).first_and_last(3_000) == (4, 30)
+    assert RazorAttention(recent=0.2, least_recent=300).of_part(part).first_and_last(3_000) == (4, 600)
+    assert RazorAttention(recent=0.2, least_recent=3_000).of_part(part).first_and_last(3_000) == (4, 1_000)
 
 
 @pytest.mark.parametrize("policy", [RazorAttention(), DuoAttention()], ids=["razor", "duo"])

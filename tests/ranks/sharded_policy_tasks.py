@@ -41,14 +41,12 @@ class Seen:
         batch: what `Engine.generate` returned.
         logits: of each new token, where they are chosen (steps, B, V).
         stored: positions of the slots before each decoding step, by layer.
-        kv: keys (B, K, n, H) and values (B, K, n, V) of these slots before the first step, by layer.
         fetched: positions that a retrieving policy chose, by layer and step.
     """
 
     batch: GenerationBatch
     logits: list[list[list[float]]] = field(default_factory=list)
     stored: list[list[Positions]] = field(default_factory=list)
-    kv: list[tuple[Any, Any]] = field(default_factory=list)
     fetched: dict[int, list[Positions]] = field(default_factory=dict)
 
 
@@ -73,7 +71,7 @@ def generate(
         policies=policies,
         decode=DecodeOptions(name=decode),
     )
-    logits, stored, kv = list[list[list[float]]](), list[list[Positions]](), list[tuple[Any, Any]]()
+    logits, stored = list[list[list[float]]](), list[list[Positions]]()
     fetched: dict[int, list[Positions]] = {}
     choose, gathered = together.next_tokens, Retrieval._gathered
 
@@ -83,13 +81,10 @@ def generate(
 
     def looked_at(model: Any, cache: KVStore, *args: Any, **kwargs: Any) -> Forward:
         forward = forward_over(model, cache, *args, **kwargs)
-        layers = [layer for layer in cache.kept_layers if isinstance(layer, KeptLayer)]
 
         def step(ids_B1: Tensor, start: int) -> Tensor:
+            layers = [layer for layer in cache.kept_layers if isinstance(layer, KeptLayer)]
             stored.append([layer.positions_BKn().tolist() for layer in layers])
-            if not kv:
-                slabs = [layer.slab() for layer in layers]
-                kv.extend(tuple(x.tolist() for x in slab.read(slab.first, slab.end)) for slab in slabs)
             return forward(ids_B1, start)
 
         return step
@@ -111,4 +106,4 @@ def generate(
         mock.patch.object(Retrieval, "_gathered", noted),
     ):
         batch = engine.generate(prompts, options)
-    return Seen(batch=batch, logits=logits, stored=stored, kv=kv, fetched=fetched)
+    return Seen(batch=batch, logits=logits, stored=stored, fetched=fetched)

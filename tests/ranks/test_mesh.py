@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, seed, settings
 
+from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
@@ -215,6 +216,7 @@ POLICIES: dict[str, list[Policy]] = {
     "snapkv": [SnapKV(budget=16, window=4)],
     "pyramidkv": [PyramidKV(budget=16, window=4)],
     "h2o": [H2O(budget=16)],
+    "adakv": [AdaKV(scorer=SnapKV(budget=16, window=4), alpha=0.1)],
     "tova": [TOVA(budget=16)],
     "expected_attention": [ExpectedAttention(budget=16, evict_every=8, future_tokens=16)],
     "r_kv": [RKV(budget=16, window=4, evict_every=6)],
@@ -254,7 +256,8 @@ class TestPolicies:
             assert batch.decode == decode.name
             for share in batch.ranks:
                 same = whole.ranks[share.rank // 2]
-                assert share.kept_tokens == same.kept_tokens
+                # Heads that share a budget keep more in one share than in the other.
+                assert policies.ragged or share.kept_tokens == same.kept_tokens
                 assert bool(share.kept_tokens) == (decode is DecodeName.sharded or share.stage == 1)
                 if same.retrieval is not None and share.retrieval is not None:
                     assert share.retrieval.fetched_share == same.retrieval.fetched_share

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from policies.adakv import AdaKV
 from policies.base import Policy, PromptPart
 from policies.chunkkv import ChunkKV
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
+from policies.fastgen import FastGen
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.k_centers import KCenters
@@ -43,6 +45,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
+from tests.policies.made_up_streaming import MadeUpStreaming
 from tests.ranks import policy_tasks, sharded_policy_tasks
 from tests.ranks.sharded_policy_tasks import Seen
 from tests.ranks.tasks import tiny_model
@@ -74,6 +77,13 @@ EVICTING: dict[str, Policy] = {
     "expected_attention": ExpectedAttention(budget=20, sinks=2, evict_every=4, future_tokens=16),
     "kvzap": MadeUpKVzap(budget=20, sinks=2, recent=3, evict_every=2),
 }
+RAGGED: dict[str, Policy] = {
+    "adakv": AdaKV(scorer=SnapKV(budget=20, window=6, kernel=3), alpha=0.1),
+    "kvzap": MadeUpKVzap(threshold=0.5, sinks=2, recent=3, evict_every=2),
+    "fastgen": FastGen(window=6, sinks=2, frequent=6, local=8, recovered=0.6),
+    "streaming heads": MadeUpStreaming(evict_every=2),
+}
+"""Heads keep different numbers of tokens."""
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=4)
 RETRIEVING: dict[str, Policy] = {
     "exact_topk": ExactTopK(min_tokens=0, fetch=12, sinks=2, recent=4),
@@ -91,6 +101,8 @@ ROOMY: dict[str, Policy] = {
     "h2o": H2O(budget=400),
     "snapkv": SnapKV(budget=400),
     "pyramidkv": PyramidKV(budget=1.0),
+    "adakv": AdaKV(scorer=SnapKV(budget=1.0), alpha=0.0),
+    "kvzap": MadeUpKVzap(threshold=-1e9),
     "pyramidinfer": PyramidInfer(mean_keep=1.0),
     "exact_topk": ExactTopK(min_tokens=0, fetch=400),
     "quest": Quest(min_tokens=0, fetch=400),
@@ -229,6 +241,90 @@ def test_attention_is_over_what_the_ranks_kept(rank_pools: RankPools, name: str,
     for layer in range(3):
         total = sum(each.batch.ranks[rank].kept_tokens[layer] for rank, each in enumerate(seen) if each.stored)
         assert total < NUM_TOKENS
+
+
+@pytest.mark.parametrize("bounds", [(0, 35, 60), *(pytest.param(each, marks=pytest.mark.slow) for each in BOUNDS[1:])])
+@pytest.mark.parametrize("name", RAGGED)
+def test_attention_is_over_what_each_head_of_the_ranks_kept(
+    rank_pools: RankPools, name: str, bounds: tuple[int, ...]
+) -> None:
+    """The last row has no token on the first rank. Each new token is on one rank, and has a query on both.
+
+    Seen to fail: the parts' outputs summed without their log-sum-exps.
+    """
+    seen = run(rank_pools, RAGGED[name], bounds)
+    check_steps(seen)
+    layers = [layer for each in seen if each.stored for layer in each.stored[0]]
+    assert any(len({sum(at >= 0 for at in head) for head in row}) > 1 for layer in layers for row in layer)
+
+
+def test_a_rank_recovers_its_share_of_the_attention_to_its_own_tokens(rank_pools: RankPools) -> None:
+    """If attention to other ranks' tokens counted as recovered, the last rank would recover less of its own."""
+    policy = RAGGED["fastgen"]
+    assert isinstance(policy, FastGen)
+    reference = Reference()
+    reference.run(BATCH[0], 0)
+    for each, (_, part) in zip(run(rank_pools, policy, (0, 35, 60)), chunks((0, 35, 60)), strict=True):
+        own = torch.arange(part.chunk.start, part.chunk.stop)
+        voters = own[-part.share_of(policy.window) :]
+        for layer, probabilities_NSS in reference.probabilities_NSS.items():
+            votes_KGS = probabilities_NSS[:, voters].sum(dim=1).unflatten(0, (2, -1))
+            stored = each.stored[0][layer][0]
+            for head, votes_GS in enumerate(votes_KGS):
+                kept = [at for at in stored[head % len(stored)] if at >= 0]
+                recovered_G = votes_GS[:, kept].sum(dim=1) / votes_GS[:, own].sum(dim=1)
+                assert recovered_G.min() >= policy.recovered - 1e-6  # scores are float32
+
+
+def test_a_streaming_head_keeps_the_sinks_that_its_rank_has(rank_pools: RankPools) -> None:
+    """If every rank had room for all sinks, the last one would keep all of its tokens."""
+    policy, ids = MadeUpStreaming(sinks=30, recent=4), prompt(NUM_TOKENS)
+    for each, sinks in zip(run(rank_pools, policy, (0, 35, 60), prompts=[ids]), (30, 0), strict=True):
+        for layer in each.stored[0]:
+            retrieving, streaming = ([at for at in head if at >= 0] for head in layer[0])
+            assert streaming == retrieving[:sinks] + retrieving[-4:]
+
+
+def test_ranks_keep_together_what_one_rank_keeps_by_a_threshold(rank_pools: RankPools) -> None:
+    """Scores do not depend on other tokens, and all ranks drop after the same generated tokens.
+
+    Seen to fail: a rank's share of `evict_every`, and a layer that is cut back but not put in its place.
+    """
+    policies = RankPolicies.everywhere([MadeUpKVzap(threshold=0.5, sinks=2, recent=0, evict_every=4)])
+    alone = rank_pools.run(
+        1, sharded_policy_tasks.generate, "llama", BATCH, (0, 60), policies, GREEDY, None, DecodeName.last
+    )[0]
+    seen = run(rank_pools, policies, (0, 35, 60))
+    assert seen[0].batch.generations[0].new_token_ids == alone.batch.generations[0].new_token_ids
+    for step in range(NUM_NEW - 1):
+        for layer, whole in enumerate(alone.stored[step]):
+            parts = [each.stored[step][layer] for each in seen]
+            for row in range(len(BATCH)):
+                for head in range(2):
+                    joined = [at for part in parts for at in part[row][head % len(part[row])] if at >= 0]
+                    assert sorted(joined) == [at for at in whole[row][head % len(whole[row])] if at >= 0]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_heads_share_the_ranks_part_of_the_budget(rank_pools: RankPools, alpha: float) -> None:
+    """Bit by bit the scorer alone, if all heads get as much. Seen to fail: every rank has the whole budget."""
+    scorer = EVICTING["snapkv"]
+    assert isinstance(scorer, SnapKV)
+    ragged, even = (run(rank_pools, policy, (0, 35, 60)) for policy in (AdaKV(scorer=scorer, alpha=alpha), scorer))
+    is_same = [
+        [mine.logits, mine.stored] == [theirs.logits, theirs.stored] for mine, theirs in zip(ragged, even, strict=True)
+    ]
+    assert all(is_same) if alpha == 1 else not any(is_same)
+    reference = Reference()
+    reference.run(BATCH[0], 0)
+    for each, (_, part) in zip(ragged, chunks((0, 35, 60)), strict=True):
+        budget = part.share_of(20)
+        for layer, probabilities_NSS in reference.probabilities_NSS.items():
+            kept = [{at for at in head if at >= 0} for head in each.stored[0][layer][0]]
+            by_head = kept_by_formula("snapkv", probabilities_NSS, part.chunk, budget, part.share_of(6))
+            assert sum(map(len, kept)) == sum(map(len, by_head)) == 2 * budget
+            for mine, theirs in zip(kept, by_head, strict=True):
+                assert mine <= theirs or theirs <= mine  # a head's own order
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -402,6 +498,26 @@ def test_bytes_are_the_share_of_the_budget_and_a_ring(
         ring = PrefillOptions().layers_in_flight * bounds[rank + 1] * LAYER_BYTES
         assert report.kept_tokens == [share] * DEEP_LAYERS
         assert (report.kv_kept_bytes, report.kv_peak_bytes) == (kept, kept + ring)
+
+
+def test_bytes_are_those_of_the_tokens_of_each_head(rank_pools: RankPools) -> None:
+    """And of the places where heads begin and end, in layers whose heads keep different numbers."""
+    bounds, num_new = (0, 44, 70), 20
+    options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+    policy = AdaKV(scorer=SnapKV(budget=28, window=7), alpha=0.1)
+    seen = run(rank_pools, policy, bounds, family="llama_deep", prompts=[prompt(70)], options=options)
+    made = shards(ContextPartition(boundaries=bounds), num_new - 1, by_share=True)
+    for rank, report in enumerate(seen[0].batch.ranks):
+        share, room = made[rank].part([]).share_of(28), min(32, len(made[rank].own_new))
+        lengths = [[sum(at >= 0 for at in head) for head in layer[0]] for layer in seen[rank].stored[0]]
+        assert all(sum(of_layer) == 2 * share for of_layer in lengths)
+        ragged = sum(len(set(of_layer)) > 1 for of_layer in lengths)
+        assert ragged > 0
+        kept = DEEP_LAYERS * (share + room) * (LAYER_BYTES + 2 * 4) + ragged * (2 + 3) * 4
+        ring = PrefillOptions().layers_in_flight * bounds[rank + 1] * LAYER_BYTES
+        assert report.kept_tokens == [share] * DEEP_LAYERS
+        assert report.kv_kept_bytes == kept
+        assert report.kv_peak_bytes == kept + ring
 
 
 def test_sampled_tokens_and_stop_strings_under_a_policy(rank_pools: RankPools) -> None:

@@ -182,10 +182,10 @@ MISTAKES = [
         ["decode=sharded", "policy=snapkv", "policy.positions=reencoded"],
         "policy.positions=reencoded counts all that are kept; use policy.positions=original or decode=last",
     ),
-    (["decode=sharded", "policy=adakv"], "needs KV heads that keep equally many tokens"),
+    (["decode=sharded", "policy=kvzip"], "this policy has to see those of all chunks at once; use decode=last"),
     (
-        ["decode=sharded", "policy=per_rank", "policy.ranks.last={name:adakv,alpha:0.5}"],
-        "needs KV heads that keep equally many tokens, and with this policy they do not; use decode=last",
+        ["decode=sharded", "policy=per_rank", "policy.ranks.others={name:zigzagkv,budget:64}"],
+        "decode=sharded leaves each rank the tokens of its own chunk, and this policy has to see",
     ),
     (["report=${nothing}"], "report=${nothing} cannot be used"),
     (["prompt.fi\nle=x"], "did you mean prompt.file?"),

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.infer import INFER
-from launch.inputs.policies import NAMES, RAGGED, keeps_ragged, options_of, rank_policies
+from launch.inputs.policies import NAMES, WHOLE, options_of, rank_policies
 from launch.program.compose import CONF
 from policies import POLICIES
 from policies.adakv import AdaKV
@@ -38,30 +37,13 @@ def test_every_policy_has_a_name_on_the_command_line() -> None:
 
 
 @pytest.mark.slow
-def test_policies_with_heads_of_different_lengths_are_known_before_they_are_made() -> None:
+def test_policies_that_see_a_whole_prompt_are_known_before_they_are_made() -> None:
     made = {
         name: policies(f"policy={name}")
         for name in NAMES
         if name not in ("sequence", "per_rank", "file", "prompt_cache", *WITH_FILES)
     }
-    assert {name for name, found in made.items() if found.ragged} == RAGGED
-
-
-@pytest.mark.parametrize(
-    ("step", "is_ragged"),
-    [
-        ("adakv", True),
-        ({"name": "kvzip"}, True),
-        ("snapkv", False),
-        ({"name": "kvzap", "predictor": "x"}, False),
-        ({"name": "kvzap", "predictor": "x", "threshold": -4.0}, True),
-        ({"name": "sequence", "steps": ["pyramidinfer", {"name": "kvzap", "threshold": 0.0}]}, True),
-        ({"name": "per_rank", "ranks": {"last": "kvzip"}}, True),
-        ({"name": "per_rank", "ranks": {"last": "h2o", "others": None}}, False),
-    ],
-)
-def test_so_are_those_with_options_that_make_them_so(step: Any, is_ragged: bool) -> None:
-    assert keeps_ragged(step) is is_ragged
+    assert {name for name, found in made.items() if found.needs_whole} == WHOLE
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -121,6 +121,25 @@ def test_attention_is_that_of_a_dense_layer_under_a_mask(
     assert list(layer.lengths) == both.dense.seen_BKn.sum(dim=-1).flatten().tolist()
 
 
+@pytest.mark.parametrize("terms", [AttentionTerms(scaling=SCALING), AttentionTerms(scaling=SCALING, softcap=1.5)])
+def test_a_query_whose_token_is_stored_elsewhere_sees_all_tokens(terms: AttentionTerms) -> None:
+    """Heads without any, too. Seen to fail: a head without tokens taken for one that has a token."""
+    both = Both(2, 2, 2, seed=1)
+    both.cut(room=1)
+    layer, tokens = both.layer, NewTokens(both.num_tokens, both.pads, Phase.decode)
+    slots_BKm = torch.arange(layer.num_slots).masked_fill(layer.positions_BKn() < 0, -1)
+    slots_BKm[1, 0], both.dense.seen_BKn[1, 0] = -1, False
+    for _ in range(2):
+        layer = RaggedLayer.of(layer, slots_BKm, room=1)
+        q_BNCH = both.random(2, 4, 1, KEY_DIM)
+        out_BNCV, lse_BNC = layer.seen(q_BNCH, tokens).attend(terms)
+        expected_BNCV, expected_BNC = both.dense.attend(q_BNCH, terms)
+        torch.testing.assert_close(out_BNCV, expected_BNCV.nan_to_num(0.0), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(lse_BNC, expected_BNC, atol=TOLERANCE, rtol=0)
+        slots_BKm = slots_BKm[..., :0]
+        both.dense.seen_BKn[:] = False
+
+
 @pytest.mark.parametrize("room", [0, 7])
 def test_memory_is_that_of_the_tokens_that_are_left(room: int) -> None:
     both = Both(3, 2, 2, seed=0)
