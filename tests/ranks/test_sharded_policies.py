@@ -502,7 +502,7 @@ def test_bytes_are_the_share_of_the_budget_and_a_ring(
 
 def test_bytes_are_those_of_the_tokens_of_each_head(rank_pools: RankPools) -> None:
     """And of the places where heads begin and end, in layers whose heads keep different numbers."""
-    bounds, num_new = (0, 44, 70), 20
+    bounds, num_new = (0, 44, 70), 6
     options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
     policy = AdaKV(scorer=SnapKV(budget=28, window=7), alpha=0.1)
     seen = run(rank_pools, policy, bounds, family="llama_deep", prompts=[prompt(70)], options=options)
