@@ -450,6 +450,12 @@ class KeptCache(KVStore):
 
     def fork(self) -> KeptCache:
         """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
+        other = self._forked()
+        other.gaps = self.gaps
+        return other
+
+    def _forked(self) -> KeptCache:
+        """`fork` without the gaps."""
         return KeptCache([layer.fork(copy=False) for layer in self.layers])
 
     def take_back(self, num_tokens: int) -> None:

@@ -93,7 +93,7 @@ class RetrievedCache(KeptCache):
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
 
-    def fork(self) -> KeptCache:
+    def _forked(self) -> KeptCache:
         overwrites = self.retrieval.max_slots is not None
         layers = [layer.fork(copy=overwrites) for layer in self.layers]
         return RetrievedCache(self.retrieval.fork(layers), self._quantise)

@@ -195,6 +195,16 @@ def test_a_server_retrieves_from_modules() -> None:
     assert [serving.tokens[1, 0], serving.tokens[2, 0]] == expected
 
 
+def test_two_answers_to_a_prompt_with_gaps_have_its_positions() -> None:
+    """If a fork forgets the gaps, the second answer's tokens are rotated to positions that come too early."""
+    serving = Serving("llama", policies=RankPolicies.everywhere([POLICIES["clusterkv"]]))
+    with throughout(torch.float64):
+        serving.prefill(GAPS, GAPS, num_new=4)
+        serving.executor.decode_all()
+        [expected] = serving.plain.generate([GAPS], OPTIONS).generations
+    assert serving.tokens[1, 0] == serving.tokens[1, 1] == expected.new_token_ids
+
+
 def test_what_is_stored_of_a_token_is_for_the_slot_that_has_its_key() -> None:
     """Here it is the key itself. With slots that count without padding, or parts that begin a module, it fails."""
     modules = {"one": torch.arange(100, 120)[:, None, None], "other": torch.arange(200, 205)[:, None, None]}

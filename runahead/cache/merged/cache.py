@@ -55,9 +55,8 @@ class MergedCache(KeptCache):
             self._merge(lower, upper, room=room)
         self.free(room=room)
 
-    def fork(self) -> KeptCache:
+    def _forked(self) -> KeptCache:
         other = MergedCache([layer.fork(copy=False) for layer in self.layers], self._pairs, self._options)
-        other.gaps = self.gaps
         for lower, upper in ((other.layers[lower], other.layers[upper]) for lower, upper in self._pairs):
             if isinstance(lower, MergedLayer) and isinstance(upper, MergedLayer):
                 link(lower, upper)

@@ -54,16 +54,14 @@ class QuantisedCache(KeptCache):
             layer.flush()
             layer.free(room=room)
 
-    def fork(self) -> KeptCache:
-        other = QuantisedCache(
+    def _forked(self) -> KeptCache:
+        return QuantisedCache(
             [layer.fork(copy=False) for layer in self.layers],
             bits=self._bits,
             residual=self._residual,
             residual_bits=self._residual_bits,
             keys_by_token=self._keys_by_token,
         )
-        other.gaps = self.gaps
-        return other
 
     def _quantise(self, layer: int, *, room: int) -> None:
         if not isinstance(self.layers[layer], QuantisedLayer):
