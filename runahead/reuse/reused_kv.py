@@ -27,7 +27,7 @@ class ReusedPart:
         positions_T: positions of the tokens, ascending; on the host.
         rows: rows of the batch that see the part.
         is_mapped: whether it is mapped from a file, since memory may have no room for it.
-        segment: content key of the segment.
+        segment: content key of the segment; "" if the part is of several, and nothing is stored of it.
         first: number of the part's first token among the stored ones of the segment.
         made_TKx: of each layer, what a policy has stored of the whole segment; None if there is nothing.
     """
@@ -175,7 +175,7 @@ def _joined(parts: list[ReusedPart]) -> list[ReusedPart]:
     if len(parts) <= FEW_PARTS:
         return parts
     positions_T, order_T = torch.cat([part.positions_T for part in parts]).sort()
-    return [replace(parts[0], layers_TKX=_JoinedLayers(parts, order_T), positions_T=positions_T)]
+    return [ReusedPart(layers_TKX=_JoinedLayers(parts, order_T), positions_T=positions_T, rows=parts[0].rows)]
 
 
 class _JoinedLayers(Layers):

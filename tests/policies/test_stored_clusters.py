@@ -230,6 +230,27 @@ def test_what_is_stored_of_a_token_is_for_the_slot_that_has_its_key() -> None:
             assert torch.equal(found_TBKX[part.slots_T[is_used_T], row], part.made_TKx[is_used_T])
 
 
+def test_parts_that_are_joined_are_of_no_segment() -> None:
+    modules = [torch.arange(4)[:, None, None] + 10 * number for number in range(5)]
+    parts = [
+        ReusedPart(
+            layers_TKX=[each],
+            positions_T=each[:, 0, 0],
+            rows=(0,),
+            segment=f"{number}",
+            first=2,
+            made_TKx=[torch.zeros(6, 1, 1)],
+        )
+        for number, each in enumerate(modules)
+    ]
+    texts = ReusedKV(parts=parts, positions_BS=torch.tensor([[50]]), ends=[51])
+    assert len(texts.whole([0]).stored_parts()[0][0]) == 5
+    joined = texts.joined()
+    [one] = joined.parts
+    assert torch.equal(one.layers_TKX[0], torch.cat(modules))
+    assert (one.segment, one.first, one.made_TKx) == ("", 0, None) and joined.whole([0]).stored_parts() == []
+
+
 def test_policies_that_store_nothing_with_modules_are_refused() -> None:
     with pytest.raises(ValueError, match="no cache policy but one that retrieves clusters, such as squeezed_attention"):
         engine_of(Quest()).generate([ONE], OPTIONS)
