@@ -411,7 +411,7 @@ class Engine:
         prefilled.report.prefill_s += computed_anew_s
         if reuse is not None:
             prefilled.encoded = reuse.encoded
-            prefilled.report.prefill_s += reuse.report.encode_s
+            prefilled.report.prefill_s += reuse.report.encode_s + reuse.report.cluster_s
         prefilled.prefixes = prefixes
         return prefilled
 
@@ -550,7 +550,7 @@ class Engine:
         """The segments that the prompts reuse; None if no prompt reuses any.
 
         Args:
-            after_layer: called after each layer of a segment that is encoded.
+            after_layer: called after each layer of a segment that is encoded or clustered.
 
         Raises:
             ValueError: this engine or its model does not support reuse.

@@ -53,6 +53,7 @@ class ReuseReport:
         lookup_s: time of finding segments, including copies into faster tiers.
         copy_s: time of copying them to the device for this call; 0 if they are read in place. The time of compute is
             `RankReport.prefill_s`.
+        cluster_s: time of clustering the keys of segments for a policy that retrieves; TTFT includes it.
     """
 
     cached_tokens: int = 0
@@ -64,6 +65,7 @@ class ReuseReport:
     encode_s: float = 0.0
     lookup_s: float = 0.0
     copy_s: float = 0.0
+    cluster_s: float = 0.0
 
 
 @dataclass(kw_only=True)

@@ -99,6 +99,9 @@ def _reuse_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
     if any(encoded):
         seconds = sum(max(report.encode_s for report in of_ranks) for of_ranks in by_batch if of_ranks)
         rows["tokens encoded"] = f"{sum(encoded):,} in {seconds:.2f} s, before TTFT begins"
+    cluster_s = sum(max(report.cluster_s for report in of_ranks) for of_ranks in by_batch if of_ranks)
+    if cluster_s:
+        rows["keys clustered"] = f"in {cluster_s:.2f} s of TTFT, once for each module"
     return rows
 
 

@@ -28,7 +28,7 @@ from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.cache import ReusedCache
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.segment import SegmentKV
-from runahead.reuse.store import SegmentStore
+from runahead.reuse.store import Found, SegmentStore
 
 
 class Reuse:
@@ -37,7 +37,7 @@ class Reuse:
     Args:
         prompts: prompts of the batch, some of which may reuse nothing.
         store: where segments are kept.
-        after_layer: called after each layer of a segment that is encoded.
+        after_layer: called after each layer of a segment that is encoded or clustered, on all ranks of a stage alike.
 
     Raises:
         ValueError: the keys and values of this model cannot be reused.
@@ -100,7 +100,12 @@ class Reuse:
         all_found = {segment.content_key: self.store.find(segment) for segment in self.segments}
         # Evicted since they were looked up, by another process or another segment of this call.
         lost = {key for key, found in all_found.items() if found is None and key not in self._held}
-        lost = set().union(*self.ranks.gather_in_stage(lost, "the segments that are to be encoded"))
+        clusters: dict[str, Found | None] = {}
+        if retriever is not None:
+            clusters = {each.content_key: self.store.find(each, retriever.stores or "") for each in self.segments}
+        unclustered = {key for key, found in clusters.items() if found is None}
+        of_stage = self.ranks.gather_in_stage((lost, unclustered), "the segments that are to be encoded or clustered")
+        lost, unclustered = (set[str]().union(*sets) for sets in zip(*of_stage, strict=True))
         for segment in self.segments:
             key = segment.content_key
             found = all_found[key]
@@ -121,9 +126,18 @@ class Reuse:
             key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
             for key, kv in kvs.items()
         }
+        self._made = {
+            key: [made_TKx.to(self.model.device) for made_TKx in found.kv.layers_TKX]
+            for key, found in clusters.items()
+            if found is not None and key not in unclustered
+        }
         report.copy_s = time.perf_counter() - found_s
-        if retriever is not None:
-            self._made = {each.content_key: self._stored(retriever, each, on_device) for each in self.segments}
+        if retriever is not None and unclustered:
+            began_s = time.perf_counter()
+            for segment in self.segments:
+                if (key := segment.content_key) in unclustered:  # also on a rank that has them, as above
+                    self._made[key] = self._clustered(retriever, segment, on_device[key])
+            report.cluster_s = time.perf_counter() - began_s
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
@@ -136,15 +150,14 @@ class Reuse:
             shares=[prompt.share for prompt in self.prompts],
         )
 
-    def _stored(self, retriever: Retriever, segment: Segment, on_device: dict[str, SegmentKV]) -> list[Tensor]:
-        """What the policy has stored of a segment, on the device, in each layer; made from its keys if in no tier."""
+    def _clustered(self, retriever: Retriever, segment: Segment, kv: SegmentKV) -> list[Tensor]:
+        """Cluster a segment's keys on the device, layer by layer, and store what comes of it."""
         assert retriever.stores is not None, retriever
-        if (found := self.store.find(segment, retriever.stores)) is not None:
-            return [made_TKx.to(self.model.device) for made_TKx in found.kv.layers_TKX]
-        layers, made = on_device[segment.content_key].layers_TKX, list[Tensor]()
-        for layer, (kv_TKX, shape) in enumerate(zip(layers, self.model.kv_shapes, strict=True)):
+        made = list[Tensor]()
+        for layer, (kv_TKX, shape) in enumerate(zip(kv.layers_TKX, self.model.kv_shapes, strict=True)):
             made.append(retriever.stored(layer, kv_TKX[..., : shape.key_dim]))
             self.ranks.progress()
+            self._after_layer()
         self.store.put(segment, SegmentKV(layers_TKX=made), retriever.stores)
         return made
 

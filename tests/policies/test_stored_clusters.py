@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -193,6 +195,28 @@ def test_a_server_retrieves_from_modules() -> None:
         serving.executor.decode_all()
         expected = [serving.plain.generate([each], OPTIONS).generations[0].new_token_ids for each in (ONE, GAPS)]
     assert [serving.tokens[1, 0], serving.tokens[2, 0]] == expected
+
+
+def test_a_stage_does_other_things_while_it_clusters_a_module_and_its_ranks_do_them_alike() -> None:
+    """Also where another rank of the stage lacks the clusters. The time is one of the prefill, and is reported."""
+    serving = Serving("llama", policies=RankPolicies.everywhere([POLICIES["squeezed_attention"]]))
+    layers, seen, ranks = serving.model.num_layers, list[int](), serving.engine.ranks
+
+    def gathered(value: Any, what: str) -> list[Any]:
+        return [value, (set(), {MODULE.content_key})] if "clustered" in what else [value, value]
+
+    clock = SimpleNamespace(perf_counter=count(step=100).__next__)
+    with throughout(torch.float64), counted() as calls, patch("runahead.reuse.reuse.time", clock):
+        with patch.object(serving.executor, "after_segment_layer", lambda: seen.append(len(calls))):
+            serving.prefill(ONE, num_new=2)
+            assert seen == [*[0] * (layers - 1), *range(1, layers + 1)]
+            del seen[:], calls[:]
+            with patch.object(ranks, "gather_in_stage", gathered):
+                serving.prefill(ONE, num_new=2)
+            assert seen == list(range(1, layers + 1)), "another rank of the stage lacks them"
+            assert 100 <= serving.parts[1].prefill_s < 200, "it encodes nothing, and clusters"
+        [first, again] = [serving.plain.generate([ONE], OPTIONS).ranks[0].reuse for _ in range(2)]
+    assert first is not None and again is not None and first.cluster_s == 100 and again.cluster_s == 0
 
 
 def test_two_answers_to_a_prompt_with_gaps_have_its_positions() -> None:
