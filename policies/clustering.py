@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from policies.k_means import spherical_k_means, sums
+from policies.k_means import add_rows, spherical_k_means
 from policies.retriever import StoredPart
 
 RUN = 8192
-"""Most tokens that are clustered together, so that the cost is in proportion to the length of the prompt."""
+"""Most tokens that are clustered or summed together. Time is in proportion to a prompt's length, and temporaries are
+small."""
 
 
 @dataclass(kw_only=True)
@@ -121,6 +122,8 @@ class Clustering:
             first: slot of the first of the given tokens.
         """
         num_tokens, num_known = k_BKnH.shape[2], 0
+        if not parts:  # as while decoding, where nothing is to be copied from the host
+            return self._with_means(k_BKnH, v_BKnV, self.assigned(k_BKnH), self.num_clusters(num_tokens))
         of_BKn = torch.zeros(k_BKnH.shape[:3], dtype=torch.int32, device=k_BKnH.device)
         is_other_n = torch.ones(num_tokens, dtype=torch.bool)
         for part in parts:
@@ -155,11 +158,11 @@ class Clustering:
     def _with_means(k_BKnH: Tensor, v_BKnV: Tensor, of_BKn: Tensor, num_clusters: int) -> Made:
         """Clusters of tokens of which it is known in which one each is."""
         batch, heads = k_BKnH.shape[:2]
-        k_XnH, v_XnV, of_Xn = k_BKnH.flatten(0, 1), v_BKnV.flatten(0, 1), of_BKn.flatten(0, 1).long()
-        wide = torch.promote_types(k_BKnH.dtype, torch.float32)
-        sizes_Xp = sums(k_XnH.new_ones(*of_Xn.shape, 1, dtype=torch.float32), of_Xn, num_clusters).squeeze(-1)
+        k_XnH, v_XnV, of_Xn = k_BKnH.flatten(0, 1), v_BKnV.flatten(0, 1), of_BKn.flatten(0, 1)
+        ones_Xn1 = k_XnH.new_ones(1, dtype=torch.float32).expand(*of_Xn.shape, 1)
+        sizes_Xp = _sums_by_run(ones_Xn1, of_Xn, num_clusters).squeeze(-1)
         means_XpH, values_XpV = (
-            (sums(x.to(wide), of_Xn, num_clusters) / sizes_Xp.clamp_min(1).unsqueeze(-1)).to(x.dtype)
+            (_sums_by_run(x, of_Xn, num_clusters) / sizes_Xp.clamp_min(1).unsqueeze(-1)).to(x.dtype)
             for x in (k_XnH, v_XnV)
         )
         return Made(
@@ -176,6 +179,16 @@ def alone(k_BKnH: Tensor, v_BKnV: Tensor) -> Made:
     of_BKn = torch.arange(shape[2], device=k_BKnH.device, dtype=torch.int32).expand(shape)
     sizes_BKn = k_BKnH.new_ones(shape, dtype=torch.float32)
     return Made(means_BKPH=k_BKnH, values_BKPV=v_BKnV, sizes_BKP=sizes_BKn, of_BKn=of_BKn)
+
+
+def _sums_by_run(x_XnH: Tensor, of_Xn: Tensor, num_clusters: int) -> Tensor:
+    """Sum (X, p, H) of each cluster's rows, in at least float32, to which one run of rows at a time is widened."""
+    sums_XpH = x_XnH.new_zeros(
+        len(x_XnH), num_clusters, x_XnH.shape[2], dtype=torch.promote_types(x_XnH.dtype, torch.float32)
+    )
+    for x_XrH, of_Xr in zip(x_XnH.split(RUN, dim=1), of_Xn.split(RUN, dim=1), strict=True):
+        add_rows(sums_XpH, x_XrH.to(sums_XpH), of_Xr.long())
+    return sums_XpH
 
 
 def rows_by_pad(pads: Sequence[int]) -> list[tuple[slice, int]]:

@@ -16,13 +16,12 @@ def spherical_k_means(k_XnH: Tensor, num_clusters: int, iterations: int) -> Tens
     centers_XpH = k_XnH[:, starts]
     for _ in range(iterations):
         of_Xn = (k_XnH @ centers_XpH.mT).argmax(dim=-1)
-        sums_XpH = sums(k_XnH, of_Xn, num_clusters)
+        sums_XpH = add_rows(torch.zeros_like(centers_XpH), k_XnH, of_Xn)
         is_empty = sums_XpH.norm(dim=-1, keepdim=True) == 0
         centers_XpH = torch.where(is_empty, centers_XpH, normalize(sums_XpH, dim=-1))
     return (k_XnH @ centers_XpH.mT).argmax(dim=-1)
 
 
-def sums(x_XnH: Tensor, of_Xn: Tensor, num_clusters: int) -> Tensor:
-    """Sum (X, p, H) of each cluster's rows."""
-    sums_XpH = x_XnH.new_zeros(len(x_XnH), num_clusters, x_XnH.shape[2])
+def add_rows(sums_XpH: Tensor, x_XnH: Tensor, of_Xn: Tensor) -> Tensor:
+    """Add each row to the sum of its cluster, in place."""
     return sums_XpH.scatter_add_(1, of_Xn[..., None].expand_as(x_XnH), x_XnH)

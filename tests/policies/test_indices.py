@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from policies import clustering
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters
@@ -126,6 +129,29 @@ def test_every_token_is_in_one_cluster_which_has_its_mean(pads: list[int]) -> No
                 for cluster in members.unique().tolist():
                     mean = keys[id(each)][row, head, pad:][members == cluster].mean(dim=0)
                     torch.testing.assert_close(means[row, head, cluster], mean)
+
+
+class LargestMemory(TorchDispatchMode):
+    """Notes the bytes of the largest tensor in new memory that any operation returns while it is open."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, each.nbytes)
+        return result
+
+
+def test_temporaries_of_clustering_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are all widened, or all copied, at once are larger."""
+    monkeypatch.setattr(clustering, "RUN", 20)
+    keys, how = drawn(1, KV_HEADS, 200, DIM, seed=0).bfloat16(), RetroInfer(cluster=20, iterations=2).clustering
+    with LargestMemory() as largest:
+        made = how.clustered(keys, keys)
+    assert made.of_BKn.nbytes <= largest.num_bytes < keys.nbytes // 2
 
 
 def test_similar_keys_share_a_cluster() -> None:
