@@ -1,9 +1,10 @@
 """Store of encoded segments in three tiers (device, host memory, disk), each with a budget in bytes.
 
-A tier evicts the least recently used segments; pinned segments stay. A segment is put into every tier that has room for
-it, so one that a faster tier evicts is still in the slower ones. Its key is a hash of the model and of the segment's
-tokens and positions, so that another model or another text is never found. On disk a segment is a file that is named by
-its key and appears atomically, so several processes may share a folder.
+A tier evicts the least recently used segments; pinned segments stay, and what a policy made of a segment never pushes
+that segment out. A segment is put into every tier that has room for it, so one that a faster tier evicts is still in
+the slower ones. Its key is a hash of the model and of the segment's tokens and positions, so that another model or
+another text is never found. On disk a segment is a file that is named by its key and appears atomically, so several
+processes may share a folder.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class SegmentStore:
             self._folder.touch(key)
         found = kv
         for faster in reversed(missed):
-            if self._memory[faster].make_room(key, kv.num_bytes):
+            if self._memory[faster].make_room(key, kv.num_bytes, keep=self.key(segment)):
                 kv = self._copy(kv, faster)
                 self._memory[faster].add(key, kv, pinned=segment.pinned)
         return Found(kv=kv, tier=tier, is_mapped=tier is Tier.disk and kv is found)
@@ -140,14 +141,16 @@ class SegmentStore:
         Raises:
             OSError: the disk tier cannot be written.
         """
-        key = self.key(segment, made)
+        key, own = self.key(segment, made), self.key(segment)
         if self._folder is not None and kv.num_bytes <= self.limits.disk_bytes:
             write_segment(self._folder.path(key), kv, key=key, name=segment.name)
             if segment.pinned:
                 self._folder.pin(key)
-            self._folder.make_room(keep={key})
+            if made:
+                self._folder.touch(own)  # so that of the two what was made goes first
+            self._folder.make_room(keep={key, own})
         for tier, memory in self._memory.items():
-            if memory.make_room(key, kv.num_bytes):
+            if memory.make_room(key, kv.num_bytes, keep=own):
                 on_device = kv.layers_TKX[0].device.type == self._device.type
                 copy = kv if on_device and (tier is Tier.device or self._device.type == "cpu") else self._copy(kv, tier)
                 memory.add(key, copy, pinned=segment.pinned)
@@ -193,11 +196,15 @@ class _MemoryTier:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def make_room(self, key: str, num_bytes: int) -> bool:
-        """Evict segments that are not pinned to make room for a new one. Returns whether there is room."""
+    def make_room(self, key: str, num_bytes: int, *, keep: str) -> bool:
+        """Evict segments that are neither pinned nor to be kept to make room for a new one.
+
+        Returns:
+            whether there is room.
+        """
         if key in self._kept or num_bytes > self.limit_bytes:
             return False
-        evictable = [each for each in self._kept if each not in self._pinned]
+        evictable = [each for each in self._kept if each not in self._pinned and each != keep]
         if self.num_bytes - sum(self._kept[each].num_bytes for each in evictable) + num_bytes > self.limit_bytes:
             return False
         for each in evictable:

@@ -142,6 +142,26 @@ def test_the_disk_keeps_what_processes_used_last(tmp_path: Path) -> None:
     assert same(mapped.kv, kv_of(b))  # a file that is in use is gone only once it is not
 
 
+def test_clusters_never_push_out_the_segment_that_they_are_of(tmp_path: Path) -> None:
+    """Neither its file nor its memory, but a segment that was used later. If the two lack room the clusters go."""
+    a, b = segment("a"), segment("b")
+    clusters = SegmentKV(layers_TKX=[torch.randint(9, (TOKENS, 2, 1)).int() for _ in range(3)])
+    size = filled(SegmentStore(tiny_model("llama"), tmp_path / "size"), a).bytes_by_tier()["disk"]
+    roomy = StoreLimits(host_bytes=0, disk_bytes=2 * size + 100)
+    store = filled(SegmentStore(tiny_model("llama"), tmp_path / "two", roomy), a, b)
+    store.put(a, clusters, "clusters")
+    assert tiers(store, a, b) == "d-"
+    found = store.find(a, "clusters")
+    assert found is not None and same(found.kv, clusters)
+    tight = StoreLimits(host_bytes=BYTES + 100, disk_bytes=size + 100)
+    for folder in ("one", None):
+        store = SegmentStore(tiny_model("llama"), folder and tmp_path / folder, tight)
+        store.put(a, kv_of(a))
+        store.put(a, clusters, "clusters")
+        assert tiers(store, a) == "h" and store.find(a, "clusters") is None
+    assert tiers(SegmentStore(tiny_model("llama"), tmp_path / "one", limits(disk=1)), a) == "d"
+
+
 def test_a_segment_without_any_room_is_served_all_the_same() -> None:
     model, a = tiny_model("llama"), segment("a")
     asked = using(a)
