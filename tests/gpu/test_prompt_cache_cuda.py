@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from policies.clusterkv import ClusterKV
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Ranks
+from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
@@ -42,9 +47,33 @@ CLUSTERS = ClusterKV(fetch=1.0, first_layer=0, min_tokens=0, cluster=10)
 """Stores clusters with modules, and attends to all tokens, since a rounding may move a token to another cluster."""
 
 
+@contextmanager
+def first_clusters() -> Iterator[list[tuple[Segment, str, list[Tensor]]]]:
+    """Clusters that are stored meanwhile, as they were on the device: segment, key and layers."""
+    stored, put = list[tuple[Segment, str, list[Tensor]]](), SegmentStore.put
+
+    def noted(self: SegmentStore, segment: Segment, kv: SegmentKV, made: str = "") -> None:
+        if made:
+            stored.append((segment, made, [layer.cpu().clone() for layer in kv.layers_TKX]))
+        put(self, segment, kv, made)
+
+    with patch.object(SegmentStore, "put", noted):
+        yield stored
+
+
+def require_found(store: SegmentStore, stored: list[tuple[Segment, str, list[Tensor]]], tier: str) -> None:
+    """The clusters are in this tier, with the same numbers, which differ between tokens."""
+    for segment, made, layers in stored:
+        found = store.find(segment, made)
+        assert found is not None and found.tier.value == tier
+        for ours, theirs in zip(found.kv.layers_TKX, layers, strict=True):
+            assert len(theirs.unique()) > 1 and torch.equal(ours.cpu(), theirs)
+
+
 @pytest.mark.parametrize("policies", [[], [CLUSTERS]], ids=["full", "clusters"])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str, policies: list[ClusterKV]) -> None:
+    """Each gives back the clusters that were put into it; answers do not show them, since all tokens are fetched."""
     options, prompts = GenerationOptions(max_new_tokens=8), asked()
     cpu = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
     expected = Engine(model(cpu.device), cpu).generate(prompts, options)
@@ -54,9 +83,12 @@ def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str, policies:
     )
     store = SegmentStore(model(gpu.device), tmp_path, limits)
     engine = Engine(model(gpu.device), gpu, store=store, policies=RankPolicies.everywhere(policies))
-    engine.generate(prompts, options)
+    with first_clusters() as first:
+        engine.generate(prompts, options)
     batch = engine.generate(prompts, options)
     reuse = batch.ranks[0].reuse
     assert reuse is not None and list(reuse.found_bytes) == [tier]
     for ours, theirs in zip(batch.generations, expected.generations, strict=True):
         assert ours.new_token_ids == theirs.new_token_ids
+    require_found(store, first, tier)
+    assert len(first) == (3 if policies else 0)
