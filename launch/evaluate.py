@@ -27,7 +27,8 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; one with a budget among its options, as
                                         {{name:window,budget:256}}, runs under that one; {{name:full,bits:4}} stores
-                                        keys and values in 4 (or 2) bits, under any policy with heads of equal length
+                                        keys and values in 4 (or 2) bits; docs/cache_precision.md says
+                                        which policies take bits
   budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers
   tasks=[perplexity,copy,passkey]       of {", ".join(TASK_NAMES)}
   text.file=<text in UTF-8>             for perplexity, copy, needle and ruler; by default {EXAMPLE_TEXT}
