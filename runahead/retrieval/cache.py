@@ -37,7 +37,7 @@ class RetrievedCache(KeptCache):
     """
 
     def __init__(self, retrieval: Retrieval, quantise: Callable[[KeptLayer, int], KeptLayer] | None = None) -> None:
-        self.layers, self.retrieval, self._quantise = retrieval.pool, retrieval, quantise
+        self.layers, self.retrieval, self._to_few_bits = retrieval.pool, retrieval, quantise
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +48,7 @@ class RetrievedCache(KeptCache):
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         if tokens.phase is Phase.decode:
-            self._quantised(layer, room=1)  # after a turn of one token the layer may still be exact
+            self._ensure_quantised(layer, room=1)  # after a turn of one token the layer may still be exact
         if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         self.retrieval.seen_whole(layer)
@@ -71,23 +71,23 @@ class RetrievedCache(KeptCache):
         )
 
     def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
-        if self._quantise is None:
+        if self._to_few_bits is None:
             super().own(layer, room=room, is_borrowed=is_borrowed)
         else:
-            self._quantised(layer, room=room)
+            self._ensure_quantised(layer, room=room)
 
     def settle(self, *, room: int) -> None:
         for number in range(len(self.layers)):
-            self._quantised(number, room=room)
+            self._ensure_quantised(number, room=room)
             layer = self.layers[number]
             if isinstance(layer, QuantisedLayer):
                 layer.flush()
-        super().settle(room=room if self._quantise is None else min(room, NEW_ROOM))
+        super().settle(room=room if self._to_few_bits is None else min(room, NEW_ROOM))
 
-    def _quantised(self, layer: int, *, room: int) -> None:
+    def _ensure_quantised(self, layer: int, *, room: int) -> None:
         """Store a layer in few bits, if the cache does and the layer is not."""
-        if self._quantise is not None and not isinstance(self.layers[layer], QuantisedLayer):
-            self.layers[layer] = self._quantise(self.layers[layer].brought(), min(room, NEW_ROOM))
+        if self._to_few_bits is not None and not isinstance(self.layers[layer], QuantisedLayer):
+            self.layers[layer] = self._to_few_bits(self.layers[layer].brought(), min(room, NEW_ROOM))
             self.close(layer, room=room)
 
     def close(self, layer: int, *, room: int) -> None:
@@ -96,7 +96,7 @@ class RetrievedCache(KeptCache):
     def _forked(self) -> KeptCache:
         overwrites = self.retrieval.max_slots is not None
         layers = [layer.fork(copy=overwrites) for layer in self.layers]
-        return RetrievedCache(self.retrieval.fork(layers), self._quantise)
+        return RetrievedCache(self.retrieval.fork(layers), self._to_few_bits)
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)
