@@ -21,7 +21,7 @@ small."""
 
 
 @dataclass(kw_only=True)
-class Made:
+class TokenClusters:
     """Clusters of some tokens.
 
     Attributes:
@@ -37,7 +37,7 @@ class Made:
     of_BKn: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Made]) -> Made:
+    def joined(cls, parts: Sequence[TokenClusters]) -> TokenClusters:
         """Clusters of tokens one after another."""
         before, of = 0, list[Tensor]()
         for part in parts:
@@ -51,7 +51,7 @@ class Made:
         )
 
     @classmethod
-    def rows(cls, parts: Sequence[Made]) -> Made:
+    def rows(cls, parts: Sequence[TokenClusters]) -> TokenClusters:
         """Clusters of several rows with equally many slots. A row with fewer clusters gets empty ones."""
         most = max(part.sizes_BKP.shape[2] for part in parts)
         lacking = [most - part.sizes_BKP.shape[2] for part in parts]
@@ -87,7 +87,7 @@ class Clustering:
 
     def of_rows(
         self, k_BKnH: Tensor, v_BKnV: Tensor, pads: Sequence[int], parts_B: Sequence[Sequence[StoredPart]] = ()
-    ) -> Made:
+    ) -> TokenClusters:
         """Clusters of the first slots of all rows.
 
         Args:
@@ -95,26 +95,29 @@ class Clustering:
         """
         num_slots = k_BKnH.shape[2]
         rows = [(slice(row, row + 1), num_pads) for row, num_pads in enumerate(pads)] if parts_B else rows_by_pad(pads)
-        return Made.rows(
+        return TokenClusters.rows(
             [
                 self._of_row(k_BKnH[of], v_BKnV[of], min(num_pads, num_slots), parts_B[of.start] if parts_B else ())
                 for of, num_pads in rows
             ]
         )
 
-    def _of_row(self, k_BKnH: Tensor, v_BKnV: Tensor, pad: int, parts: Sequence[StoredPart]) -> Made:
+    def _of_row(self, k_BKnH: Tensor, v_BKnV: Tensor, pad: int, parts: Sequence[StoredPart]) -> TokenClusters:
         """Clusters of the first slots of rows with the same padding."""
         first = min(k_BKnH.shape[2], pad + self.alone_first)
-        made = Made.joined(
+        clusters = TokenClusters.joined(
             [
                 alone(k_BKnH[:, :, pad:first], v_BKnV[:, :, pad:first]),
                 self.clustered(k_BKnH[:, :, first:], v_BKnV[:, :, first:], parts, first),
             ]
         )
-        made.of_BKn = torch.cat([made.of_BKn.new_zeros(*made.of_BKn.shape[:2], pad), made.of_BKn], dim=2)
-        return made
+        of_BKn = clusters.of_BKn
+        clusters.of_BKn = torch.cat([of_BKn.new_zeros(*of_BKn.shape[:2], pad), of_BKn], dim=2)
+        return clusters
 
-    def clustered(self, k_BKnH: Tensor, v_BKnV: Tensor, parts: Sequence[StoredPart] = (), first: int = 0) -> Made:
+    def clustered(
+        self, k_BKnH: Tensor, v_BKnV: Tensor, parts: Sequence[StoredPart] = (), first: int = 0
+    ) -> TokenClusters:
         """Clusters of similar keys. Tokens whose clusters are known stay in these, and others do not join them.
 
         Args:
@@ -130,7 +133,7 @@ class Clustering:
             at_T = part.slots_T - first
             is_here_T = (at_T >= 0) & (at_T < num_tokens)
             here_t, at_t = is_here_T.nonzero().squeeze(1), at_T[is_here_T]
-            of_BKn[:, :, at_t.to(of_BKn.device)] = num_known + part.made_TKx[here_t.to(of_BKn.device), :, 0].T
+            of_BKn[:, :, at_t.to(of_BKn.device)] = num_known + part.clusters_TKx[here_t.to(of_BKn.device), :, 0].T
             is_other_n[at_t] = False
             num_known += self.num_clusters(len(at_T))
         other_n = is_other_n.nonzero().squeeze(1)
@@ -155,7 +158,7 @@ class Clustering:
         return torch.cat(of, dim=1).unflatten(0, k_BKnH.shape[:2])
 
     @staticmethod
-    def _with_means(k_BKnH: Tensor, v_BKnV: Tensor, of_BKn: Tensor, num_clusters: int) -> Made:
+    def _with_means(k_BKnH: Tensor, v_BKnV: Tensor, of_BKn: Tensor, num_clusters: int) -> TokenClusters:
         """Clusters of tokens of which it is known in which one each is."""
         batch, heads = k_BKnH.shape[:2]
         k_XnH, v_XnV, of_Xn = k_BKnH.flatten(0, 1), v_BKnV.flatten(0, 1), of_BKn.flatten(0, 1)
@@ -165,7 +168,7 @@ class Clustering:
             (_sums_by_run(x, of_Xn, num_clusters) / sizes_Xp.clamp_min(1).unsqueeze(-1)).to(x.dtype)
             for x in (k_XnH, v_XnV)
         )
-        return Made(
+        return TokenClusters(
             means_BKPH=means_XpH.unflatten(0, (batch, heads)),
             values_BKPV=values_XpV.unflatten(0, (batch, heads)),
             sizes_BKP=sizes_Xp.unflatten(0, (batch, heads)),
@@ -173,12 +176,12 @@ class Clustering:
         )
 
 
-def alone(k_BKnH: Tensor, v_BKnV: Tensor) -> Made:
+def alone(k_BKnH: Tensor, v_BKnV: Tensor) -> TokenClusters:
     """A cluster for each token."""
     shape = k_BKnH.shape[:3]
     of_BKn = torch.arange(shape[2], device=k_BKnH.device, dtype=torch.int32).expand(shape)
     sizes_BKn = k_BKnH.new_ones(shape, dtype=torch.float32)
-    return Made(means_BKPH=k_BKnH, values_BKPV=v_BKnV, sizes_BKP=sizes_BKn, of_BKn=of_BKn)
+    return TokenClusters(means_BKPH=k_BKnH, values_BKPV=v_BKnV, sizes_BKP=sizes_BKn, of_BKn=of_BKn)
 
 
 def _sums_by_run(x_XnH: Tensor, of_Xn: Tensor, num_clusters: int) -> Tensor:

@@ -49,11 +49,11 @@ class ClusterKV(Retriever):
         require_least(self, cluster=1, iterations=1, block=1)
 
     @property
-    def stores(self) -> str:
+    def clusters_key(self) -> str:
         how = self.clustering
         return f"clusters of {how.size}, {how.iterations} rounds, centred={how.centred}, layers from {self.first_layer}"
 
-    def stored(self, layer: int, k_TKH: Tensor) -> Tensor:
+    def clusters_of(self, layer: int, k_TKH: Tensor) -> Tensor:
         if layer < self.first_layer:
             return torch.zeros(*k_TKH.shape[:2], 1, dtype=torch.int32, device=k_TKH.device)
         return self.clustering.assigned(k_TKH.transpose(0, 1)[None])[0].T.unsqueeze(-1)

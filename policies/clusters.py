@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from policies.clustering import Clustering, Made, alone
+from policies.clustering import Clustering, TokenClusters, alone
 from policies.retriever import Choice, Index, PromptView, Slots
 
 NEW_ROOM = 64
@@ -66,36 +66,38 @@ class Clusters(Index):
         self._how, self._scaling, self._softcap, self._pads = how, view.scaling, view.softcap, list(view.pads)
         k_BKnH, v_BKnV = view.k_BKnH, view.v_BKnV if how.has_values else view.v_BKnV[..., :0]
         clustered = max(0, self.num_slots - how.alone_last)
-        made = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads, view.stored_parts_B)
-        self._arrange(made, k_BKnH[:, :, clustered:], v_BKnV[:, :, clustered:])
+        clusters = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads, view.stored_parts_B)
+        self._arrange(clusters, k_BKnH[:, :, clustered:], v_BKnV[:, :, clustered:])
 
-    def _arrange(self, made: Made, k_BKWH: Tensor, v_BKWV: Tensor) -> None:
+    def _arrange(self, clusters: TokenClusters, k_BKWH: Tensor, v_BKWV: Tensor) -> None:
         """Take over new clusters and the tokens after them, which are alone."""
-        self._of_BKn, self._num_made, self._num_alone = made.of_BKn, made.sizes_BKP.shape[2], k_BKWH.shape[2]
-        batch, heads, num_clustered = made.of_BKn.shape
+        self._of_BKn, self._num_clusters = clusters.of_BKn, clusters.sizes_BKP.shape[2]
+        self._num_alone = k_BKWH.shape[2]
+        batch, heads, num_clustered = clusters.of_BKn.shape
         most = self._how.alone_last + self._how.block
         # Means of clusters, then the tokens after them, with room for more: compared with a query in one product.
-        self._k_BKTH = torch.cat([made.means_BKPH, k_BKWH], dim=2)
-        self._v_BKTV = torch.cat([made.values_BKPV, v_BKWV], dim=2)
-        of_BKn = made.of_BKn.clone()
+        self._k_BKTH = torch.cat([clusters.means_BKPH, k_BKWH], dim=2)
+        self._v_BKTV = torch.cat([clusters.values_BKPV, v_BKWV], dim=2)
+        of_BKn = clusters.of_BKn.clone()
         for row, num_pads in enumerate(self._pads):  # padding comes after all clusters
-            of_BKn[row, :, :num_pads] = self._num_made
+            of_BKn[row, :, :num_pads] = self._num_clusters
         alone_T = torch.arange(num_clustered, num_clustered + most, device=of_BKn.device).expand(batch, heads, -1)
         # Slots by cluster, the latest of each first, and where each cluster begins among them.
         sorted_BKn = num_clustered - 1 - of_BKn.flip(2).argsort(dim=2, stable=True)
         self._members_BKX = torch.cat([sorted_BKn, alone_T], dim=2).int()
-        begins_BKP = (made.sizes_BKP.cumsum(dim=2) - made.sizes_BKP).long()
+        begins_BKP = (clusters.sizes_BKP.cumsum(dim=2) - clusters.sizes_BKP).long()
         self._begins_BKX = torch.cat([begins_BKP, alone_T], dim=2)
-        self._sizes_BKX = torch.cat([made.sizes_BKP, torch.ones_like(alone_T, dtype=made.sizes_BKP.dtype)], dim=2)
+        ones_BKT = torch.ones_like(alone_T, dtype=clusters.sizes_BKP.dtype)
+        self._sizes_BKX = torch.cat([clusters.sizes_BKP, ones_BKT], dim=2)
 
     @property
-    def _made(self) -> Made:
-        """The clusters as they were made, as views."""
-        made = slice(self._num_made)
-        return Made(
-            means_BKPH=self._k_BKTH[:, :, made],
-            values_BKPV=self._v_BKTV[:, :, made],
-            sizes_BKP=self._sizes_BKX[:, :, made],
+    def _clusters(self) -> TokenClusters:
+        """The clusters of several tokens, as views."""
+        every = slice(self._num_clusters)
+        return TokenClusters(
+            means_BKPH=self._k_BKTH[:, :, every],
+            values_BKPV=self._v_BKTV[:, :, every],
+            sizes_BKP=self._sizes_BKX[:, :, every],
             of_BKn=self._of_BKn,
         )
 
@@ -107,25 +109,25 @@ class Clusters(Index):
     @property
     def scored_bytes(self) -> int:
         """Bytes of the keys that a query is compared with, and of their values if these are estimated."""
-        end = self._num_made + self._num_alone
+        end = self._num_clusters + self._num_alone
         return self._k_BKTH[:, :, :end].nbytes + self._v_BKTV[:, :, :end].nbytes
 
     @property
     def _k_BKWH(self) -> Tensor:  # noqa: N802
         """Keys of the tokens after all clusters."""
-        return self._k_BKTH[:, :, self._num_made : self._num_made + self._num_alone]
+        return self._k_BKTH[:, :, self._num_clusters : self._num_clusters + self._num_alone]
 
     @property
     def _v_BKWV(self) -> Tensor:  # noqa: N802
         """Their values, of dim 0 if values are not kept."""
-        return self._v_BKTV[:, :, self._num_made : self._num_made + self._num_alone]
+        return self._v_BKTV[:, :, self._num_clusters : self._num_clusters + self._num_alone]
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         how, begin, end = self._how, self._num_alone, self._num_alone + k_BKCH.shape[2]
         v_BKCV = v_BKCV if how.has_values else v_BKCV[..., :0]
         self.num_slots += k_BKCH.shape[2]
         if end < how.alone_last + how.block:
-            new = slice(self._num_made + begin, self._num_made + end)
+            new = slice(self._num_clusters + begin, self._num_clusters + end)
             if new.stop > self._k_BKTH.shape[2]:
                 more = 0, 0, 0, new.stop + NEW_ROOM - self._k_BKTH.shape[2]
                 self._k_BKTH, self._v_BKTV = pad(self._k_BKTH, more), pad(self._v_BKTV, more)
@@ -134,14 +136,14 @@ class Clusters(Index):
         k_BKWH, v_BKWV = torch.cat([self._k_BKWH, k_BKCH], dim=2), torch.cat([self._v_BKWV, v_BKCV], dim=2)
         num_clustered = self._of_BKn.shape[2]
         first = min(end - how.alone_last, max(0, max(self._pads) + how.alone_first - num_clustered))
-        parts = [self._made, alone(k_BKWH[:, :, :first], v_BKWV[:, :, :first])]
+        parts = [self._clusters, alone(k_BKWH[:, :, :first], v_BKWV[:, :, :first])]
         for row, num_pads in enumerate(self._pads):
             parts[1].sizes_BKP[row, :, : max(0, num_pads - num_clustered)] = 0
         last = first + max(0, end - how.alone_last - first) // how.block * how.block
         for start in range(first, last, how.block):
             block = slice(start, start + how.block)
             parts.append(how.clustered(k_BKWH[:, :, block], v_BKWV[:, :, block]))
-        self._arrange(Made.joined(parts), k_BKWH[:, :, last:], v_BKWV[:, :, last:])
+        self._arrange(TokenClusters.joined(parts), k_BKWH[:, :, last:], v_BKWV[:, :, last:])
 
     def fork(self, stored: Callable[[], Tensor]) -> Self:
         other = copy.copy(self)
@@ -157,18 +159,18 @@ class Clusters(Index):
     def of_BKn(self) -> Tensor:  # noqa: N802
         """Cluster (B, K, n) of each slot; any one for padding."""
         batch, heads, num_clustered = self._of_BKn.shape
-        end = self._num_made + self.num_slots - num_clustered
-        alone_W = torch.arange(self._num_made, end, device=self._k_BKTH.device)
+        end = self._num_clusters + self.num_slots - num_clustered
+        alone_W = torch.arange(self._num_clusters, end, device=self._k_BKTH.device)
         return torch.cat([self._of_BKn.long(), alone_W.expand(batch, heads, -1)], dim=2)
 
     def sizes_BKY(self, slots: Slots) -> Tensor:  # noqa: N802
         """Number of tokens (B, K, Y) of each cluster, 0 where there is none."""
-        num_made, num_clustered = self._num_made, self._of_BKn.shape[2]
-        sizes_BKY = self._sizes_BKX[:, :, : num_made + self._num_alone]
+        num_clusters, num_clustered = self._num_clusters, self._of_BKn.shape[2]
+        sizes_BKY = self._sizes_BKX[:, :, : num_clusters + self._num_alone]
         if max(slots.pads) > num_clustered:
             sizes_BKY = sizes_BKY.clone()
             for row, num_pads in enumerate(slots.pads):
-                sizes_BKY[row, :, num_made : num_made + max(0, num_pads - num_clustered)] = 0
+                sizes_BKY[row, :, num_clusters : num_clusters + max(0, num_pads - num_clustered)] = 0
         return sizes_BKY
 
     def scores(self, q_BNH: Tensor, sizes_BKY: Tensor) -> Tensor:

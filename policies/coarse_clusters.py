@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.clustering import Made
+from policies.clustering import TokenClusters
 from policies.k_means import spherical_k_means
 
 ITERATIONS = 20
@@ -31,9 +31,9 @@ class CoarseClusters:
     of_BKP: Tensor
 
     @classmethod
-    def of(cls, made: Made, size: int, first: int = 0) -> CoarseClusters:
+    def of(cls, clusters: TokenClusters, size: int, first: int = 0) -> CoarseClusters:
         """Cluster clusters, from the one with number `first` on, `size` of them together on average."""
-        means_BKPH, sizes_BKP = made.means_BKPH[:, :, first:], made.sizes_BKP[:, :, first:]
+        means_BKPH, sizes_BKP = clusters.means_BKPH[:, :, first:], clusters.sizes_BKP[:, :, first:]
         batch, heads, num_clusters, _ = means_BKPH.shape
         num_coarse = -(-num_clusters // size)
         of_BKP = spherical_k_means(means_BKPH.flatten(0, 1), num_coarse, ITERATIONS).unflatten(0, (batch, heads))

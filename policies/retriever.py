@@ -33,11 +33,11 @@ class StoredPart:
 
     Attributes:
         slots_T: slot of each token, on the host; -1 where the row does not reuse it.
-        made_TKx: what `Retriever.stored` returned for this layer, on the device.
+        clusters_TKx: clusters of the tokens in this layer, see `Retriever.clusters_of`; on the device.
     """
 
     slots_T: Tensor
-    made_TKx: Tensor
+    clusters_TKx: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,12 +350,15 @@ class Retriever(Policy, ABC):
         return self.observed > 0
 
     @property
-    def stores(self) -> str | None:
-        """What `stored` returns, in words that differ where it does; None: nothing, and segments are not reused."""
+    def clusters_key(self) -> str | None:
+        """Key of the clusters that are stored with segments, which differs where they do.
+
+        None: nothing is stored with segments, and they are not reused.
+        """
         return None
 
-    def stored(self, layer: int, k_TKH: Tensor) -> Tensor:
-        """What is stored with a segment, for the indices of all prompts that reuse it: (T, K, 1), int32.
+    def clusters_of(self, layer: int, k_TKH: Tensor) -> Tensor:
+        """Clusters of a segment's tokens, for the indices of all prompts that reuse it: (T, K, 1), int32.
 
         Args:
             k_TKH: keys of its tokens in a layer, rotated to their positions.

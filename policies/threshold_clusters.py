@@ -49,7 +49,7 @@ class ThresholdClusters(Clusters):
     def __init__(self, view: PromptView, how: Clustering, thresholds: Thresholds) -> None:
         super().__init__(view, how)
         self.thresholds, size = thresholds, thresholds.coarse
-        self.coarse = CoarseClusters.of(self._made, size) if size else None
+        self.coarse = CoarseClusters.of(self._clusters, size) if size else None
         self.set_least(view)
 
     @property
@@ -57,10 +57,10 @@ class ThresholdClusters(Clusters):
         return super().num_bytes + (0 if self.coarse is None else self.coarse.num_bytes)
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        num_before = self._made.sizes_BKP.shape[2]
+        num_before = self._clusters.sizes_BKP.shape[2]
         super().append(k_BKCH, v_BKCV)
-        if self.coarse is not None and self._made.sizes_BKP.shape[2] > num_before:
-            self.coarse = self.coarse.joined(CoarseClusters.of(self._made, self.thresholds.coarse, num_before))
+        if self.coarse is not None and self._clusters.sizes_BKP.shape[2] > num_before:
+            self.coarse = self.coarse.joined(CoarseClusters.of(self._clusters, self.thresholds.coarse, num_before))
 
     def set_least(self, view: PromptView) -> None:
         """Set the thresholds by the queries of `view`, whose slots are those of this index."""
@@ -92,13 +92,13 @@ class ThresholdClusters(Clusters):
         sizes_BKY, group = self.sizes_BKY(slots), self.thresholds.group
         if self.coarse is None:
             return need_of_group(self.scores(q_BNH, sizes_BKY), group, sizes_BKY)
-        num_made, stays_BKP = self.coarse.of_BKP.shape[2], self._stays(self.coarse, q_BNH, slots)
+        num_clusters, stays_BKP = self.coarse.of_BKP.shape[2], self._stays(self.coarse, q_BNH, slots)
         # As many clusters for each head as for the head with most; the others of a head have no probability.
         index_BKm = stays_BKP.byte().argsort(dim=2, descending=True, stable=True)
         index_BKm = index_BKm[..., : int(stays_BKP.sum(dim=2).max())]
-        sizes_BKm = (sizes_BKY[..., :num_made] * stays_BKP).take_along_dim(index_BKm, dim=2)
-        sizes_BKx = torch.cat([sizes_BKm, sizes_BKY[..., num_made:]], dim=2)
-        means_BKmH = self._made.means_BKPH.take_along_dim(index_BKm.unsqueeze(3), dim=2)
+        sizes_BKm = (sizes_BKY[..., :num_clusters] * stays_BKP).take_along_dim(index_BKm, dim=2)
+        sizes_BKx = torch.cat([sizes_BKm, sizes_BKY[..., num_clusters:]], dim=2)
+        means_BKmH = self._clusters.means_BKPH.take_along_dim(index_BKm.unsqueeze(3), dim=2)
         k_BKxH = torch.cat([means_BKmH, self._k_BKWH], dim=2)
         need_BKx = need_of_group(self.scores_of(q_BNH, k_BKxH, sizes_BKx), group, sizes_BKx)
         need_BKm, need_BKW = need_BKx.masked_fill_(sizes_BKx == 0, -1).split([index_BKm.shape[2], self.num_alone], 2)

@@ -58,7 +58,7 @@ class Reuse:
         self.encoded: set[str] = set()
         self._after_layer = after_layer
         self._held: dict[str, SegmentKV] = {}
-        self._made: dict[str, list[Tensor]] = {}
+        self._clusters: dict[str, list[Tensor]] = {}
 
     @property
     def segments(self) -> list[Segment]:
@@ -88,7 +88,7 @@ class Reuse:
         """Bring keys and values to the device for this call's attention.
 
         Args:
-            retriever: policy of this rank's indices, of which it stores a part with the segments.
+            retriever: policy of this rank's indices, whose clusters are stored with the segments.
 
         Raises:
             ValueError: as `encode_segment`.
@@ -100,10 +100,11 @@ class Reuse:
         all_found = {segment.content_key: self.store.find(segment) for segment in self.segments}
         # Evicted since they were looked up, by another process or another segment of this call.
         lost = {key for key, found in all_found.items() if found is None and key not in self._held}
-        clusters: dict[str, Found | None] = {}
+        found_clusters: dict[str, Found | None] = {}
         if retriever is not None:
-            clusters = {each.content_key: self.store.find(each, retriever.stores or "") for each in self.segments}
-        unclustered = {key for key, found in clusters.items() if found is None}
+            key = retriever.clusters_key or ""
+            found_clusters = {each.content_key: self.store.find(each, key) for each in self.segments}
+        unclustered = {key for key, found in found_clusters.items() if found is None}
         of_stage = self.ranks.gather_in_stage((lost, unclustered), "the segments that are to be encoded or clustered")
         lost, unclustered = (set[str]().union(*sets) for sets in zip(*of_stage, strict=True))
         for segment in self.segments:
@@ -126,9 +127,9 @@ class Reuse:
             key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
             for key, kv in kvs.items()
         }
-        self._made = {
-            key: [made_TKx.to(self.model.device) for made_TKx in found.kv.layers_TKX]
-            for key, found in clusters.items()
+        self._clusters = {
+            key: [clusters_TKx.to(self.model.device) for clusters_TKx in found.kv.layers_TKX]
+            for key, found in found_clusters.items()
             if found is not None and key not in unclustered
         }
         report.copy_s = time.perf_counter() - found_s
@@ -136,7 +137,7 @@ class Reuse:
             began_s = time.perf_counter()
             for segment in self.segments:
                 if (key := segment.content_key) in unclustered:  # also on a rank that has them, as above
-                    self._made[key] = self._clustered(retriever, segment, on_device[key])
+                    self._clusters[key] = self._clustered(retriever, segment, on_device[key])
             report.cluster_s = time.perf_counter() - began_s
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
@@ -151,15 +152,15 @@ class Reuse:
         )
 
     def _clustered(self, retriever: Retriever, segment: Segment, kv: SegmentKV) -> list[Tensor]:
-        """Cluster a segment's keys on the device, layer by layer, and store what comes of it."""
-        assert retriever.stores is not None, retriever
-        made = list[Tensor]()
+        """Cluster a segment's keys on the device, layer by layer, and store the clusters."""
+        assert retriever.clusters_key is not None, retriever
+        clusters = list[Tensor]()
         for layer, (kv_TKX, shape) in enumerate(zip(kv.layers_TKX, self.model.kv_shapes, strict=True)):
-            made.append(retriever.stored(layer, kv_TKX[..., : shape.key_dim]))
+            clusters.append(retriever.clusters_of(layer, kv_TKX[..., : shape.key_dim]))
             self.ranks.progress()
             self._after_layer()
-        self.store.put(segment, SegmentKV(layers_TKX=made), retriever.stores)
-        return made
+        self.store.put(segment, SegmentKV(layers_TKX=clusters), retriever.clusters_key)
+        return clusters
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Add every rank's report of reuse to the result. All ranks call it."""
@@ -192,7 +193,7 @@ class Reuse:
                 is_mapped=key in mapped and self.model.device.type == "cpu",
                 segment=key,
                 first=part.start,
-                made_TKx=self._made.get(key),
+                clusters_TKx=self._clusters.get(key),
             )
             for (key, part), users in rows.items()
         ]

@@ -29,7 +29,7 @@ class ReusedPart:
         is_mapped: whether it is mapped from a file, since memory may have no room for it.
         segment: content key of the segment; "" if the part is of several, and nothing is stored of it.
         first: number of the part's first token among the stored ones of the segment.
-        made_TKx: of each layer, what a policy has stored of the whole segment; None if there is nothing.
+        clusters_TKx: of each layer, clusters of all tokens of the segment; None if none are stored.
     """
 
     layers_TKX: Sequence[Tensor]
@@ -38,7 +38,7 @@ class ReusedPart:
     is_mapped: bool = False
     segment: str = ""
     first: int = 0
-    made_TKx: Sequence[Tensor] | None = None
+    clusters_TKx: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +130,23 @@ class WholeTexts:
         return [end - length for end, length in zip(self.ends, self.lengths, strict=True)]
 
     def stored_parts(self) -> list[list[list[StoredPart]]]:
-        """By layer and row, the segments of which a policy has stored something; empty if there are none."""
+        """By layer and row, the segments whose clusters are stored; empty if there are none."""
         longest, rows = max(self.lengths), list[dict[str, tuple[Tensor, Sequence[Tensor]]]]()
         for length, places in zip(self.lengths, self.places, strict=True):
             segments = dict[str, tuple[Tensor, Sequence[Tensor]]]()
             in_order = sorted((each for each in places if len(each[1])), key=lambda each: int(each[1][0]))
             for part, numbers_T in in_order:
-                if part is not None and part.made_TKx is not None:
-                    nowhere_T = torch.full((len(part.made_TKx[0]),), -1)
-                    slots_T, _ = segments.setdefault(part.segment, (nowhere_T, part.made_TKx))
+                if part is not None and part.clusters_TKx is not None:
+                    nowhere_T = torch.full((len(part.clusters_TKx[0]),), -1)
+                    slots_T, _ = segments.setdefault(part.segment, (nowhere_T, part.clusters_TKx))
                     slots_T[part.first : part.first + len(numbers_T)] = numbers_T + longest - length
             rows.append(segments)
-        num_layers = max((len(made) for segments in rows for _, made in segments.values()), default=0)
+        num_layers = max((len(clusters) for segments in rows for _, clusters in segments.values()), default=0)
         return [
-            [[StoredPart(slots_T=slots_T, made_TKx=made[layer]) for slots_T, made in row.values()] for row in rows]
+            [
+                [StoredPart(slots_T=slots_T, clusters_TKx=clusters[layer]) for slots_T, clusters in row.values()]
+                for row in rows
+            ]
             for layer in range(num_layers)
         ]
 

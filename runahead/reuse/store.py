@@ -1,10 +1,10 @@
 """Store of encoded segments in three tiers (device, host memory, disk), each with a budget in bytes.
 
-A tier evicts the least recently used segments; pinned segments stay, and what a policy made of a segment never pushes
-that segment out. A segment is put into every tier that has room for it, so one that a faster tier evicts is still in
-the slower ones. Its key is a hash of the model and of the segment's tokens and positions, so that another model or
-another text is never found. On disk a segment is a file that is named by its key and appears atomically, so several
-processes may share a folder.
+A tier evicts the least recently used segments; pinned segments stay, and the clusters of a segment never push it out. A
+segment is put into every tier that has room for it, so one that a faster tier evicts is still in the slower ones. Its
+key is a hash of the model and of the segment's tokens and positions, so that another model or another text is never
+found. On disk a segment is a file that is named by its key and appears atomically, so several processes may share a
+folder.
 """
 
 from __future__ import annotations
@@ -87,13 +87,14 @@ class SegmentStore:
         if folder is not None:
             self._folder = SegmentFolder(folder, self.limits.disk_bytes, option="policy.store")
 
-    def key(self, segment: Segment, made: str = "") -> str:
+    def key(self, segment: Segment, clusters_key: str = "") -> str:
         """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits.
 
         Args:
-            made: what a policy made of the segment's keys (`Retriever.stores`), which has a key of its own.
+            clusters_key: of the segment's clusters (`Retriever.clusters_key`), which are stored by themselves.
         """
-        return hashlib.sha256(f"{self._model_key} {segment.content_key}{made and ' '}{made}".encode()).hexdigest()
+        content = f"{self._model_key} {segment.content_key}"
+        return hashlib.sha256(f"{content} {clusters_key}".encode() if clusters_key else content.encode()).hexdigest()
 
     @property
     def shares_disk(self) -> bool:
@@ -106,21 +107,21 @@ class SegmentStore:
             return True
         return self._mapped(segment, key) is not None
 
-    def find(self, segment: Segment, made: str = "") -> Found | None:
+    def find(self, segment: Segment, clusters_key: str = "") -> Found | None:
         """Look up a segment and copy it to all faster tiers that have room; None if it is in no tier.
 
         A segment on disk for which memory has no room is mapped, and read when it is used.
 
         Args:
-            made: look up what a policy made of it, see `key`.
+            clusters_key: look up its clusters, see `key`.
         """
-        key, missed = self.key(segment, made), list[Tier]()
+        key, missed = self.key(segment, clusters_key), list[Tier]()
         for tier, memory in self._memory.items():  # the fastest first
             if (kv := memory.take(key)) is not None:
                 break
             missed.append(tier)
         else:
-            tier, kv = Tier.disk, self._mapped(segment, key, is_made=bool(made))
+            tier, kv = Tier.disk, self._mapped(segment, key, is_clusters=bool(clusters_key))
             if kv is None:
                 return None
             assert self._folder is not None
@@ -132,22 +133,22 @@ class SegmentStore:
                 self._memory[faster].add(key, kv, pinned=segment.pinned)
         return Found(kv=kv, tier=tier, is_mapped=tier is Tier.disk and kv is found)
 
-    def put(self, segment: Segment, kv: SegmentKV, made: str = "") -> None:
+    def put(self, segment: Segment, kv: SegmentKV, clusters_key: str = "") -> None:
         """Store a segment in every tier that has room for it.
 
         Args:
-            made: `kv` is what a policy made of it, (T, K, 1), int32, see `key`.
+            clusters_key: `kv` are its clusters, (T, K, 1), int32, see `key`.
 
         Raises:
             OSError: the disk tier cannot be written.
         """
-        key, own = self.key(segment, made), self.key(segment)
+        key, own = self.key(segment, clusters_key), self.key(segment)
         if self._folder is not None and kv.num_bytes <= self.limits.disk_bytes:
             write_segment(self._folder.path(key), kv, key=key, name=segment.name)
             if segment.pinned:
                 self._folder.pin(key)
-            if made:
-                self._folder.touch(own)  # so that of the two what was made goes first
+            if clusters_key:
+                self._folder.touch(own)  # so that of the two the clusters go first
             self._folder.make_room(keep={key, own})
         for tier, memory in self._memory.items():
             if memory.make_room(key, kv.num_bytes, keep=own):
@@ -170,11 +171,11 @@ class SegmentStore:
             torch.cuda.synchronize(self._device)  # later reads do not wait for a stream
         return copy
 
-    def _mapped(self, segment: Segment, key: str, *, is_made: bool = False) -> SegmentKV | None:
+    def _mapped(self, segment: Segment, key: str, *, is_clusters: bool = False) -> SegmentKV | None:
         if self._folder is None:
             return None
         shapes = self._shapes
-        if is_made:
+        if is_clusters:
             shapes = [replace(shape, key_dim=1, value_dim=0, dtype=torch.int32) for shape in shapes]
         return read_segment(self._folder.path(key), key=key, shapes=shapes, num_tokens=len(segment.stored))
 

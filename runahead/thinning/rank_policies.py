@@ -101,7 +101,7 @@ class RankPolicies:
     @property
     def reuses_segments(self) -> bool:
         """Whether prompts may reuse segments: policies, if any, retrieve, and store a part of indices with segments."""
-        return all(isinstance(each, Retriever) and each.stores is not None for each in (*self.last, *self.others))
+        return all(isinstance(each, Retriever) and each.clusters_key is not None for each in (*self.last, *self.others))
 
     @property
     def num_observed(self) -> int:

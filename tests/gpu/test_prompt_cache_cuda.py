@@ -52,10 +52,10 @@ def first_clusters() -> Iterator[list[tuple[Segment, str, list[Tensor]]]]:
     """Clusters that are stored meanwhile, as they were on the device: segment, key and layers."""
     stored, put = list[tuple[Segment, str, list[Tensor]]](), SegmentStore.put
 
-    def noted(self: SegmentStore, segment: Segment, kv: SegmentKV, made: str = "") -> None:
-        if made:
-            stored.append((segment, made, [layer.cpu().clone() for layer in kv.layers_TKX]))
-        put(self, segment, kv, made)
+    def noted(self: SegmentStore, segment: Segment, kv: SegmentKV, clusters_key: str = "") -> None:
+        if clusters_key:
+            stored.append((segment, clusters_key, [layer.cpu().clone() for layer in kv.layers_TKX]))
+        put(self, segment, kv, clusters_key)
 
     with patch.object(SegmentStore, "put", noted):
         yield stored
@@ -63,8 +63,8 @@ def first_clusters() -> Iterator[list[tuple[Segment, str, list[Tensor]]]]:
 
 def require_found(store: SegmentStore, stored: list[tuple[Segment, str, list[Tensor]]], tier: str) -> None:
     """The clusters are in this tier, with the same numbers, which differ between tokens."""
-    for segment, made, layers in stored:
-        found = store.find(segment, made)
+    for segment, clusters_key, layers in stored:
+        found = store.find(segment, clusters_key)
         assert found is not None and found.tier.value == tier
         for ours, theirs in zip(found.kv.layers_TKX, layers, strict=True):
             assert len(theirs.unique()) > 1 and torch.equal(ours.cpu(), theirs)

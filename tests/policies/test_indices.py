@@ -119,7 +119,7 @@ def test_every_token_is_in_one_cluster_which_has_its_mean(pads: list[int]) -> No
     for each, num_slots in ((index, 62), (fork, 70)):
         assert isinstance(each, Clusters) and each.num_slots == num_slots
         of_BKn, sizes_BKY = each.of_BKn, each.sizes_BKY(slots_of(num_slots, pads))
-        means = torch.cat([each._made.means_BKPH, each._k_BKWH], dim=2)
+        means = torch.cat([each._clusters.means_BKPH, each._k_BKWH], dim=2)
         assert of_BKn.shape == (len(pads), KV_HEADS, num_slots) and sizes_BKY.shape == means.shape[:3]
         for row, pad in enumerate(pads):
             for head in range(KV_HEADS):
@@ -182,7 +182,7 @@ def test_clusters_are_taken_whole_until_the_budget_is_full(pads: list[int], firs
         index.append(part, part[..., :VALUE_DIM])
     choice = chooses.choose(index, q_BNH, slots)
     assert choice is not None and choice.slots_BKm.shape == (len(pads), KV_HEADS, 17)
-    scores = scores_of(q_BNH, torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2), [0] * len(pads))
+    scores = scores_of(q_BNH, torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2), [0] * len(pads))
     scores.masked_fill_((index.sizes_BKY(slots) == 0)[:, :, None], -math.inf)
     need = (scores - scores.amax(dim=-1, keepdim=True)).amax(dim=2)
     for row, pad in enumerate(pads):
@@ -217,14 +217,14 @@ def test_what_is_estimated_is_never_above_what_is_there(pads: list[int], fetch: 
             assert (choice.rest.lse_BN <= there_BN).all()
             index = chooses.index(given)
             means, sizes = (
-                torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2),
+                torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2),
                 index.sizes_BKY(slots_of(40, pads)),
             )
             fetched_BKn = torch.zeros(scores_BKGn[:, :, 0].shape).scatter(2, choice.slots_BKm, 1.0)
             cut_BKY = torch.zeros(sizes.shape).scatter_add(2, index.of_BKn, fetched_BKn) > 0
             weights = scores_of(q_BNH, means, [0] * len(pads)).exp() * (sizes * ~cut_BKY).unsqueeze(2)
             torch.testing.assert_close(choice.rest.lse_BN, weights.sum(dim=-1).log().flatten(1, 2))
-            values = torch.cat([index._made.values_BKPV, index._v_BKWV], dim=2)
+            values = torch.cat([index._clusters.values_BKPV, index._v_BKWV], dim=2)
             out = (weights @ values / weights.sum(dim=-1, keepdim=True)).nan_to_num(0.0)
             torch.testing.assert_close(choice.rest.out_BNV, out.flatten(1, 2))
             assert choice.rest.lse_BN[0].isfinite().all()  # of a short row all may be fetched
@@ -371,8 +371,8 @@ def test_every_cluster_is_in_one_coarse_cluster_which_has_the_mean_of_its_tokens
     index.append(more, drawn(1, KV_HEADS, 30, VALUE_DIM, seed=4))
     assert index.coarse is not None and index.num_bytes - bytes_before > more.nbytes // 8
     keys, coarse = torch.cat([given.k_BKnH, more], dim=2), index.coarse
-    clustered = index._made.of_BKn.shape[2]
-    of_BKn = coarse.of_BKP.take_along_dim(index._made.of_BKn.long(), dim=2)
+    clustered = index._clusters.of_BKn.shape[2]
+    of_BKn = coarse.of_BKP.take_along_dim(index._clusters.of_BKn.long(), dim=2)
     for head in range(KV_HEADS):
         assert (
             of_BKn[0, head].bincount(minlength=coarse.sizes_BKZ.shape[2]).tolist() == coarse.sizes_BKZ[0, head].tolist()
@@ -405,13 +405,13 @@ def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
     turns.prefill()
     before = [layer.index for layer in turns.retrieval.layers if layer is not None]
     least = [each.least_BK.clone() for each in before if isinstance(each, ThresholdClusters)]
-    made = [each._made.of_BKn.clone() for each in before if isinstance(each, ThresholdClusters)]
+    made = [each._clusters.of_BKn.clone() for each in before if isinstance(each, ThresholdClusters)]
     turns.decode([*GENERATED, *GENERATED])
     after = [layer.index for layer in turns.retrieval.layers if layer is not None]
     for old, index, thresholds, clusters in zip(before, after, least, made, strict=True):
         assert index is old and isinstance(index, ThresholdClusters)
-        assert index._made.of_BKn.shape[2] > clusters.shape[2]  # later tokens are in clusters
-        assert torch.equal(index._made.of_BKn[..., : clusters.shape[2]], clusters)
+        assert index._clusters.of_BKn.shape[2] > clusters.shape[2]  # later tokens are in clusters
+        assert torch.equal(index._clusters.of_BKn[..., : clusters.shape[2]], clusters)
         assert not torch.equal(index.least_BK, thresholds)
 
 
@@ -426,7 +426,7 @@ def test_the_threshold_is_the_quantile_of_the_queries_that_it_is_made_of(pads: l
     sizes_BKY = index.sizes_BKY(slots_of(220, pads))
     for row, pad in enumerate(pads):
         q_KXH = given.q_BNwH[row, :, max(0, pad - 212) :].unflatten(0, (KV_HEADS, -1)).flatten(1, 2)
-        means_KYH = torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2)[row]
+        means_KYH = torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2)[row]
         weights = (q_KXH @ means_KYH.mT * 0.9).exp()
         mean_KY = (weights / (weights * sizes_BKY[row][:, None]).sum(dim=-1, keepdim=True)).mean(dim=1)
         score_Kn = mean_KY.take_along_dim(index.of_BKn[row, :, pad:], dim=1)

@@ -162,14 +162,14 @@ def test_every_token_is_in_one_cluster_of_its_module_which_has_the_mean_of_those
     seen, generator = view(50, pads), torch.Generator().manual_seed(1)
     slots = [torch.arange(-6, 14), torch.cat([torch.arange(20, 26), torch.tensor([-1] * 5), torch.arange(36, 47)])]
     parts = [
-        StoredPart(slots_T=each, made_TKx=torch.randint(4, (len(each), KV_HEADS, 1), generator=generator).int())
+        StoredPart(slots_T=each, clusters_TKx=torch.randint(4, (len(each), KV_HEADS, 1), generator=generator).int())
         for each in slots
     ]
     parts[0].slots_T.clamp_(min=-1)
     parts_B = [parts, parts[1:]][: len(pads)]
     index = Clusters(replace(seen, stored_parts_B=parts_B), how)
     of_BKn, sizes_BKY = index.of_BKn, index.sizes_BKY(slots_of(50, pads))
-    means = torch.cat([index._made.means_BKPH, index._k_BKWH], dim=2)
+    means = torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2)
     for row, pad in enumerate(pads):
         for head in range(KV_HEADS):
             members = of_BKn[row, head, pad:]
@@ -179,7 +179,7 @@ def test_every_token_is_in_one_cluster_of_its_module_which_has_the_mean_of_those
                 torch.testing.assert_close(means[row, head, cluster], mean)
             for part in parts_B[row]:
                 inside = (part.slots_T >= pad + 2) & (part.slots_T < 44)
-                ours, stored = of_BKn[row, head, part.slots_T[inside]], part.made_TKx[inside, head, 0]
+                ours, stored = of_BKn[row, head, part.slots_T[inside]], part.clusters_TKx[inside, head, 0]
                 assert torch.equal(ours[:, None] == ours, stored[:, None] == stored)
                 others = torch.ones(50, dtype=torch.bool)
                 others[part.slots_T[inside]] = False
@@ -240,7 +240,7 @@ def test_what_is_stored_of_a_token_is_for_the_slot_that_has_its_key() -> None:
             rows=rows,
             segment=name,
             first=at.start,
-            made_TKx=[modules[name]],
+            clusters_TKx=[modules[name]],
         )
         for name, at, position, rows in given
     ]
@@ -251,7 +251,7 @@ def test_what_is_stored_of_a_token_is_for_the_slot_that_has_its_key() -> None:
     for row, stored in enumerate(rows):
         for part in stored:
             is_used_T = part.slots_T >= 0
-            assert torch.equal(found_TBKX[part.slots_T[is_used_T], row], part.made_TKx[is_used_T])
+            assert torch.equal(found_TBKX[part.slots_T[is_used_T], row], part.clusters_TKx[is_used_T])
 
 
 def test_parts_that_are_joined_are_of_no_segment() -> None:
@@ -263,7 +263,7 @@ def test_parts_that_are_joined_are_of_no_segment() -> None:
             rows=(0,),
             segment=f"{number}",
             first=2,
-            made_TKx=[torch.zeros(6, 1, 1)],
+            clusters_TKx=[torch.zeros(6, 1, 1)],
         )
         for number, each in enumerate(modules)
     ]
@@ -272,7 +272,7 @@ def test_parts_that_are_joined_are_of_no_segment() -> None:
     joined = texts.joined()
     [one] = joined.parts
     assert torch.equal(one.layers_TKX[0], torch.cat(modules))
-    assert (one.segment, one.first, one.made_TKx) == ("", 0, None) and joined.whole([0]).stored_parts() == []
+    assert (one.segment, one.first, one.clusters_TKx) == ("", 0, None) and joined.whole([0]).stored_parts() == []
 
 
 def test_policies_that_store_nothing_with_modules_are_refused() -> None:
