@@ -30,7 +30,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> Model:
     """A family's model, made once per process: later tests run on a model that has seen the earlier ones' prompts."""
     module = build(family, dtype=dtype)
     with throughout(dtype):
-        return Model(module, name=family)
+        model = Model(module, name=family)
+    _ = model.fingerprint  # in float64 throughout it would be another
+    return model
 
 
 @dataclass(kw_only=True)
