@@ -209,7 +209,7 @@ def served() -> Iterator[Served]:
 def nothing_is_left(served: Served) -> None:
     until(lambda: served.scheduler.num_running == served.scheduler.num_waiting == 0)
     until(lambda: num_connections(served) == 0)
-    until(lambda: served.api._bytes_being_read == 0)
+    until(lambda: served.api._bodies.num_bytes == 0)
     assert served.ended is None and served.thread.is_alive()
 
 

@@ -23,10 +23,13 @@ class Bodies:
 
     Args:
         options: the limits.
+
+    Attributes:
+        num_bytes: of them, so far.
     """
 
     def __init__(self, options: ServeOptions) -> None:
-        self._options, self._bytes_being_read = options, 0
+        self._options, self.num_bytes = options, 0
 
     @asynccontextmanager
     async def read(self, request: HTTPRequest) -> AsyncIterator[bytes]:
@@ -40,17 +43,17 @@ class Bodies:
             async with asyncio.timeout(self._options.read_timeout_s):
                 async for part in request.stream():
                     size += len(part)
-                    self._bytes_being_read += len(part)
+                    self.num_bytes += len(part)
                     parts.append(part)
                     if size > limit:
                         raise too_large
-                    if self._bytes_being_read > BODIES * limit:
+                    if self.num_bytes > BODIES * limit:
                         raise APIError(429, "too many large requests are being read", headers={"retry-after": "1"})
             yield b"".join(parts)
         except TimeoutError as error:
             raise APIError(408, f"the body did not arrive within {self._options.read_timeout_s:g} s") from error
         finally:
-            self._bytes_being_read -= size
+            self.num_bytes -= size
 
     async def discarded(self, request: HTTPRequest) -> bool:
         """Read what is left of a refused body; whether all was read. Closing at once might lose the answer."""
