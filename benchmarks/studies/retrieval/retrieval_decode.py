@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT, compute_as_a_rank
-from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, legend
+from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend
 from benchmarks.harness.study import Run, Study, option
 from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
@@ -69,13 +69,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "shadowkv, 10%": lambda: ShadowKV(fetch=0.1, rank=32, outliers=4),
 }
 LOOKS = {
-    FULL: (INK, "o"),
     "infinigen": (ACCENT, "D"),
     "quest, 10%": (GREEN, "^"),
     "exact top-k, 10%": (ORANGE, "v"),
     "sparq, 10%": (BLUE, "s"),
     "clusterkv, 10%": (PURPLE, "h"),
     "retroinfer, 10%": (MUTED, "P"),
+    "squeezed": (INK, "<"),
+    "infllm, 10%": (SKY, "X"),
+    "shadowkv, 10%": (VERMILION, "d"),
 }
 SHAPE = str(ROOT / "benchmarks" / "models" / "smollm2-135m.json")
 """SmolLM2's shape, with positions for a longer text."""
@@ -138,28 +140,22 @@ def table(found: list[Line]) -> str:
 
 
 def picture(found: list[Line]) -> bytes:
-    """Draw time per token, and the gain over the full cache with its bound."""
+    """Draw the gain over the full cache in the same rounds, with its bound: times of different days do not compare."""
     by_length = latest(found)
-    figure = new_figure(10.4, 4.4)
-    left, right = panels(figure, 2, 1, 2)
-    names = [name for name in LOOKS if any(name in by_policy for by_policy in by_length.values())]
-    for name in names:
+    figure = new_figure(8.4, 4.6)
+    [axes] = panels(figure, 1, 1, 1)
+    for name in (name for name in LOOKS if any(name in by_policy for by_policy in by_length.values())):
         colour, marker = LOOKS[name]
         points = [(length, by_policy[name]) for length, by_policy in by_length.items() if name in by_policy]
         x = [length for length, _ in points]
-        left.plot(x, [1e3 * median(line["tpot_s"]) for _, line in points], color=colour, marker=marker, label=name)
-        if name != FULL:
-            right.plot(x, [gain(line) for _, line in points], color=colour, marker=marker)
-            right.plot(x, [line["full_bytes"] / line["bytes"] for _, line in points], color=colour, linestyle=":")
-    right.axhline(1.0, color=MUTED, linewidth=1, linestyle="--")
-    dress(left, title="Time per token", x="tokens in the cache", y="ms")
-    dress(right, title="Full cache's time over it; dotted: by bytes alone", x="tokens in the cache", y="times faster")
-    left.set_ylim(0)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(by_length), [tokens(length) for length in by_length])
-        axes.minorticks_off()
-    legend(left)
+        axes.plot(x, [gain(line) for _, line in points], color=colour, marker=marker, label=name)
+        axes.plot(x, [line["full_bytes"] / line["bytes"] for _, line in points], color=colour, linestyle=":")
+    axes.axhline(1.0, color=MUTED, linewidth=1, linestyle="--")
+    dress(axes, x="tokens in the cache", y="times faster than the full cache; dotted: by bytes alone")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(by_length), [tokens(length) for length in by_length])
+    axes.minorticks_off()
+    legend(figure, loc="outside right upper")
     some: dict[str, Any] = next(iter(next(iter(by_length.values())).values()))
     set_title(figure, "Decoding with K,V that are retrieved", f"{some['model']}, one CPU thread")
     return png(figure)
