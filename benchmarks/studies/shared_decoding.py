@@ -20,7 +20,6 @@ from statistics import median
 import torch
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_samples import EXAMPLE, repeated, text_ids
 from benchmarks.harness.text_table import Rows
@@ -38,9 +37,9 @@ from runahead.reuse.rows import rows_cache
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length of the prompt and number of rows."""
     options = run.options
-    compute_as_a_rank()
-    model = Model.load(ModelOptions(), torch.device("cpu"))
-    engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)))
+    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+    model = Model.load(ModelOptions(), ranks.device)
+    engine = Engine(model, ranks)
     text = text_ids(model, options.text)
     for num_shared in options.shared:
         ids = repeated(text, num_shared)  # time does not depend on the text

@@ -25,10 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 
-import torch
-
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import compute_as_a_rank
 from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_samples import EXAMPLE, samples, text_ids
 from benchmarks.harness.text_table import Rows
@@ -49,11 +46,10 @@ BEGUN_TOKENS = 24
 def measure(run: Run) -> Iterator[Line]:
     """Measure one line per length and text, and one of the comparison of tokens."""
     options = run.options
-    compute_as_a_rank()
-    model = Model.load(ModelOptions(dtype=DType[options.dtype]), torch.device("cpu"))
+    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+    model = Model.load(ModelOptions(dtype=DType[options.dtype]), ranks.device)
     policy = Quest(fetch=options.budget) if options.policy == "quest" else SnapKV(budget=options.budget)
     draft = RankPolicies.everywhere([policy])
-    ranks = Ranks.start(RanksOptions(device=Device.cpu))
     engine = Engine(model, ranks, draft=draft)
     engine_of = dict.fromkeys(("none", "lookup", "policy"), engine)
     engine_of["policy lookup"] = Engine(model, ranks, draft=Draft(by=draft, first="lookup"))
