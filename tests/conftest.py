@@ -78,6 +78,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def ranks_of_one_thread() -> Iterator[None]:
+    """Ranks that a test starts in its own process have one thread, as this process has: other tests run beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runahead.ranks.ranks.default_threads", lambda local_size: 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_end_of_the_tests() -> Iterator[None]:
     """A program that fails inside a test ends that test and not the process of all tests; it is the only rank."""
     leave, tests = os._exit, os.getpid()
