@@ -138,4 +138,4 @@ def _owns_memory(cache: KeptCache) -> bool:
     """Whether layers of this cache are overwritten in place or moved to host memory, and so may not share memory."""
     if not isinstance(cache, RetrievedCache):
         return False
-    return cache.retrieval.max_slots is not None or cache.device.type != "cpu"
+    return cache.retrieval.limit is not None or cache.device.type != "cpu"

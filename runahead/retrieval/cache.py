@@ -51,13 +51,14 @@ class RetrievedCache(KeptCache):
             self._ensure_quantised(layer, room=1)  # after a turn of one token the layer may still be exact
         if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
-        self.retrieval.seen_whole(layer)
+        if self.retrieval.clamped is not None:
+            self.retrieval.clamped.seen_whole(layer)
         self.layers[layer] = self.layers[layer].brought()
         return self.layers[layer]
 
     @property
     def indexes_all(self) -> bool:
-        return self.retrieval.policy.clamps
+        return self.retrieval.clamped is not None
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         self.retrieval.look_ahead(layer, given)
@@ -94,7 +95,7 @@ class RetrievedCache(KeptCache):
         self.retrieval.settle(layer, room=room)
 
     def _forked(self) -> KeptCache:
-        overwrites = self.retrieval.max_slots is not None
+        overwrites = self.retrieval.limit is not None
         layers = [layer.fork(copy=overwrites) for layer in self.layers]
         return RetrievedCache(self.retrieval.fork(layers), self._to_few_bits)
 
@@ -143,7 +144,8 @@ class RetrievedLayer(LayerStore):
         slab, pads = self.slots()
         start = slab.end - q_BNCH.shape[2]
         if self._kept.rotary is not None:
-            bases = self._retrieval.clamped_from(self._layer, slab.end, pads)
+            assert self._retrieval.clamped is not None
+            bases = self._retrieval.clamped.bases(self._layer, self._kept, slab.end, pads)
             slab, q_BNCH = at_slots(self._kept.rotary, slab, q_BNCH, new=start, pads=bases)
         return self.with_rest(SeenSlab.of(slab, q_BNCH, start=start, pads=pads))
 

@@ -220,7 +220,7 @@ def test_a_full_pool_of_the_host(
 
 
 def test_an_index_is_made_anew_of_keys_on_the_host(copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 4)
+    monkeypatch.setattr("runahead.retrieval.indices.DECODED_SOON", 4)
     ours = Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"])])
     ours.prefill()
     theirs = plain("infinigen", SOME["infinigen"], (NUM_TOKENS,), monkeypatch)

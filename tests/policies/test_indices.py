@@ -387,7 +387,7 @@ def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
     coarse: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong variant: thresholds of the prompt are kept, whose quantile the queries of later positions do not have."""
-    monkeypatch.setattr("runahead.retrieval.retrieval.DECODED_SOON", 2)
+    monkeypatch.setattr("runahead.retrieval.indices.DECODED_SOON", 2)
     chooses = SqueezedAttention(
         min_tokens=0,
         first_layer=0,

@@ -212,7 +212,9 @@ def test_a_query_chooses_and_is_measured_at_clamped_distances(model: Model, monk
     k_BKnH = ours.cache.layers[0].slab().read(0, n)[0]
     written.seen = n + 1
     places_n = written.places(n + 1)
-    q_NH, k_KnH, new_KH = (x[0] for x in retrieval._clamped(0, q_BNH, k_BKnH, k_BKH.unsqueeze(2)))
+    q_NH, k_KnH, new_KH = (
+        x[0] for x in retrieval.clamped.rotated(ours.cache.layers[0], q_BNH, k_BKnH, k_BKH.unsqueeze(2))
+    )
     torch.testing.assert_close(q_NH, written.rotated(q_BNH[0, :, None], places_n[-1:])[:, 0])
     torch.testing.assert_close(k_KnH, written.rotated(k_BKnH[0], places_n[:-1]))
     torch.testing.assert_close(new_KH, written.rotated(k_BKH[0, :, None], places_n[-1:]))

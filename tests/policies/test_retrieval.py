@@ -20,7 +20,7 @@ from runahead.attention.base import LayerAttention
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
-from runahead.retrieval import retrieval
+from runahead.retrieval import indices
 from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
@@ -326,7 +326,7 @@ def test_queries_predicted_from_a_layers_own_input_are_its_queries(family: str) 
 
 def test_an_index_is_made_anew_where_decoding_has_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotations take queries elsewhere. With all columns any basis finds the same, made anew or not."""
-    monkeypatch.setattr(retrieval, "DECODED_SOON", 4)
+    monkeypatch.setattr(indices, "DECODED_SOON", 4)
     ours, exact = (
         Turns(tiny_model("llama"), [each])
         for each in (
@@ -346,7 +346,7 @@ def test_an_index_is_made_anew_where_decoding_has_come_to(monkeypatch: pytest.Mo
 
 
 def test_queries_that_made_an_index_are_turned_as_far_as_decoding_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "DECODED_SOON", 4)
+    monkeypatch.setattr(indices, "DECODED_SOON", 4)
     turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, observed=8)])
     turns.prefill()
     found, rotary = turns.retrieval.layers[0], turns.model.rotaries[0]

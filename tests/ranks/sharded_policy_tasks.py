@@ -9,6 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from policies.retriever import Choice
 from runahead import (
     ContextPartition,
     DecodeOptions,
@@ -24,7 +25,7 @@ from runahead.decoding import together
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.sampling import Sampler
 from runahead.report import GenerationBatch
-from runahead.retrieval.retrieval import Fetched, Retrieval
+from runahead.retrieval.fetched import Fetches
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import tiny_model
@@ -73,7 +74,7 @@ def generate(
     )
     logits, stored = list[list[list[float]]](), list[list[Positions]]()
     fetched: dict[int, list[Positions]] = {}
-    choose, gathered = together.next_tokens, Retrieval._gathered
+    choose, start = together.next_tokens, Fetches.start
 
     def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[int | None]:
         logits.append(logits_BV.tolist())
@@ -89,21 +90,18 @@ def generate(
 
         return step
 
-    def noted(
-        self: Retrieval, kept: KeptLayer, slots_BKm: Tensor | None, pads: list[int], **more: Any
-    ) -> Fetched | None:
-        layer = next(number for number, each in enumerate(self.pool) if each is kept)
+    def noted(self: Fetches, layer: int, kept: KeptLayer, choice: Choice | None, *args: Any, **more: Any) -> None:
         positions_BKn = kept.positions_BKn()
-        if slots_BKm is not None:
-            positions_BKn = positions_BKn.expand(-1, slots_BKm.shape[1], -1).gather(2, slots_BKm)
+        if choice is not None:
+            positions_BKn = positions_BKn.expand(-1, choice.slots_BKm.shape[1], -1).gather(2, choice.slots_BKm)
         fetched.setdefault(layer, []).append(positions_BKn.tolist())
-        return gathered(self, kept, slots_BKm, pads, **more)
+        start(self, layer, kept, choice, *args, **more)
 
     with (
         throughout(model.dtype),
         mock.patch.object(together, "next_tokens", next_tokens),
         mock.patch("runahead.engine.forward_over", looked_at),
-        mock.patch.object(Retrieval, "_gathered", noted),
+        mock.patch.object(Fetches, "start", noted),
     ):
         batch = engine.generate(prompts, options)
     return Seen(batch=batch, logits=logits, stored=stored, fetched=fetched)
