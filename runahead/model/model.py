@@ -31,6 +31,7 @@ from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, MarkingAttention, Marks
 from runahead.model.layers.narrowing import decoder_layers, narrowing
 from runahead.model.layers.output_projection import find_output_projections
+from runahead.model.layers.query_prediction import QueryPrediction
 from runahead.model.layers.shared_kv import ReadingAttention, find_sources, last_token_only
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import max_positions
@@ -43,7 +44,6 @@ from runahead.model.logits_check import (
     transformers_logits,
 )
 from runahead.model.memory import activation_bytes, memory_after_call
-from runahead.model.query_prediction import QueryPrediction
 from runahead.model.rope_length import length_dependent_rotaries, longrope_threshold, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds

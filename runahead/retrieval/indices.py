@@ -15,8 +15,8 @@ from torch import Tensor
 from policies.retriever import DECODED_SOON, Index, PromptView, Retriever, StoredPart
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
+from runahead.model.layers.query_prediction import FoldedProjection, QueryPrediction
 from runahead.model.model import Model
-from runahead.model.query_prediction import FoldedProjection, QueryPrediction
 from runahead.retrieval.clamped import ClampedDistances
 from runahead.retrieval.layer import LayerRetrieval
 

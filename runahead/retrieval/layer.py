@@ -11,7 +11,7 @@ from torch import Tensor
 from policies.retriever import Index
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
-from runahead.model.query_prediction import FoldedProjection
+from runahead.model.layers.query_prediction import FoldedProjection
 
 
 @dataclass(kw_only=True)
