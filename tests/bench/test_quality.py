@@ -76,6 +76,16 @@ def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:
     assert [[each["score"] for each in group] for group in groups.values()] == [[1.0], [0.5], [0.25]]
 
 
+def test_methods_that_retrieve_have_their_names_in_tables_of_ruler() -> None:
+    """Their share is the budget. Lists of keys that no other policies are asked are in the tables of losses alone."""
+    [quest] = [method for method in RETRIEVING if method.name == "quest"]
+    found = [line("full", 0, 1.0), *(line(str(each), 0, 1.0) | {"policy_settings": each} for each in quest.entries)]
+    [group] = settings(found).values()
+    assert [row.name for row in rows(group)] == ["full", "quest, 2%", "quest, 5%", "quest, 10%"]
+    of_keys = [each | {"task": "key_value", "details": {"nll": 1.0, "pairs": 8}} for each in found]
+    assert settings(of_keys) == {}
+
+
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     """Intervals of 95 in 100 samples of 40 fair coins have 0.5 in them; the bootstrap's are a little too narrow."""
     draw = random.Random(1)

@@ -153,6 +153,12 @@ FAMILIES = {"dropping": DROPPING, "retrieving": RETRIEVING}
 SHARES = {"dropping": KEPT, "retrieving": FETCHED}
 
 
+def fetching(settings: Settings) -> tuple[str, float] | None:
+    """Name and share of the method that retrieves with these settings; None if it is none of these methods."""
+    found = [method.name for method in RETRIEVING if settings in method.entries]
+    return (found[0], settings["fetch"]) if found else None
+
+
 def override(settings: Settings) -> str:
     """Settings in the form of an option on the command line."""
     parts = (f"{key}:{override(value) if isinstance(value, dict) else value}" for key, value in settings.items())

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
-from benchmarks.studies.quality.methods import FAMILIES
+from benchmarks.studies.quality.methods import FAMILIES, fetching
 from policies.base import Budget
 
 RESAMPLES = 10_000
@@ -46,6 +46,7 @@ class PolicyRow:
     """One policy under one budget, on the questions that the full cache was asked too.
 
     Attributes:
+        budget: of a method that retrieves in `methods.py` the share that it fetches.
         scores: mean score by kind of question.
         kept_share: bytes of keys, values and indices, in host memory too, over those of the full cache.
         seen_share: share of the context that attention of generated tokens saw.
@@ -73,7 +74,7 @@ class PolicyRow:
 def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
     """Lines by setting; of a question that was asked twice under a policy, the newest line.
 
-    Settings in which nothing but methods of `methods.py` was measured are left out: `losses.py` compares those.
+    Lists of keys about which nothing but methods of `methods.py` were asked are left out: `losses.py` compares those.
     """
     asked = [line for line in found if line["task"] != "copy"]
     newest = {(setting_of(line), question_of(line), line["policy"], str(line["budget"])): line for line in asked}
@@ -86,7 +87,8 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
 def _is_of_methods(group: Sequence[Line]) -> bool:
     entries = [entry for family in FAMILIES.values() for method in family for entry in method.entries]
     compared = [line for line in group if line["policy"] != FULL]
-    return bool(compared) and all(line["policy_settings"] in entries for line in compared)
+    of_methods = (line["task"] == "key_value" and line["policy_settings"] in entries for line in compared)
+    return bool(compared) and all(of_methods)
 
 
 def setting_of(line: Line) -> Setting:
@@ -110,7 +112,8 @@ def rows(of_setting: Sequence[Line]) -> list[PolicyRow]:
     groups: dict[tuple[str, Budget | None], list[Line]] = {}
     for line in of_setting:
         if question_of(line) in full:
-            groups.setdefault((line["policy"], line["budget"]), []).append(line)
+            name = fetching(line["policy_settings"]) or (line["policy"], line["budget"])
+            groups.setdefault(name, []).append(line)
     made = [_row(policy, budget, group, full) for (policy, budget), group in groups.items()]
     return sorted(made, key=lambda row: (row.policy != FULL, row.policy, row.budget or 0))
 
