@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import count
 from math import inf
 
@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.layer_rows import NO_ROWS, CopiedMemory, LayerRows, LostRows
-from runahead.reuse.prefix_files import FileRows, PrefixFiles, PrefixRun
-from runahead.reuse.tiers import Allocation, Tier, TierCopies, TierMemory
+from runahead.reuse.tree.layer_rows import NO_ROWS, CopiedMemory, LayerRows, LostRows
+from runahead.reuse.tree.node import PrefixNode
+from runahead.reuse.tree.prefix_files import FileRows, PrefixFiles, PrefixRun
+from runahead.reuse.tree.tiers import Allocation, Tier, TierCopies, TierMemory
 
 DISK_BYTES = 64 * 2**30
 """Default limit of a folder."""
@@ -55,70 +56,6 @@ class Dropped:
 
 
 Change = Stored | Dropped
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class PrefixNode:
-    """A run of tokens.
-
-    Attributes:
-        key: of the texts that it belongs to.
-        ids: token ids; none in the root of a key.
-        tier: where its keys and values are.
-        layers_TKX: keys and values of each layer, (T, K, H + V), on the device or in host memory.
-        file: where they are on disk, also while they are in memory; None: nowhere.
-        parent: the node before; None for a root.
-        children: the nodes after it, by their first token.
-        num_hits: hits that are held and include it.
-        used: time of its last use in ns; no two uses have the same, and no node is used without those before it.
-        turn: number of the first text that will soon need it; None if none is known.
-    """
-
-    key: str
-    ids: tuple[int, ...] = ()
-    tier: Tier = Tier.device
-    layers_TKX: LayerRows = NO_ROWS
-    file: FileRows | None = None
-    parent: PrefixNode | None = None
-    children: dict[int, PrefixNode] = field(default_factory=dict)
-    num_hits: int = 0
-    used: int = 0
-    turn: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its keys and values in memory."""
-        return self.layers_TKX.num_bytes
-
-    @property
-    def path(self) -> list[PrefixNode]:
-        """The nodes from the first token of the text to this one."""
-        nodes, node = list[PrefixNode](), self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """The tokens from the first one to the last one of this node."""
-        return tuple(token for node in self.path for token in node.ids)
-
-    @property
-    def is_free_leaf(self) -> bool:
-        """Whether it may leave its tier: nobody holds it, and no node after it is there."""
-        is_last = all(child.tier is not self.tier for child in self.children.values())
-        return is_last and self.num_hits == 0 and self.parent is not None
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether it is still in the tree."""
-        node = self
-        while node.parent is not None:
-            if node.parent.children.get(node.ids[0]) is not node:
-                return False
-            node = node.parent
-        return True
 
 
 class PrefixHit:
@@ -427,7 +364,7 @@ class PrefixTree:
             node = node.children.get(ids[at])
             if node is not None:
                 nodes.append(node)
-                same = _num_same(node.ids, ids, at)
+                same = node.num_same(ids, at)
                 at += same
                 if same < len(node.ids):
                     break
@@ -437,7 +374,7 @@ class PrefixTree:
         """The node with which the longest stored prefix ends, split off if need be, and the length of that prefix."""
         node, at, now = self._roots.setdefault(key, PrefixNode(key=key)), 0, self._now()
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
-            same = _num_same(child.ids, ids, at)
+            same = child.num_same(ids, at)
             node, at = child if same == len(child.ids) else self._split(child, same), at + same
             self._use(node, now)
         return node, at
@@ -452,24 +389,12 @@ class PrefixTree:
 
     def _split(self, node: PrefixNode, num_tokens: int) -> PrefixNode:
         """Let a node begin after its first tokens. Returns the new node before it, which has these."""
-        assert node.parent is not None
-        rows = node.layers_TKX
-        before = replace(
-            node,  # all hits end after it
-            ids=node.ids[:num_tokens],
-            layers_TKX=rows.part(0, num_tokens) if rows else NO_ROWS,
-            children={node.ids[num_tokens]: node},
-        )
-        if rows:
-            self._memory(node.tier).share(node, before)
+        before = node.split(num_tokens)
+        self._memory(node.tier).share(node, before)
         if node.turn is not None:
             self._needed.append(before)
         if node.file is not None:
             self._of_file[node.file.name].add(before)
-            node.file = replace(node.file, first=node.file.first + num_tokens)
-        node.parent.children[before.ids[0]] = before
-        node.parent, node.ids = before, node.ids[num_tokens:]
-        node.layers_TKX = rows.part(num_tokens, rows.stop - rows.start) if rows else NO_ROWS
         return before
 
     def _memory(self, tier: Tier) -> TierMemory[PrefixNode]:
@@ -541,12 +466,12 @@ class PrefixTree:
                 each.file = FileRows(name=run.name, num_tokens=run.num_tokens)
                 self._of_file.setdefault(run.name, set()).add(each)
                 rows = each.layers_TKX if each.tier is Tier.host else copies.to_host(each.layers_TKX)
-                self._files.save(run, rows, _used_ns(each))
+                self._files.save(run, rows, each.file_times_ns)
         return True
 
     def _touch(self, node: PrefixNode) -> None:
         """Let other processes know which files are used."""
-        if self._files is not None and (used_ns := _used_ns(node)):
+        if self._files is not None and (used_ns := node.file_times_ns):
             self._files.touch(used_ns)
 
     def _settle(self) -> None:
@@ -606,24 +531,3 @@ class PrefixTree:
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(sentence, stacklevel=4)
-
-
-def _used_ns(node: PrefixNode) -> dict[str, int]:
-    """Times of the last use of a text's files, each later than those of all that follow it."""
-    return {each.file.name: each.used - depth for depth, each in enumerate(node.path) if each.file is not None}
-
-
-def _num_same(of_node: tuple[int, ...], ids: Sequence[int], at: int) -> int:
-    """Number of tokens of a node with which a text goes on at an index."""
-    text = tuple(ids[at : at + len(of_node)])
-    most = len(text)
-    if of_node[:most] == text:
-        return most
-    low, high = 0, most  # the first `low` are the same, and not the first `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        if of_node[low:middle] == text[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

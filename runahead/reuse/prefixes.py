@@ -18,11 +18,12 @@ from torch import Tensor
 
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
-from runahead.reuse.layer_rows import MendedRows
-from runahead.reuse.prefix_tree import PrefixNode, PrefixTree
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reuse import check_reuse
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import model_key
+from runahead.reuse.tree.layer_rows import MendedRows
+from runahead.reuse.tree.node import PrefixNode
 
 
 class RowPrefix:

@@ -21,7 +21,7 @@ from policies.base import Segment
 from runahead.model.model import Model
 from runahead.reuse.folder import SegmentFolder
 from runahead.reuse.segment import FORMAT, SegmentKV, read_segment, write_segment
-from runahead.reuse.tiers import Tier
+from runahead.reuse.tree.tiers import Tier
 
 VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
 """Entries of a model's config that do not change its results."""

@@ -27,7 +27,7 @@ from runahead.context import ContextPartition
 from runahead.reuse import rows as reuse_rows
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
 from runahead.reuse.rows import SharingRows, rows_cache
-from runahead.reuse.tiers import Tier
+from runahead.reuse.tree.tiers import Tier
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor

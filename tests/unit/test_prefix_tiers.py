@@ -26,10 +26,11 @@ from torch import Tensor
 from runahead import GenerationOptions, Model, files
 from runahead.cache.slabs import KVShape
 from runahead.prefill.chain_run import ChainRun
-from runahead.reuse import prefix_files
-from runahead.reuse.layer_rows import CopiedMemory, LayerRows, LostRows
-from runahead.reuse.prefix_tree import Change, PrefixNode, PrefixTree, Stored
-from runahead.reuse.tiers import Tier, TierCopies
+from runahead.reuse.prefix_tree import Change, PrefixTree, Stored
+from runahead.reuse.tree import prefix_files
+from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows, LostRows
+from runahead.reuse.tree.node import PrefixNode
+from runahead.reuse.tree.tiers import Tier, TierCopies
 from tests.conftest import RankPools
 from tests.families import build, prompt, throughout
 from tests.ranks.tasks import tiny_model

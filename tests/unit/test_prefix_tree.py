@@ -15,8 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.reuse import layer_rows, prefix_tree
-from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixNode, PrefixTree, Stored
+from runahead.reuse import prefix_tree
+from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored
+from runahead.reuse.tree import layer_rows
+from runahead.reuse.tree.node import PrefixNode
 
 Ids = tuple[int, ...]
 WIDTHS = (1, 2)
@@ -219,8 +221,8 @@ def copies_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def splits_beside_the_place(patch: pytest.MonkeyPatch) -> None:
-    same = prefix_tree._num_same
-    patch.setattr(prefix_tree, "_num_same", lambda *given_: max(1, same(*given_) - 1))
+    same = PrefixNode.num_same
+    patch.setattr(PrefixNode, "num_same", lambda *given_: max(1, same(*given_) - 1))
 
 
 WRONG: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -33,7 +33,8 @@ from benchmarks.harness.study import Run, Study, newest, option
 from benchmarks.harness.text_table import Rows
 from launch.program.text_table import text_table
 from runahead.cache.slabs import KVShape
-from runahead.reuse.prefix_tree import PrefixNode, PrefixTree
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.tree.node import PrefixNode
 
 KEY = "session"
 SHAPES = [KVShape(num_kv_heads=1, key_dim=1, value_dim=0, dtype=torch.uint8)]

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from runahead.ranks.worker import Job, Worker
 from runahead.reuse.folder import SegmentFolder, StoredFile
-from runahead.reuse.layer_rows import CopiedMemory, LayerRows, LostRows
 from runahead.reuse.segment import SegmentKV, checksum, read_metadata, read_segment, write_segment
-from runahead.reuse.tiers import TierCopies
+from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows, LostRows
+from runahead.reuse.tree.tiers import TierCopies
 
 SUFFIX = ".prefix.safetensors"
 FORMAT = "runahead prefix 1"

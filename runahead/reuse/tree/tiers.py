@@ -21,7 +21,7 @@ from runahead.cache.host_memory import host_empty
 from runahead.cache.slabs import KVShape
 from runahead.ranks.accelerator import Event, accelerator_for
 from runahead.ranks.worker import Worker
-from runahead.reuse.layer_rows import CopiedMemory, LayerRows
+from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows
 
 
 class Tier(Enum):

@@ -1,0 +1,1 @@
+"""Parts of a prefix tree: its nodes, the tiers that they are in, and their files."""
