@@ -23,6 +23,7 @@ from launch.program.launcher import require_one_rank
 from partitioner.table.fingerprint import now
 from runahead.files import ensure_writable
 from runahead.model import loading
+from runahead.model.loading import LoadedWeights
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -127,7 +128,7 @@ class Plan:
         """Key of one measurement."""
         return lines.key({"comparison": self._comparison(name), "policy": contender.settings, "case": case})
 
-    def line(self, name: str, case: Case, contender: Contender, outcome: Outcome, model: Model) -> Line:
+    def line(self, name: str, case: Case, contender: Contender, outcome: Outcome, model: Model | LoadedWeights) -> Line:
         """JSON line of one measurement."""
         task = self.tasks[name]
         return {

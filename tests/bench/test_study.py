@@ -23,6 +23,7 @@ STUDIES = (
     "infinigen_relations.__main__",
     "interpolation",
     "kvpress.__main__",
+    "kvpress.kvpress_quality",
     "offloading",
     "paper_relations.__main__",
     "prefixes.prefix_loading",

@@ -116,9 +116,9 @@ class Answering(Task):
         along, followed = logits_along(conversation, policies, ids)
         nll = torch.nn.functional.cross_entropy(along.logits_SV[:-1], torch.tensor(ids, device=along.logits_SV.device))
         greedy = along.logits_SV.argmax(dim=-1).tolist()
-        num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(greedy, ids, strict=False))))
-        said = tokenizer.decode(greedy[: num_right + 1], skip_special_tokens=True)
-        if item.new_tokens == 0 or (num_right == len(ids) and self.score(said, item) == 1.0):
+        said_ids = up_to_difference(greedy, ids)
+        said = tokenizer.decode(said_ids, skip_special_tokens=True)
+        if item.new_tokens == 0 or (len(said_ids) > len(ids) and self.score(said, item) == 1.0):
             return Answered(text=said, nll=nll.item(), tpot_s=along.token_s, conversation=followed)
         decoded = conversation.generate(GenerationOptions(max_new_tokens=item.new_tokens))
         text = tokenizer.decode(decoded.rows[0].new_ids, skip_special_tokens=True)
@@ -146,6 +146,16 @@ class Along:
 def recall(answer: str, wanted: Sequence[str]) -> float:
     """Share of the strings that an answer holds, in upper or lower case."""
     return sum(each.lower() in answer.lower() for each in wanted) / len(wanted)
+
+
+def up_to_difference(greedy: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """The tokens that a model says in place of given ones, up to the first that differs.
+
+    Args:
+        greedy: its choice before each of these tokens, and after the last one.
+    """
+    num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(greedy, ids, strict=False))))
+    return list(greedy[: num_right + 1])
 
 
 def prefilled(

@@ -4,26 +4,25 @@
 
 Both are files of torch.save. REQUEST: {"model": folder, "cases": [{"press", "options", "budget", "rows", "following"},
 ...]}; `rows` are token ids of prompts, which are padded on the left, `following` as many ids per row that come after
-them. ANSWER: per case {"positions": per row (layers, KV heads, budget), ascending, negative on padding, "logits": by
-the mask that decoding is given, (rows, following, vocabulary)}, and the versions of the packages.
+them. ANSWER: per case {"positions": by row, layer and KV head, ascending, negative on padding, "logits": by the mask
+that decoding is given, (rows, following, vocabulary)}.
 """
 
-# Legend: B batch, S prompt tokens, K kv heads, m kept slots, H head dim, T tokens after the prompt, V vocabulary.
+# Legend: B batch, S prompt tokens, m kept slots, H head dim, T tokens after the prompt, V vocabulary.
 
 from __future__ import annotations
 
 import sys
 from copy import deepcopy
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
-from kvpress import SnapKVPress, StreamingLLMPress  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-PRESSES = {"snapkv": SnapKVPress, "streaming_llm": StreamingLLMPress}
+from benchmarks.studies.kvpress.presses import masked, press_of, without_chat_template
 
 
 @torch.inference_mode()
@@ -31,12 +30,9 @@ def main() -> None:
     logging.disable_progress_bar()
     request = torch.load(sys.argv[1], weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32, attn_implementation="sdpa")
+    without_chat_template(model, str(Path.cwd()))
     wholes: dict[str, DynamicCache] = {}
-    answer = {
-        "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
-        "cases": [run(model.eval(), case, wholes) for case in request["cases"]],
-    }
-    torch.save(answer, sys.argv[2])
+    torch.save([run(model.eval(), case, wholes) for case in request["cases"]], sys.argv[2])
 
 
 def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> dict[str, Any]:
@@ -53,33 +49,39 @@ def run(model: Any, case: dict[str, Any], wholes: dict[str, DynamicCache]) -> di
         "position_ids": (torch.arange(longest) - pads_B[:, None]).clamp_min(0),
         "logits_to_keep": 1,
     }
-    # A ratio that gives the budget however it is rounded.
-    press = PRESSES[case["press"]](compression_ratio=1 - (case["budget"] + 0.5) / longest, **case["options"])
     if repr(rows) not in wholes:
         wholes[repr(rows)] = DynamicCache()
         model(**prompt, past_key_values=wholes[repr(rows)])
     cache = DynamicCache()
-    with press(model):
+    with press_of(model, case, longest)(model):
         model(**prompt, past_key_values=cache)
+    kept = positions(wholes[repr(rows)], cache, pads_B.tolist(), masked(model))
     logits = {}
     for name in ("mask of the prompt", "no mask") if case["following"][0] else ():
         mask = mask_BS if name == "mask of the prompt" else None
         logits[name] = decode(model, deepcopy(cache), torch.tensor(case["following"]), longest - pads_B, mask)
-    return {"positions": positions(wholes[repr(rows)], cache, pads_B.tolist()), "logits": logits}
+    return {"positions": kept, "logits": logits}
 
 
-def positions(whole: DynamicCache, cache: DynamicCache, pads: list[int]) -> list[Tensor]:
-    """Per row the positions (layers, K, m) of stored tokens, found by their keys, which compression does not change."""
-    found = [[] for _ in pads]  # type: ignore[var-annotated]
-    for all_of, kept in zip(whole.layers, cache.layers, strict=True):
+def positions(
+    whole: DynamicCache, cache: DynamicCache, pads: list[int], masks: list[list[set[int]]]
+) -> list[list[list[list[int]]]]:
+    """Positions of kept tokens by row, layer and KV head, found by their keys, which compression does not change.
+
+    Args:
+        whole: all keys of the prompts.
+        masks: slots whose tokens count as dropped, by layer and KV head; only with one row.
+    """
+    found: list[list[list[list[int]]]] = [[] for _ in pads]
+    for all_of, kept, masks_of in zip(whole.layers, cache.layers, masks, strict=True):
         for row, pad in enumerate(pads):
             heads = []
-            for all_SH, kept_mH in zip(all_of.keys[row].numpy(), kept.keys[row].numpy(), strict=True):
+            for all_SH, kept_mH, mask in zip(all_of.keys[row].numpy(), kept.keys[row].numpy(), masks_of, strict=True):
                 slots = {key.tobytes(): slot for slot, key in enumerate(all_SH)}
                 assert len(slots) >= len(all_SH) - max(0, pad - 1), "two tokens have the same key"
-                heads.append(sorted(slots[key.tobytes()] - pad for key in kept_mH))
+                heads.append(sorted(slots[key.tobytes()] - pad for at, key in enumerate(kept_mH) if at not in mask))
             found[row].append(heads)
-    return [torch.tensor(layers) for layers in found]
+    return found
 
 
 def decode(model: Any, cache: DynamicCache, following_BT: Tensor, lengths_B: Tensor, mask_BS: Tensor | None) -> Tensor:
