@@ -190,7 +190,7 @@ def line(method: str, sample: int, score: float, *, theirs: bool = False, nll: f
 def test_sides_are_compared_question_by_question() -> None:
     """Means over all of a side's questions would differ by those that the other side has not answered yet."""
     found = [line("full", sample, 1.0, theirs=theirs) for sample in range(8) for theirs in (False, True)]
-    found += [line("kvzip", sample, 1.0, nll=1.5) for sample in range(8)]
+    found += [line("kvzip", sample, float(sample < 6), nll=1.5 + (sample >= 6)) for sample in range(8)]
     found += [line("kvzip", sample, 0.5, nll=1.25 + sample / 10, theirs=True) for sample in range(6)]
     [((setting, budget), (full, kvzip))] = pairs(found).items()
     assert setting == ("m", "separate", "1,024 tokens") and budget == "25%"
