@@ -145,6 +145,7 @@ class Reference(LayerAttention):
 
     Attributes:
         allowed: (layer, KV head, query) -> positions that a new token sees before its own.
+        means: (layer, KV head) -> sets of positions; a new token sees the mean of a set in place of each in it.
         probabilities_NSS: of the prompt, by layer.
     """
 
@@ -154,6 +155,7 @@ class Reference(LayerAttention):
         self.v: dict[int, Tensor] = {}
         self.probabilities_NSS: dict[int, Tensor] = {}
         self.allowed: Callable[[int, int, Tensor], set[int]] | None = None
+        self.means: Callable[[int, int], list[set[int]]] | None = None
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         before = (
@@ -162,6 +164,11 @@ class Reference(LayerAttention):
         k_KSH = self.k[layer] = torch.cat([before[0], k_BKCH[0]], dim=1)
         v_KSV = self.v[layer] = torch.cat([before[1], v_BKCV[0]], dim=1)
         num_keys, group = k_KSH.shape[1], q_BNCH.shape[1] // k_KSH.shape[0]
+        if self.means is not None:
+            k_KSH, v_KSV = k_KSH.clone(), v_KSV.clone()
+            for head in range(k_KSH.shape[0]):
+                for at in map(list, self.means(layer, head)):
+                    k_KSH[head, at], v_KSV[head, at] = k_KSH[head, at].mean(dim=0), v_KSV[head, at].mean(dim=0)
         queries_C = torch.arange(num_keys - q_BNCH.shape[2], num_keys)
         scores_NCS = q_BNCH[0] * terms.scaling @ k_KSH.repeat_interleave(group, 0).mT
         seen_NCS = (torch.arange(num_keys) <= queries_C[:, None]).expand(scores_NCS.shape).clone()
@@ -182,12 +189,15 @@ class Reference(LayerAttention):
 
 
 def check_steps(
-    seen: Sequence[Seen], allowed: Callable[[int, int], Callable[[int, int, Tensor], set[int]]] | None = None
+    seen: Sequence[Seen],
+    allowed: Callable[[int, int], Callable[[int, int, Tensor], set[int]]] | None = None,
+    means: Callable[[int, int], Callable[[int, int], list[set[int]]]] | None = None,
 ) -> None:
     """Compare the logits of each step with plain attention over what the ranks had.
 
     Args:
         allowed: (row, step) -> what a new token sees, as `Reference.allowed`; by default what the ranks said they had.
+        means: (row, step) -> of which tokens it sees the mean, as `Reference.means`.
     """
     for row, ids in enumerate(BATCH):
         reference, generation = Reference(), seen[0].batch.generations[row]
@@ -206,6 +216,7 @@ def check_steps(
                 return found
 
             reference.allowed = told if allowed is None else allowed(row, step)
+            reference.means = None if means is None else means(row, step)
             logits_V = reference.run([generation.new_token_ids[step]], len(ids) + step)
 
 
@@ -256,6 +267,28 @@ def test_attention_is_over_what_each_head_of_the_ranks_kept(
     check_steps(seen)
     layers = [layer for each in seen if each.stored for layer in each.stored[0]]
     assert any(len({sum(at >= 0 for at in head) for head in row}) > 1 for layer in layers for row in layer)
+
+
+def test_the_mean_of_what_a_head_dropped_on_a_rank_stands_for_it_there(rank_pools: RankPools) -> None:
+    """Seen to fail: one mean of what all ranks dropped, and a mean that forgets what was dropped before."""
+    bounds = (0, 35, 60)
+    seen = run(rank_pools, MadeUpStreaming(evict_every=2, compensate=True), bounds)
+
+    def means(row: int, step: int) -> Callable[[int, int], list[set[int]]]:
+        def dropped(layer: int, head: int) -> list[set[int]]:
+            pad, found = NUM_TOKENS - len(BATCH[row]), list[set[int]]()
+            for each, first, last in zip(seen, bounds, bounds[1:], strict=False):
+                own = set(range(max(0, first - pad), max(0, last - pad)))
+                had = [set(each.stored[before][layer][row][head]) for before in range(step + 1)]
+                found.append(own.union(*had) - had[-1] - {at for at in set().union(*had) if at < 0})
+            return found
+
+        return dropped
+
+    last = NUM_NEW - 2
+    assert all(len(means(0, last)(layer, 1)[rank]) > 10 for layer in range(3) for rank in range(2))
+    everything = set(range(NUM_TOKENS + NUM_NEW))
+    check_steps(seen, lambda row, step: lambda *_: everything, means)
 
 
 def test_a_rank_recovers_its_share_of_the_attention_to_its_own_tokens(rank_pools: RankPools) -> None:
