@@ -76,12 +76,17 @@ def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:
     assert [[each["score"] for each in group] for group in groups.values()] == [[1.0], [0.5], [0.25]]
 
 
-def test_methods_that_retrieve_have_their_names_in_tables_of_ruler() -> None:
-    """Their share is the budget. Lists of keys that no other policies are asked are in the tables of losses alone."""
+def test_methods_without_a_budget_have_their_names_and_shares_in_tables_of_ruler() -> None:
+    """A file of a model may have any name. Lists of keys that nothing else is asked are in the tables of losses alone."""
     [quest] = [method for method in RETRIEVING if method.name == "quest"]
     found = [line("full", 0, 1.0), *(line(str(each), 0, 1.0) | {"policy_settings": each} for each in quest.entries)]
     [group] = settings(found).values()
     assert [row.name for row in rows(group)] == ["full", "quest, 2%", "quest, 5%", "quest, 10%"]
+    [duo] = [method for method in DROPPING if method.name == "duo_attention"]
+    entries = [entry | {"heads": "gates-of-the-model"} for entry in (*duo.entries, duo.entries[0] | {"recent": 7})]
+    gated = [line(str(entry), 0, 1.0) | {"policy_settings": entry} for entry in entries]
+    named = [row.name for row in rows([*gated, line("full", 0, 1.0)])]
+    assert named == ["full", "duo_attention, 12.5%", "duo_attention, 25%", "duo_attention, 50%", str(entries[-1])]
     of_keys = [each | {"task": "key_value", "details": {"nll": 1.0, "pairs": 8}} for each in found]
     assert settings(of_keys) == {}
 
@@ -101,11 +106,12 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
 def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> None:
     found = [line("full", 0, 1.0), line("quest", 0, 1.0, seen_share=0.11, host_bytes=100)]
     found += [line("full", 0, 0.5, kind="cwe"), line("snapkv", 0, 0.5, budget=0.2, kind="cwe", seen_share=0.2)]
+    found[-1]["ttft_s"] = 2.5
     text = tables(found)
     assert "**m, question not seen, 1,024 tokens**: 2 questions, commit abc" in text
-    assert "| policy | budget | kept | saw | vt | cwe | score over full | loss over full | n |" in text
-    assert "| `quest` | - | 150% | 11% | 100% | - | +0 | +0.00 | 1 |" in text
-    assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 1 |" in text
+    assert "| policy | budget | kept | saw | vt | cwe | score over full | loss over full | prompt | n |" in text
+    assert "| `quest` | - | 150% | 11% | 100% | - | +0 | +0.00 | 1.0 x | 1 |" in text
+    assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 2.5 x | 1 |" in text
 
 
 def test_the_study_measures_goes_on_and_writes_its_page(

@@ -153,10 +153,18 @@ FAMILIES = {"dropping": DROPPING, "retrieving": RETRIEVING}
 SHARES = {"dropping": KEPT, "retrieving": FETCHED}
 
 
-def fetching(settings: Settings) -> tuple[str, float] | None:
-    """Name and share of the method that retrieves with these settings; None if it is none of these methods."""
-    found = [method.name for method in RETRIEVING if settings in method.entries]
-    return (found[0], settings["fetch"]) if found else None
+def share_of(settings: Settings) -> tuple[str, float] | None:
+    """Name and share of the method with these settings; None if it is none of these.
+
+    What programs make for a model may have any name there.
+    """
+    for family, methods in FAMILIES.items():
+        for method in methods:
+            for share, entry in zip(SHARES[family], method.entries, strict=False):
+                files = {option: method.file for option in settings if entry.get(option) == method.file}
+                if len(method.entries) == len(SHARES[family]) and settings | files == entry:
+                    return method.name, share
+    return None
 
 
 def override(settings: Settings) -> str:

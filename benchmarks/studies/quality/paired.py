@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
-from benchmarks.studies.quality.methods import FAMILIES, fetching
+from benchmarks.studies.quality.methods import FAMILIES, share_of
 from policies.base import Budget
 
 RESAMPLES = 10_000
@@ -46,13 +46,13 @@ class PolicyRow:
     """One policy under one budget, on the questions that the full cache was asked too.
 
     Attributes:
-        budget: of a method that retrieves in `methods.py` the share that it fetches.
+        budget: of a method in `methods.py` without a budget, its share.
         scores: mean score by kind of question.
         kept_share: bytes of keys, values and indices, in host memory too, over those of the full cache.
         seen_share: share of the context that attention of generated tokens saw.
         score, loss: differences to the full cache: of scores, and of the loss of a right answer in nats per token.
         pairs: number of questions.
-        ttft_s, tpot_s: medians; None if no line has one.
+        ttft: median time to first token, over that of the full cache with the same question.
     """
 
     policy: str
@@ -63,8 +63,7 @@ class PolicyRow:
     score: Difference
     loss: Difference
     pairs: int
-    ttft_s: float
-    tpot_s: float | None
+    ttft: float
 
     @property
     def name(self) -> str:
@@ -112,8 +111,8 @@ def rows(of_setting: Sequence[Line]) -> list[PolicyRow]:
     groups: dict[tuple[str, Budget | None], list[Line]] = {}
     for line in of_setting:
         if question_of(line) in full:
-            name = fetching(line["policy_settings"]) or (line["policy"], line["budget"])
-            groups.setdefault(name, []).append(line)
+            named = share_of(line["policy_settings"]) if line["budget"] is None else None
+            groups.setdefault(named or (line["policy"], line["budget"]), []).append(line)
     made = [_row(policy, budget, group, full) for (policy, budget), group in groups.items()]
     return sorted(made, key=lambda row: (row.policy != FULL, row.policy, row.budget or 0))
 
@@ -123,7 +122,6 @@ def _row(policy: str, budget: Budget | None, group: list[Line], full: dict[str, 
     kinds: dict[str, list[float]] = {}
     for line in group:
         kinds.setdefault(kind_of(line), []).append(line["score"])
-    tpots = [line["tpot_s"] for line in group if line["tpot_s"] is not None]
     return PolicyRow(
         policy=policy,
         budget=budget,
@@ -133,8 +131,7 @@ def _row(policy: str, budget: Budget | None, group: list[Line], full: dict[str, 
         score=Difference.of([line["score"] - other["score"] for line, other in pairs]),
         loss=Difference.of([_loss(line) - _loss(other) for line, other in pairs]),
         pairs=len(pairs),
-        ttft_s=float(np.median([line["ttft_s"] for line in group])),
-        tpot_s=float(np.median(tpots)) if tpots else None,
+        ttft=median(line["ttft_s"] / other["ttft_s"] for line, other in pairs),
     )
 
 
