@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 from benchmarks.evaluation.pictures import LOOKS
@@ -13,6 +13,9 @@ from benchmarks.harness.pictures import legend
 from benchmarks.studies.quality.paired import Difference, PolicyRow, Setting, rows, settings
 from benchmarks.studies.quality.tables import PROTOCOLS
 from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
+
+ALIKE = 2
+"""Percentage points between the bytes kept and what attention saw at most for one picture of both."""
 
 Value = Callable[[PolicyRow], float]
 
@@ -25,15 +28,19 @@ def picture(found: list[Line]) -> bytes | None:
     if not compared:
         return None
     (model, protocol, length), made = max(compared.items(), key=lambda each: sum(row.pairs for row in each[1]))
-    figure = new_figure(11.5, 7.6)
-    axes = panels(figure, 4, 2, 2)
-    for place, (y, y_name) in enumerate(((score, "score over full cache, points"), (loss, "loss over full, nats"))):
-        for column, (x, x_name) in enumerate(((kept, "bytes kept"), (seen, "attention saw"))):
-            _draw(axes[2 * place + column], made, x, y)
-            dress(axes[2 * place + column], x=f"{x_name}, % of the full cache", y=y_name)
-    legend(axes[0], fontsize=7.5, ncols=2)
+    ways = [(kept, "bytes kept")]
+    if any(abs(kept(row) - seen(row)) > ALIKE for row in made):
+        ways.append((seen, "attention saw"))
+    figure = new_figure(11.5, 1.1 + 3.8 * len(ways))
+    axes = panels(figure, 2 * len(ways), len(ways), 2)
+    losses = ((score, "score over full cache, points"), (loss, "loss over full, nats"))
+    for place, ((y, y_name), (x, x_name)) in zip(axes, product(losses, ways), strict=True):
+        _draw(place, made, x, y)
+        dress(place, x=f"{x_name}, % of the full cache", y=y_name)
+    legend(figure, handles=axes[0].get_legend_handles_labels()[0], loc="outside lower left", ncols=5)
     subject = f"{model}, {PROTOCOLS[protocol]}, {length}; bars: 95% of the mean paired difference"
-    set_title(figure, "What policies lose, by what they keep and by what attention saw", subject)
+    seen_too = " and by what attention saw" if len(ways) > 1 else ""
+    set_title(figure, f"What policies lose, by what they keep{seen_too}", subject)
     return png(figure)
 
 
