@@ -57,7 +57,8 @@ def summary(
     if kept:
         if first.decode != "sharded":
             kept = [max(kept, key=lambda rank: sum(rank.kept_tokens))]
-        share = sum(sum(rank.kept_tokens) for rank in kept) / len(kept[0].kept_tokens) / first.boundaries[-1]
+        longest = max(generation.prompt_tokens for generation in first.generations)
+        share = sum(sum(rank.kept_tokens) for rank in kept) / len(kept[0].kept_tokens) / longest
         num_bytes = ", ".join(_bytes(rank.kv_kept_bytes) for rank in kept)
         rows["KV kept"] = f"{num_bytes}, {share:.1%} of the prompt's tokens, mean over layers"
     retrieving = [(rank.kv_host_bytes, rank.retrieval) for rank in first.ranks if rank.retrieval and not rank.share]

@@ -138,6 +138,13 @@ def test_summary_tells_the_figures_of_one_prompt():
     assert len(text.splitlines()) <= 10
 
 
+def test_what_is_kept_is_a_share_of_the_whole_prompt():
+    """Of 40 tokens 10 were computed, and 30 are those of segments."""
+    cut = batch(generation(prompt_tokens=40))
+    cut.ranks[-1].kept_tokens = [40, 20]
+    assert "75.0% of the prompt's tokens" in summary([cut])
+
+
 @pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "avx512_f"])
 def test_summary_says_where_bfloat16_would_be_faster(name, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", name: True})
