@@ -77,7 +77,7 @@ def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:
 
 
 def test_methods_without_a_budget_have_their_names_and_shares_in_tables_of_ruler() -> None:
-    """A file of a model may have any name. Lists of keys that nothing else is asked are in the tables of losses alone."""
+    """A file of a model may have any name. Lists of keys alone are in the tables of losses."""
     [quest] = [method for method in RETRIEVING if method.name == "quest"]
     found = [line("full", 0, 1.0), *(line(str(each), 0, 1.0) | {"policy_settings": each} for each in quest.entries)]
     [group] = settings(found).values()

@@ -43,7 +43,8 @@ from runahead.decoding.decode import Row
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.speculative import retrieving_drafts, speculation, verification
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
-from runahead.decoding.speculative.payoff import FREE_STEPS, LOSS, Payoff
+from runahead.decoding.speculative.payoff import FREE_STEPS, INVESTED, LOSS, Payoff
+from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.retrieving_drafts import RetrievedRow
 from runahead.decoding.speculative.speculator import Draft
 from runahead.decoding.speculative.verification import RowForwards
@@ -350,14 +351,19 @@ class Times:
         right: Callable[[int], float],
         num_new: int = 400,
         draft_s: float = 0.0,
+        begin_s: float = 0.0,
     ) -> None:
-        payoff, draw = Payoff(warm_up=2), random.Random(1)
+        payoff, draw, self.begun = Payoff(warm_up=2), random.Random(1), num_new if begin_s else 0
         self.seconds, self.plain_s, made, self.verified = 0.0, float(num_new), 0, list[int]()
         while made < num_new:
             accepted = 0
             while accepted < 8 and draw.random() < right(made):
                 accepted += 1
-            num = payoff.num_to_verify([(0, 8)], is_drafted=not draft_s) if payoff.is_warm(1) else 0
+            if self.begun > made and payoff.may_begin(1, begin_s, num_new - made):
+                payoff.add_beginning(1, begin_s, num_new - made)
+                self.seconds, self.begun = self.seconds + begin_s, made
+            is_ready = payoff.is_warm(1) and self.begun <= made
+            num = payoff.num_to_verify([(0, 8)], is_drafted=not draft_s) if is_ready else 0
             self.verified.append(num)
             if num == 0:
                 payoff.add_plain(1, 1.0)
@@ -378,6 +384,15 @@ def test_speculation_never_loses_more_than_its_share(slope: float, right: float,
     """Whatever drafts cost: the share, the free steps, and one verification that was begun within them."""
     times = Times(verify_s=lambda num: 1.0 + slope * num, right=lambda made: right, draft_s=draft_s)
     assert times.seconds <= times.plain_s * (1 + LOSS) + FREE_STEPS + (slope + draft_s) * 8
+
+
+@pytest.mark.parametrize("right", [0.1, 0.6])
+@pytest.mark.parametrize("begin_s", [1.0, 5.0, 30.0])
+def test_a_drafter_begins_where_its_time_is_within_what_may_be_lost(begin_s: float, right: float) -> None:
+    """It fails where a drafter begins at once, or where the time that it took is not counted as lost."""
+    times = Times(verify_s=lambda num: 1 + 0.3 * num, right=lambda made: right, draft_s=0.3, begin_s=begin_s)
+    assert times.seconds <= times.plain_s * (1 + LOSS + INVESTED) + 1
+    assert (times.begun <= 2) == (begin_s < 6) and (times.begun == 400) == (begin_s > 15)
 
 
 def test_speculation_gains_where_drafts_are_right_and_cheap() -> None:
@@ -460,6 +475,29 @@ def test_the_model_drafts_over_what_a_policy_keeps() -> None:
 def policies(budget: float) -> RankPolicies:
     return RankPolicies.everywhere([SnapKV(budget=budget, window=4)])
 
+
+def test_a_drafter_that_begins_late_has_the_text_so_far() -> None:
+    """All drafts are right then, too. It fails where it has stored the prompt alone and takes the text for stored."""
+    model, steps = tiny_model("llama"), list[int]()
+
+    class Late(PayingDrafts):
+        def begin(self, num_rows: int, num_left: int) -> float:
+            steps.append(num_left)
+            return super().begin(num_rows, num_left) if num_left < NUM_LEFT else 0.0
+
+    for draft, kind in (
+        (model, Speculate.model),
+        (policies(1.0), Speculate.policy),
+        (RankPolicies.everywhere([Quest(**MOST, page=2, fetch=200)]), Speculate.policy),
+    ):
+        with patch.object(speculation, "PayingDrafts", Late):
+            report = require_same(engine_of(model, draft=draft), kind, PROMPTS[:2])
+        assert report.accepted == report.drafted > 0 and report.plain_steps >= 2
+    assert max(steps) == SAMPLING.max_new_tokens - 1
+
+
+NUM_LEFT = 4
+"""New tokens to come, with fewer of which a late drafter begins."""
 
 MOST: dict[str, Any] = {"min_tokens": 0, "first_layer": 0, "sinks": 1, "recent": 2}
 RETRIEVERS = {

@@ -23,8 +23,13 @@ class Drafter(ABC):
         """Bytes of keys and values that drafts are made from, besides those of the prompts' cache."""
         return 0
 
+    @property
+    def tokens_to_begin(self) -> float:
+        """Tokens whose forwards by the verifying model take about as long as `begin`."""
+        return 0.0
+
     def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Prepare for the first draft, once the prompts' first tokens are there."""
+        """Prepare for the first draft, once the prompts' first tokens are there; new ones may have come since."""
 
     @abstractmethod
     def draft(

@@ -46,26 +46,32 @@ class GeneratedDrafter(Drafter):
     def __init__(self, rows: Sequence[Row], first: Drafter | None = None) -> None:
         self._rows, self._first = rows, first
         self._forwards: RowForwards | None = None
-        self._fed: list[list[int]] = [list(row.prompt) for row in rows]  # whose keys and values are stored
+        self._fed: list[list[int]] = []  # whose keys and values are stored
         self._paying: PayingDrafts | None = None
         self.within: SpeculationReport | None = None
 
     @abstractmethod
-    def _made(self) -> RowForwards:
-        """The forwards, with the prompts stored."""
+    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
+        """The forwards, with these tokens of each row stored."""
 
     @property
     def num_bytes(self) -> int:
         own = 0 if self._forwards is None else self._forwards.cache.num_bytes
         return own + (0 if self._first is None else self._first.num_bytes)
 
+    @property
+    def tokens_to_begin(self) -> float:
+        return 0.0 if self._first is None else self._first.tokens_to_begin
+
     def begin(self) -> None:
-        self._forwards = self._made()
+        self._fed = [[*row.prompt, *row.new_ids[:-1]] for row in self._rows]
+        self._forwards = self._made(self._fed)
         self._forwards.leave_step()
         if self._first is not None:
-            self._first.begin()
             always = any(row.options.speculate_always for row in self._rows)
             self._paying = PayingDrafts(self._first, Payoff(warm_up=self._forwards.warm_up, always=always))
+            self._first.begin()
+            self._paying.has_begun = True
             self.within = SpeculationReport(drafts="lookup" if self._first.is_free else "model")
 
     def draft(
@@ -155,6 +161,7 @@ class ModelDrafter(GeneratedDrafter):
 
     Args:
         model: the smaller one.
+        verifying: the one that verifies.
         on_layer: called after each layer of the prompts.
     """
 
@@ -164,10 +171,11 @@ class ModelDrafter(GeneratedDrafter):
         rows: Sequence[Row],
         first: Drafter | None = None,
         *,
+        verifying: Model,
         on_layer: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(rows, first)
-        self._model, self._on_layer = model, on_layer
+        self._model, self._verifying, self._on_layer = model, verifying, on_layer
 
     @staticmethod
     def check(model: Model, drafting: Model, *, lengths: Sequence[int], num_new: int) -> None:
@@ -198,13 +206,17 @@ class ModelDrafter(GeneratedDrafter):
                 "row, so it drafts for prompts of one length; use prompt.batch=1"
             )
 
-    def _made(self) -> RowForwards:
-        model, prompts = self._model, [row.prompt for row in self._rows]
-        longest = max(map(len, prompts))
-        pads = [longest - len(prompt) for prompt in prompts]
-        num_new = max(row.max_new_tokens for row in self._rows)
-        cache = model.empty_cache(longest + num_new, batch=len(prompts))
-        filled = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+    @property
+    def tokens_to_begin(self) -> float:
+        num_tokens = sum(len(row.prompt) + len(row.new_ids) for row in self._rows)
+        return num_tokens * _num_weights(self._model) / _num_weights(self._verifying) + super().tokens_to_begin
+
+    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
+        model, longest = self._model, max(map(len, texts))
+        pads = [longest - len(text) for text in texts]
+        num_left = max(row.max_new_tokens - len(row.new_ids) for row in self._rows) + 1
+        cache = model.empty_cache(longest + num_left, batch=len(texts))
+        filled = [[*[0] * pad, *text] for pad, text in zip(pads, texts, strict=True)]
         ids_BS = torch.tensor(filled, device=model.device)
         for start in range(0, longest, CHUNK_TOKENS):
             attention = CausalAttention(cache, start=start, pads=pads, on_layer=self._on_layer)
@@ -217,6 +229,10 @@ def _guesses(samplers: Mapping[int, Sampler], logits: Mapping[int, Tensor]) -> d
     """The tokens that samplers choose from these logits (V), by row; any where a logit is no number."""
     chosen = next_tokens([samplers[row] for row in logits], torch.stack(list(logits.values())), raises=False)
     return {row: 0 if token is None else int(token) for row, token in zip(logits, chosen, strict=True)}
+
+
+def _num_weights(model: Model) -> int:
+    return sum(weight.numel() for weight in model.module.parameters())
 
 
 def _num_common(ids: Sequence[int], text: Sequence[int]) -> int:

@@ -15,6 +15,9 @@ FREE_STEPS = 2
 SAVED_STEPS = 20
 """Plain steps up to whose time it adds up, so that hours in which speculation paid allow no long loss after them."""
 
+INVESTED = 0.01
+"""Share of the time of the tokens that may still come that a drafter may take to begin, besides."""
+
 LEAST_HOPE = 0.5
 """Predicted gain below which no trial is worth its loss."""
 
@@ -58,7 +61,7 @@ class Payoff:
     tried. k is the one of the largest gain, of the powers of two. It is verified if the gain is above 1, as long as all
     verifications together have lost at most the share `LOSS` of the time and `FREE_STEPS` plain steps; and for a trial
     where the gain is lower, as long as the loss stays within the share alone. What is won makes up for what is lost
-    later, up to `SAVED_STEPS`.
+    later, up to `SAVED_STEPS`. A drafter that takes time to begin does so when these and the share `INVESTED` allow it.
 
     Args:
         warm_up: plain steps before the first draft, whose time is that of a plain step at first.
@@ -80,6 +83,18 @@ class Payoff:
     def is_warm(self, num_rows: int) -> bool:
         """Whether the time of a plain step of so many rows is known."""
         return self.always or len(self._seconds.get((num_rows, 0), ())) >= self._warm_up
+
+    def may_begin(self, num_rows: int, seconds: float, num_left: int) -> bool:
+        """Whether a drafter may take so many seconds to begin, with at most `num_left` tokens to come."""
+        if self.always or not self.is_warm(num_rows):
+            return self.always
+        plain_s = self._known(num_rows, 0)
+        return seconds < self._may_lose_s + (FREE_STEPS + INVESTED * num_left) * plain_s
+
+    def add_beginning(self, num_rows: int, seconds: float, num_left: int) -> None:
+        """Take the time in which a drafter began."""
+        if not self.always:
+            self._may_lose_s += LOSS * seconds + INVESTED * num_left * self._known(num_rows, 0) - seconds
 
     def num_to_verify(self, drafted: Sequence[tuple[int, int]], *, is_drafted: bool = True) -> int:
         """How many tokens of each draft to verify; 0 for a plain step.

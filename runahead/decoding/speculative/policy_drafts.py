@@ -69,11 +69,14 @@ class PolicyDrafter(GeneratedDrafter):
         if why is not None:
             raise ValueError(f"a drafting policy {type(policies.last[-1]).__name__} {why}")
 
-    def _made(self) -> RowForwards:
-        whole = self._whole
-        kept = [self._kept(row, each.prompt) for row, each in zip(whole.rows, self._rows, strict=True)]
-        longest = max(whole.stored)
-        pads = [longest - stored for stored in whole.stored]
+    @property
+    def tokens_to_begin(self) -> float:
+        return OBSERVED_TOKENS * len(self._rows) + super().tokens_to_begin
+
+    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
+        kept = [self._kept(row, text) for row, text in zip(self._whole.rows, texts, strict=True)]
+        longest = max(map(len, texts))
+        pads = [longest - len(text) for text in texts]
         return RowForwards(self._model, RowsCache(kept, pads), pads=pads, num_tokens=longest)
 
     def _kept(self, whole: KVStore, ids: Sequence[int]) -> KVStore:

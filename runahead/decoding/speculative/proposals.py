@@ -35,11 +35,32 @@ class PayingDrafts:
     Args:
         drafter: makes the drafts.
         payoff: decides.
+        token_s: seconds of a token in a forward of the verifying model over many; 0 if that is not known.
+
+    Attributes:
+        has_begun: `drafter` is prepared; until then there are no drafts.
     """
 
-    def __init__(self, drafter: Drafter, payoff: Payoff) -> None:
-        self.drafter, self._payoff = drafter, payoff
+    def __init__(self, drafter: Drafter, payoff: Payoff, *, token_s: float = 0.0) -> None:
+        self.drafter, self._payoff, self._token_s = drafter, payoff, token_s
+        self.has_begun = drafter.is_free
         self._rests: dict[int, list[int]] = {}  # of drafts that were left out, whose tokens may come one by one
+
+    def begin(self, num_rows: int, num_left: int) -> float:
+        """Prepare the drafter where that is affordable. Returns the seconds that it took.
+
+        Args:
+            num_left: most new tokens of a row that may come.
+        """
+        expected_s = self.drafter.tokens_to_begin * self._token_s
+        if self.has_begun or not self._payoff.may_begin(num_rows, expected_s, num_left):
+            return 0.0
+        began_s = time.perf_counter()
+        self.drafter.begin()
+        seconds = time.perf_counter() - began_s
+        self._payoff.add_beginning(num_rows, seconds, num_left)
+        self.has_begun = True
+        return seconds
 
     def propose(
         self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
@@ -51,6 +72,8 @@ class PayingDrafts:
         longest = {row: len(draft) for row, draft in drafts.items()} if is_free else most
         if not any(num > 0 for num in longest.values()) or not self._payoff.is_warm(len(longest)):
             return Proposal(drafts=drafts, draft_s=draft_s)
+        if not self.has_begun:
+            return Proposal(drafts=drafts, is_declined=True)
         num = self._payoff.num_to_verify([(row, max(0, each)) for row, each in longest.items()], is_drafted=is_free)
         if num == 0:
             return Proposal(drafts=drafts, draft_s=draft_s, is_declined=True)

@@ -50,15 +50,17 @@ class RetrievingDrafter(GeneratedDrafter):
         own = sum(row.retrieval.num_bytes for row in self._drafting)
         return own + (0 if self._first is None else self._first.num_bytes)
 
-    def _made(self) -> RowForwards:
-        whole, model = self._whole, self._model
-        for row, each, stored in zip(whole.rows, self._rows, whole.stored, strict=True):
+    @property
+    def tokens_to_begin(self) -> float:
+        return num_observed(self._policy) * len(self._rows) + super().tokens_to_begin
+
+    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
+        for row, text in zip(self._whole.rows, texts, strict=True):
             assert isinstance(row, SlabRow), type(row)
-            self._drafting.append(RetrievedRow(model, self._policy, row, each.prompt))
-            assert stored == len(each.prompt), (stored, len(each.prompt))
-        longest = max(whole.stored)
-        pads = [longest - stored for stored in whole.stored]
-        return RowForwards(model, RowsCache(self._drafting, pads), pads=pads, num_tokens=longest)
+            self._drafting.append(RetrievedRow(self._model, self._policy, row, text))
+        longest = max(map(len, texts))
+        pads = [longest - len(text) for text in texts]
+        return RowForwards(self._model, RowsCache(self._drafting, pads), pads=pads, num_tokens=longest)
 
     def _to_feed(self, row: int, text: Sequence[int]) -> Sequence[int]:
         num_verified = self._whole.stored[row]
@@ -73,7 +75,7 @@ class RetrievedRow(KVStore):
 
     Args:
         whole: keys and values of the row.
-        ids: tokens of its prompt, which are stored.
+        ids: its tokens that are stored.
     """
 
     layers: list[RetrievedDrafts]

@@ -38,6 +38,7 @@ class Speculation:
         forwards: over the prompts' KV cache.
         drafter: of the rows whose options ask for speculation.
         on_step: as of `decode`, but that a row without a new token in a step may have more of them later.
+        token_s: as of `PayingDrafts`.
 
     Attributes:
         report: statistics so far.
@@ -49,11 +50,13 @@ class Speculation:
         forwards: RowForwards,
         drafter: Drafter,
         on_step: Callable[[list[int | None]], Iterable[int]],
+        *,
+        token_s: float = 0.0,
     ) -> None:
-        self._rows, self._forwards, self._drafter, self._on_step = rows, forwards, drafter, on_step
+        self._rows, self._forwards, self._on_step = rows, forwards, on_step
         asked = [row.options for row in rows if row.options.speculate is not Speculate.none]
         always = any(options.speculate_always for options in asked)
-        self._paying = PayingDrafts(drafter, Payoff(warm_up=forwards.warm_up, always=always))
+        self._paying = PayingDrafts(drafter, Payoff(warm_up=forwards.warm_up, always=always), token_s=token_s)
         self._texts = [list(row.prompt) for row in rows]
         self._last_token_s = 0.0
         self.report = SpeculationReport(drafts=asked[0].speculate.name)
@@ -62,11 +65,11 @@ class Speculation:
         """Generate new tokens until every row has ended. `logits_BV` are those of the prompts' last tokens."""
         rows, everyone = self._rows, range(len(self._rows))
         self._tell(self._chosen(dict(zip(everyone, logits_BV, strict=True))))
-        first_token_s, began_s = self._last_token_s, time.perf_counter()
-        self._drafter.begin()
-        self.report.draft_s += time.perf_counter() - began_s
+        first_token_s = self._last_token_s
         while live := [row for row in everyone if rows[row].finish_reason is None]:
             texts, samplers = {row: self._texts[row] for row in live}, {row: rows[row].sampler for row in live}
+            num_left = max(rows[row].max_new_tokens - len(rows[row].new_ids) for row in live)
+            self.report.draft_s += self._paying.begin(len(live), num_left)
             proposal = self._paying.propose(texts, self._most(live), samplers)
             self._note_proposal(proposal)
             if proposal.num:

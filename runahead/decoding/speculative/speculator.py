@@ -115,7 +115,9 @@ class Speculator:
         assert prefilled.cache is not None and prefilled.logits_BV is not None
         forwards = RowForwards(self._model, prefilled.cache, pads=batch.pads, num_tokens=batch.num_tokens)
         prefilled.cache = forwards.cache
-        decoded, report, drafter_bytes = self.decode_over(forwards, rows, prefilled.logits_BV, on_step)
+        told = prefilled.report
+        token_s = told.prefill_s / max(1, told.chunk_tokens * len(rows))
+        decoded, report, drafter_bytes = self.decode_over(forwards, rows, prefilled.logits_BV, on_step, token_s=token_s)
         prefilled.report.speculation = report
         forwards.cache.describe_decoding(prefilled.report)
         prefilled.report.kv_peak_bytes += drafter_bytes
@@ -127,10 +129,12 @@ class Speculator:
         rows: Sequence[Row],
         logits_BV: Tensor,
         on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
+        *,
+        token_s: float = 0.0,
     ) -> tuple[Decoded, SpeculationReport, int]:
-        """Generate all tokens. Returns also the statistics, and the bytes of the drafter."""
+        """Generate all tokens; `token_s` as of `Speculation`. Returns also the statistics, and the drafter's bytes."""
         drafter = self._drafter(rows, forwards)
-        speculation = Speculation(rows, forwards, drafter, on_step)
+        speculation = Speculation(rows, forwards, drafter, on_step, token_s=token_s)
         decoded = speculation.decode(logits_BV)
         speculation.report.within = drafter.within if isinstance(drafter, GeneratedDrafter) else None
         return decoded, speculation.report, drafter.num_bytes
@@ -142,7 +146,7 @@ class Speculator:
                 match[number] = row.options.speculate_match
         first = self._first_drafter(rows, match)
         if isinstance(self._draft, Model) and Speculate.model in kinds:
-            return ModelDrafter(self._draft, rows, first, on_layer=self._on_layer)
+            return ModelDrafter(self._draft, rows, first, verifying=self._model, on_layer=self._on_layer)
         if isinstance(self._draft, RankPolicies) and Speculate.policy in kinds:
             if self._draft.retriever is not None:
                 return RetrievingDrafter(self._model, self._draft.retriever, rows, forwards, first)
@@ -151,5 +155,5 @@ class Speculator:
 
     def _first_drafter(self, rows: Sequence[Row], match: Mapping[int, int]) -> Drafter | None:
         if isinstance(self._first, Model):
-            return ModelDrafter(self._first, rows, on_layer=self._on_layer)
+            return ModelDrafter(self._first, rows, verifying=self._model, on_layer=self._on_layer)
         return None if self._first is None else LookupDrafter(match)
