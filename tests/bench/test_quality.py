@@ -114,6 +114,23 @@ def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> No
     assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 2.5 x | 1 |" in text
 
 
+def test_a_policy_that_wraps_a_scorer_is_compared_with_the_scorers_own_choice_too() -> None:
+    """By the same questions and the same budget alone: of `snapkv` there are more of both."""
+    found = []
+    for sample, (full, alone, shared_out) in enumerate([(1.0, 0.5, 0.75), (1.0, 0.0, 0.0), (1.0, 1.0, None)]):
+        found.append(line("full", sample, full))
+        for budget, score in ((0.5, alone), (0.25, 0.0)):
+            snapkv = {"name": "snapkv", "budget": budget}
+            found.append(line("snapkv", sample, score, budget=budget) | {"policy_settings": snapkv})
+        if shared_out is not None:
+            wrapped = {"name": "adakv", "scorer": {"name": "snapkv", "budget": 0.5}}
+            found.append(line("adakv(scorer=snapkv)", sample, shared_out, budget=0.5) | {"policy_settings": wrapped})
+    text = tables(found)
+    assert "| policy | budget | score over its scorer | loss over its scorer | n |" in text
+    assert "| `adakv(scorer=snapkv)` | 50% | +12 | -0.12 | 2 |" in text
+    assert "over its scorer" not in tables([each for each in found if each["policy"] != "snapkv"])
+
+
 def test_the_study_measures_goes_on_and_writes_its_page(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,9 @@ LEAST_PAIRS = 5
 Setting = tuple[str, str, str]
 """Model, protocol and length of the context: figures of two settings are not compared."""
 
+Pair = tuple[Line, Line]
+"""A line of a policy, and that of its reference with the same question."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -43,16 +46,17 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRow:
-    """One policy under one budget, on the questions that the full cache was asked too.
+    """One policy under one budget, on the questions that its reference was asked too.
 
     Attributes:
         budget: of a method in `methods.py` without a budget, its share.
         scores: mean score by kind of question.
         kept_share: bytes of keys, values and indices, in host memory too, over those of the full cache.
         seen_share: share of the context that attention of generated tokens saw.
-        score, loss: differences to the full cache: of scores, and of the loss of a right answer in nats per token.
+        score, loss: differences to the reference (the full cache, or a wrapper's scorer): of scores, and of the loss of
+            a right answer in nats per token.
         pairs: number of questions.
-        ttft: median time to first token, over that of the full cache with the same question.
+        ttft: median time to first token, over that of the reference with the same question.
     """
 
     policy: str
@@ -108,17 +112,33 @@ def kind_of(line: Line) -> str:
 def rows(of_setting: Sequence[Line]) -> list[PolicyRow]:
     """One row per policy and budget, the full cache first."""
     full = {question_of(line): line for line in of_setting if line["policy"] == FULL}
-    groups: dict[tuple[str, Budget | None], list[Line]] = {}
+    groups: dict[tuple[str, Budget | None], list[Pair]] = {}
     for line in of_setting:
         if question_of(line) in full:
             named = share_of(line["policy_settings"]) if line["budget"] is None else None
-            groups.setdefault(named or (line["policy"], line["budget"]), []).append(line)
-    made = [_row(policy, budget, group, full) for (policy, budget), group in groups.items()]
+            pair = (line, full[question_of(line)])
+            groups.setdefault(named or (line["policy"], line["budget"]), []).append(pair)
+    return _sorted(groups)
+
+
+def over_scorers(of_setting: Sequence[Line]) -> list[PolicyRow]:
+    """One row per policy that wraps a scorer, and budget, over the scorer's own choice on the same questions."""
+    asked = {(question_of(line), str(line["policy_settings"])): line for line in of_setting}
+    groups: dict[tuple[str, Budget | None], list[Pair]] = {}
+    for line in of_setting:
+        alone = asked.get((question_of(line), str(line["policy_settings"].get("scorer"))))
+        if alone is not None:
+            groups.setdefault((line["policy"], line["budget"]), []).append((line, alone))
+    return _sorted(groups)
+
+
+def _sorted(groups: dict[tuple[str, Budget | None], list[Pair]]) -> list[PolicyRow]:
+    made = [_row(policy, budget, pairs) for (policy, budget), pairs in groups.items()]
     return sorted(made, key=lambda row: (row.policy != FULL, row.policy, row.budget or 0))
 
 
-def _row(policy: str, budget: Budget | None, group: list[Line], full: dict[str, Line]) -> PolicyRow:
-    pairs = [(line, full[question_of(line)]) for line in group]
+def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
+    group = [line for line, _ in pairs]
     kinds: dict[str, list[float]] = {}
     for line in group:
         kinds.setdefault(kind_of(line), []).append(line["score"])

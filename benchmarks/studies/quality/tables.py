@@ -10,7 +10,7 @@ from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.quality import losses
-from benchmarks.studies.quality.paired import Difference, PolicyRow, rows, settings
+from benchmarks.studies.quality.paired import Difference, PolicyRow, over_scorers, rows, settings
 
 PROTOCOLS = {"separate": "question not seen", "with_context": "question seen"}
 ORDER = (*RULER_TASKS, *TASK_NAMES)
@@ -28,6 +28,8 @@ def tables(found: list[Line]) -> str:
         questions = max(row.pairs for row in of_setting)
         heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {questions} questions, commit {commits}"
         parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
+        if wrapped := over_scorers(group):
+            parts.append(f"The same questions, over the scorer's own choice:\n\n{markdown(scorers_table(wrapped))}")
     return "\n".join([*parts, losses.tables(found)])
 
 
@@ -40,6 +42,15 @@ def table(of_setting: Sequence[PolicyRow]) -> Rows:
         over = ("", "", "") if row.policy == FULL else (points(row.score), nats(row.loss), f"{row.ttft:.1f} x")
         shares = f"{row.kept_share:.0%}", f"{row.seen_share:.0%}"
         made.append((f"`{row.policy}`", budget_text(row.budget), *shares, *scores, *over, str(row.pairs)))
+    return made
+
+
+def scorers_table(wrapped: Sequence[PolicyRow]) -> Rows:
+    """Rows of policies that wrap a scorer, in Markdown's cells."""
+    made: Rows = [("policy", "budget", "score over its scorer", "loss over its scorer", "n")]
+    for row in wrapped:
+        over = points(row.score), nats(row.loss)
+        made.append((f"`{row.policy}`", budget_text(row.budget), *over, str(row.pairs)))
     return made
 
 
