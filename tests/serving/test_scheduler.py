@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.adakv import AdaKV
+from policies.base import Policy
+from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, PrefillName, Transfer
@@ -219,10 +222,16 @@ def test_a_prefill_under_policies_stops_too(rank_pools: RankPools) -> None:
         assert len(by_rank[1][0]) == 5
 
 
-def test_policies_decode_row_by_row(rank_pools: RankPools) -> None:
-    load = replace(MANY, policies=RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)]), prompts=PROMPTS, short=0)
-    together = rank_pools.run(2, rank_tasks.serve, load)[0]
-    one_by_one = rank_pools.run(2, rank_tasks.serve, replace(load, limits=QueueLimits(batch=1)))[0]
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [(2, StreamingLLM(budget=16, sinks=2)), (1, AdaKV(scorer=SnapKV(budget=16, window=4)))],
+    ids=["streaming_llm", "adakv"],
+)
+def test_policies_decode_row_by_row(rank_pools: RankPools, size: int, policy: Policy) -> None:
+    """On several ranks AdaKV's choice depends on where they begin, and a rank that decodes others gets less."""
+    load = replace(MANY, policies=RankPolicies.everywhere([policy]), prompts=PROMPTS, short=0)
+    together = rank_pools.run(size, rank_tasks.serve, load)[0]
+    one_by_one = rank_pools.run(size, rank_tasks.serve, replace(load, limits=QueueLimits(batch=1)))[0]
     assert together.tokens == one_by_one.tokens
 
 
