@@ -67,7 +67,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.json_schema=<JSON that answers follow; needs the extra guided>
                                generation.speculate=none|lookup|policy|model   generation.speculate_tokens=8
                                generation.speculate_match=2   generation.speculate_always=false
-  draft.model=<folder, hub id or .gguf>   draft.policy={{name:snapkv,budget:0.1}}, of generation.speculate
+  draft.model=<folder, hub id or .gguf>   draft.policy='{{name:snapkv,budget:0.1}}', of generation.speculate
   draft.speculate=none|lookup|model, which drafts for these
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 

@@ -49,6 +49,28 @@ def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
     assert not gone, f"{page} names {', '.join(gone)}"
 
 
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+def test_options_with_braces_are_quoted_in_commands(page: str) -> None:
+    """Bash makes two words of `policy.scorer={name:snapkv,budget:512}`, and the program gets neither option."""
+    assert not expanded_by_bash(read(ROOT / page))
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("    run.py policy.scorer={name:h2o,budget:8} a=1\n", ["policy.scorer={name:h2o,budget:8}"]),
+        ("    run.py a=1 \\\n        steps=[x,{name:y,z:{b:1}}]\n", ["steps=[x,{name:y,z:{b:1}}]"]),
+        ("say `policy.options={a:1,b:2}` and\n", ["policy.options={a:1,b:2}"]),
+        ("    # the user's choice\n    run.py policy={name:h2o,budget:8}\n", ["policy={name:h2o,budget:8}"]),
+        ("    run.py 'policies=[x,\n        {name:y,z:1}]' b='{c:1,d:2}' \"e={f:1,g:2}\"\n", []),
+        ("    run.py a={name:h2o}\n    # as a={b,c}\n    json {1,2}\n", []),
+        ("```python\nx={1,2}\n```\nan entry `{name:full,bits:4}` of it\n", []),
+    ],
+)
+def test_what_bash_expands_is_found(page: str, found: list[str]) -> None:
+    assert expanded_by_bash(page) == found
+
+
 def test_no_file_names_a_machine_or_an_index() -> None:
     files = repository_files()
     assert len(files) > 20, files
@@ -82,6 +104,15 @@ def test_a_forbidden_text_is_found(pieces: tuple[str, str]) -> None:
 @pytest.mark.parametrize("line", ["paper/work/notes", "~/tmp/x", "/tmp", "$HOME/root/x", "a/b: work/root"])
 def test_a_harmless_text_is_accepted(line: str) -> None:
     assert forbidden_in(line) == []
+
+
+def expanded_by_bash(page: str) -> list[str]:
+    """Options in a page's indented blocks and inline code that brace expansion splits: an unquoted `name=...{a,b}`."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)  # Python
+    blocks = re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^ {4}.*", "", text, flags=re.MULTILINE))
+    word = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)#.*|([\w.]+=[^\s'"{]*\{[^\s'"]*,[^\s'"]*\}[^\s'"]*)""")
+    return [found[1] for code in (*blocks, *inline) for found in word.finditer(code) if found[1]]
 
 
 def forbidden_in(line: str) -> list[str]:

@@ -151,8 +151,8 @@ class DraftOptions:
             )
         if kind is Speculate.policy and not self.policy:
             raise ValueError(
-                "generation.speculate=policy needs draft.policy={name:<policy>}, such as draft.policy={name:snapkv,"
-                "budget:0.1}"
+                "generation.speculate=policy needs draft.policy={name:<policy>}, such as "
+                "draft.policy='{name:snapkv,budget:0.1}'"
             )
         if self.speculate is Speculate.model and kind is not Speculate.none:
             if kind is not Speculate.policy:
