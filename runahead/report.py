@@ -25,18 +25,30 @@ class RetrievalReport:
         hit_mass: mean attention probability of the slots that attention saw in the sampled steps, by layer, or None.
         evicted: slots of each row and KV head that were dropped or replaced to stay within the pool's limit, by layer.
         host_bytes: bytes of the pool.
+        chosen_again: share of the choices by the query of the token before that a KV head replaced by one by the
+            token's own query, by layer; None in layers without such choices.
     """
 
     fetched_share: list[float | None]
     hit_mass: list[float | None]
     evicted: list[int]
     host_bytes: int
+    chosen_again: list[float | None]
 
     @property
     def mean_fetched_share(self) -> float | None:
         """Mean of `fetched_share` over the layers that retrieve; None if none does."""
-        shares = [share for share in self.fetched_share if share is not None]
-        return sum(shares) / len(shares) if shares else None
+        return _mean_of_known(self.fetched_share)
+
+    @property
+    def mean_chosen_again(self) -> float | None:
+        """Mean of `chosen_again` over the layers that choose late; None if none does."""
+        return _mean_of_known(self.chosen_again)
+
+
+def _mean_of_known(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
 
 
 @dataclass(kw_only=True)

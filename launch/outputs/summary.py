@@ -67,6 +67,10 @@ def summary(
         shares = ", ".join(f"{mean:.1%}" for mean in means if mean is not None)
         fetched = f"; {shares} of the tokens fetched per step and layer" if shares else ""
         rows["KV in host memory"] = ", ".join(_bytes(num_bytes) for num_bytes, _ in retrieving) + fetched
+    again = [rank.retrieval.mean_chosen_again for rank in first.ranks if rank.retrieval]
+    late = [share for share in again if share is not None]
+    if late:
+        rows["late choices"] = f"{sum(late) / len(late):.1%} made again by a token's own query"
     rows |= _reuse_rows(batches)
     rows |= _speculation_rows(batches)
     width = max(map(len, rows))

@@ -29,6 +29,8 @@ class LayerRetrieval:
         steps: decoding steps, and turns that retrieve, in which slots were chosen.
         fetched, resident: chosen and stored slots, summed over these steps.
         evicted: slots of each row and KV head whose token was replaced or dropped.
+        late_choices, chosen_again: choices by the query of the token before, one for each row and KV head, and those
+            of them that were replaced by one by the token's own query.
         hit_mass: attention probability of the chosen slots in each sampled step.
         out_of_order: whether a slot was overwritten, so that slots are not in the order of positions.
     """
@@ -43,6 +45,8 @@ class LayerRetrieval:
     fetched: int = 0
     resident: int = 0
     evicted: int = 0
+    late_choices: int = 0
+    chosen_again: int = 0
     hit_mass: list[float] = field(default_factory=list)
     out_of_order: bool = False
 

@@ -248,6 +248,8 @@ class Retrieval:
         if late == 1:  # no cosine is too large, whatever its rounding
             again_BK = torch.ones_like(again_BK)
         again_x = again_BK.flatten().nonzero()[:, 0]  # for their number the host waits
+        found.late_choices += again_BK.numel()
+        found.chosen_again += len(again_x)
         if len(again_x) == 0:
             return before
         choice = self.policy.choose(found.index, q_BNH, self._slots_at(layer, start, pads))
@@ -341,5 +343,9 @@ class Retrieval:
                 for layer in self.layers
             ],
             evicted=[0 if layer is None else layer.evicted for layer in self.layers],
+            chosen_again=[
+                None if layer is None or layer.late_choices == 0 else layer.chosen_again / layer.late_choices
+                for layer in self.layers
+            ],
             host_bytes=self.host_bytes,
         )

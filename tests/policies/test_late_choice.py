@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from policies.retriever import Choice, Index, Slots
 from policies.retroinfer import RetroInfer
 from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
-from tests.families import prompt, throughout
+from runahead import Model
+from tests.families import build, prompt, throughout
 from tests.policies.test_retrieval import GENERATED, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model
 
@@ -40,14 +42,20 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 @dataclass(kw_only=True)
 class Mixed(ExactTopK):
-    """Exact scores of the query before, or of the own one in KV heads with a mean cosine below a threshold."""
+    """Exact scores of the query before, or of the own one in KV heads with a mean cosine below a threshold.
+
+    Attributes:
+        own: share of the KV heads that choose by their own query, one number for each layer of each step.
+    """
 
     least: float = 0.0
+    own: list[float] = field(default_factory=list)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         before_BNH, index.before_BNH = getattr(index, "before_BNH", q_BNH), q_BNH  # type: ignore[attr-defined]
         alike_BK = torch.cosine_similarity(q_BNH, before_BNH, dim=-1).unflatten(1, (2, -1)).mean(dim=2)
         is_own_BN = (alike_BK < self.least).repeat_interleave(q_BNH.shape[1] // 2, dim=1)
+        self.own.append(float(is_own_BN.double().mean()))
         return super().choose(index, torch.where(is_own_BN[..., None], q_BNH, before_BNH), slots)
 
 
@@ -69,12 +77,41 @@ def test_where_all_heads_choose_again_nothing_is_late(name: str) -> None:
 
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 def test_heads_with_another_query_choose_by_their_own(lengths: tuple[int, ...]) -> None:
+    """The report has their share, and it falls with the threshold; with the other heads counted this fails."""
     options: dict[str, Any] = {"min_tokens": 0, "fetch": 8, "sinks": 1, "recent": 1}
-    seen = []
+    seen, shares = [], []
     for late in (-1.0, 0.1, 0.4, 1.0):
-        seen.append(decoded(ExactTopK(**options, late=late), lengths))
-        torch.testing.assert_close(seen[-1], decoded(Mixed(**options, least=late), lengths), atol=1e-9, rtol=0)
+        ours, mixed = ExactTopK(**options, late=late), Mixed(**options, least=late)
+        turns = Turns(tiny_model("llama"), [ours], lengths)
+        turns.prefill()
+        seen.append(turns.decode(TOKENS))
+        torch.testing.assert_close(seen[-1], decoded(mixed, lengths), atol=1e-9, rtol=0)
+        report, num_layers = turns.retrieval.report(), turns.model.num_layers
+        shares.append(report.mean_chosen_again)
+        if late < 1:  # at 1 all of them choose again, whatever the cosine
+            later_steps = mixed.own[num_layers:]  # the first token has no query before it
+            assert report.chosen_again == pytest.approx([mean(later_steps[n::num_layers]) for n in range(num_layers)])
     assert all((one - other).abs().max() > 1e-3 for one, other in pairwise(seen))
+    assert shares[0] == 0.0 < shares[1] < shares[2] < shares[3] == 1.0
+
+
+def test_the_more_heads_choose_again_the_more_attention_is_seen() -> None:
+    """With a query head per KV head its own best slots have most of its attention, so thresholds lie in between.
+
+    It is so step by step in the first layer, whose queries no choice changes. With the other heads corrected it fails.
+    """
+    with throughout(torch.float64):
+        model = Model(build("llama", num_key_value_heads=4))
+    seen = []
+    for late in (-1.0, 0.0, 0.2, 0.5, 1.0):
+        turns = Turns(model, [ExactTopK(min_tokens=0, fetch=8, sinks=1, recent=1, late=late, sample_every=1)])
+        turns.prefill(), turns.decode(TOKENS)
+        found = turns.retrieval.layers[0]
+        assert found is not None and len(found.hit_mass) == len(TOKENS)
+        seen.append(found.hit_mass)
+    for fewer, more in pairwise(seen):
+        assert all(least <= most + 1e-12 for least, most in zip(fewer, more, strict=True))
+        assert sum(fewer) < sum(more) - 1e-6
 
 
 @pytest.mark.parametrize(("late", "is_own"), [(1.0, True), (0.99, False)])

@@ -19,7 +19,7 @@ from launch.outputs.summary import dtype_hint, summary
 from runahead import files
 from runahead.config import CacheOptions, DType, PrefillOptions
 from runahead.files import ensure_writable, write_whole
-from runahead.report import Generation, GenerationBatch, RankReport, TokenLogprobs, report_json
+from runahead.report import Generation, GenerationBatch, RankReport, RetrievalReport, TokenLogprobs, report_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,6 +143,19 @@ def test_what_is_kept_is_a_share_of_the_whole_prompt():
     cut = batch(generation(prompt_tokens=40))
     cut.ranks[-1].kept_tokens = [40, 20]
     assert "75.0% of the prompt's tokens" in summary([cut])
+
+
+def test_the_share_of_heads_that_chose_again_is_told():
+    """A mean over ranks, whose KV heads may differ, and over layers with late choices."""
+    late = batch(generation())
+    for rank, chosen_again in zip(late.ranks, ([None, 0.5], [0.25, 0.25]), strict=True):
+        rank.retrieval = RetrievalReport(
+            fetched_share=[0.1, 0.1], hit_mass=[None, None], evicted=[0, 0], host_bytes=8, chosen_again=chosen_again
+        )
+    assert re.search(r"late choices +37\.5% made again", summary([late]))
+    assert [rank["retrieval"]["chosen_again"] for rank in report(late)["ranks"]] == [[None, 0.5], [0.25, 0.25]]
+    late.ranks[0].retrieval.chosen_again = late.ranks[1].retrieval.chosen_again = [None, None]
+    assert "late choices" not in summary([late])
 
 
 @pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "avx512_f"])
