@@ -37,6 +37,8 @@ from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PAD
 from tests.ranks.tasks import tiny_model
 
 KV_HEADS, GROUP, DIM, VALUE_DIM = 2, 2, 8, 6
+BARE: dict[str, Any] = {"min_tokens": 0, "sinks": 0, "recent": 0}
+"""Options of a policy that fetches what it finds and nothing else."""
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -244,6 +246,58 @@ def test_an_estimate_of_the_rest_is_closer_to_full_attention_than_none() -> None
     alone = [error(RetroInfer(**(pairs | {"cluster": 1, "estimate": estimate}))) for estimate in (0.0, 0.3, 1.0)]
     assert alone == sorted(alone, reverse=True) and alone[1] < 0.5 * alone[0] and alone[2] < 1e-9
     assert error(SparQ(**options, dims=4)) < 0.95 * error(SparQ(**options, dims=4, mean_value=False))
+
+
+@pytest.mark.parametrize("dims", [4, DIM])
+def test_the_mean_value_helps_most_where_few_tokens_are_fetched(dims: int) -> None:
+    """Of SparQ: error of what a query reads, by the number of fetched tokens.
+
+    With the last value for the mean, or what is fetched and the rest the wrong way round, this fails.
+    """
+    helps = []
+    for fetch in (2, 4, 8, 16, 32):
+        with_mean, without = (sparq_error(fetch, dims, mean_value=is_used) for is_used in (True, False))
+        helps.append(without - with_mean)
+    assert helps == sorted(helps, reverse=True) and helps[0] > 0.7 and helps[-1] > 0
+
+
+def sparq_error(fetch: int, dims: int, *, mean_value: bool) -> float:
+    """Mean distance of attention to what is fetched, with its rest, from attention to all tokens."""
+    policy, slots, pads = SparQ(**BARE, fetch=fetch, dims=dims, mean_value=mean_value), slots_of(40, [0] * 8), [0] * 8
+    distances = []
+    for seed in range(6):
+        given, q_BNH = view(40, pads, seed=10 * seed), drawn(8, KV_HEADS * GROUP, DIM, seed=500 + seed)
+        choice = policy.choose(policy.index(given), q_BNH, slots)
+        assert choice is not None and (choice.rest is not None) is mean_value
+        scores_BKGn, v_BKnV = scores_of(q_BNH, given.k_BKnH, pads), given.v_BKnV
+        is_chosen_BK1n = torch.zeros_like(v_BKnV[..., 0]).scatter(2, choice.slots_BKm, 1.0).bool().unsqueeze(2)
+        out_BNV = (scores_BKGn.masked_fill(~is_chosen_BK1n, -math.inf).softmax(dim=-1) @ v_BKnV).flatten(1, 2)
+        if choice.rest is not None:
+            share_BN1 = choice.rest.lse_BN.sigmoid().unsqueeze(-1)  # relative: of the rest to what is fetched
+            out_BNV = torch.lerp(out_BNV, choice.rest.out_BNV, share_BN1)
+        exact_BNV = (scores_BKGn.softmax(dim=-1) @ v_BKnV).flatten(1, 2)
+        distances.append((out_BNV - exact_BNV).norm(dim=-1).mean())
+    return float(torch.stack(distances).mean())
+
+
+@pytest.mark.parametrize("fetch", [4, 8, 16])
+def test_the_fewer_dims_sparq_looks_at_the_more_each_of_them_finds(fetch: int) -> None:
+    """Of the slots with the highest scores; each is the largest that is left. With the smallest dims it is not so."""
+    given, slots = view(40, [0] * 8), slots_of(40, [0] * 8)
+    best = ExactTopK(**BARE, fetch=fetch, group=Group.sum)
+    found = dict.fromkeys((1, 2, 4, 8), 0)
+    for seed in range(30):
+        q_BNH = drawn(8, KV_HEADS * GROUP, DIM, seed=seed)
+        exact = best.choose(best.index(given), q_BNH, slots)
+        for dims in found:
+            ours = SparQ(**BARE, fetch=fetch, dims=dims, mean_value=False)
+            chosen = ours.choose(ours.index(given), q_BNH, slots)
+            assert exact is not None and chosen is not None
+            found[dims] += int((chosen.slots_BKm[..., None] == exact.slots_BKm[..., None, :]).sum())
+    shares = [found[dims] / (30 * 8 * KV_HEADS * fetch) for dims in found]
+    assert shares[3] == 1
+    each = [(more - fewer) / dims for fewer, more, dims in zip(shares, shares[1:], (1, 2, 4), strict=False)]
+    assert each[0] > each[1] > each[2] > 0
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])

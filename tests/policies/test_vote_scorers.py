@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,20 @@ class TestRKV:
             runs[-1].prefill(chunks)
         for ours, theirs in zip(runs[0].kept.layers, runs[1].kept.layers, strict=True):
             assert torch.equal(ours.positions_BKn(), theirs.positions_BKn())
+
+    def test_without_redundancy_a_window_of_an_answer_keeps_what_snapkv_keeps(self) -> None:
+        """As if prompt and answer were a prompt. With the last query's votes alone, or redundancy, it keeps others."""
+        rows, answer = [prompt(14), prompt(9, seed=1)], prompt(8, seed=2)
+        options: dict[str, Any] = {"budget": 16, "window": 4, "kernel": 3}
+        ours = Run(tiny_model("llama"), [RKV(**options, evict_every=6, importance=1.0)], rows)
+        ours.prefill()
+        for token in answer:
+            assert set(ours.kept.slots_by_layer) == {ours.seen}  # the last one is the first that is too many
+            ours.decode(token)
+        theirs = Run(tiny_model("llama"), [SnapKV(**options)], [row + answer for row in rows])
+        theirs.prefill()
+        for mine, snapkvs in zip(ours.kept.layers, theirs.kept.layers, strict=True):
+            assert mine.num_slots == 16 and torch.equal(mine.positions_BKn(), snapkvs.positions_BKn())
 
     def test_bad_options_are_named(self) -> None:
         with pytest.raises(ValueError, match="policy.importance=1.5 must be a weight"):
