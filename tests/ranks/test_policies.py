@@ -10,6 +10,7 @@ import pytest
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.chunkkv import ChunkKV
+from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
@@ -146,6 +147,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         Offload(),
         SparQ(min_tokens=0, fetch=12, dims=3),
         RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
+        ClusterKV(min_tokens=0, fetch=12, cluster=4, block=6, sinks=2, recent=4, first_layer=0),
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
         ShadowKV(min_tokens=0, fetch=12, page=4, outliers=1, rank=6),
         InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
@@ -158,6 +160,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "offload",
         "sparq",
         "retroinfer",
+        "clusterkv",
         "squeezed_attention",
         "shadowkv",
         "infllm",
