@@ -76,3 +76,13 @@ def test_positions_matter() -> None:
     in_place = _loss(INDEPENDENT, following, store())
     # Seen: a perplexity of 61 to 64 for 54.
     assert _loss(INDEPENDENT, following, restarted) > in_place + 0.04
+
+
+@pytest.mark.slow
+def test_the_more_is_computed_again_the_less_is_lost() -> None:
+    """CacheBlend. With the tokens that deviate least in place of those that deviate most it fails."""
+    plain, lost = copy_loss(PLAIN), [copy_loss(INDEPENDENT)]
+    for share in (0.05, 0.15, 0.5, 1.0):
+        lost.append(copy_loss(Variant(f"blend of {share:.0%}", blend=share)))
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-1] == pytest.approx(plain, abs=1e-3)
