@@ -160,7 +160,7 @@ def persistence(before: Tensor, later: Tensor) -> float:
 def test_tokens_that_were_important_are_important_later() -> None:
     """The hypothesis of Scissorhands, above chance and above what positions explain: those of another text.
 
-    If what counts are the queries of all tokens (a prompt's `window` ignored) or more than the mean, it fails.
+    If queries are counted that give a token more than the mean, in place of those that give it less, it fails.
     """
     found = [pivotal(start) for start in STARTS]
     for number, (before, later) in enumerate(found):
