@@ -14,7 +14,7 @@ from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices
 from launch.program.compose import Program
 from launch.program.run import run_program
-from launch.server.options import ServeRun, open_to_others
+from launch.server.options import ServeRun, warnings
 
 if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
@@ -57,7 +57,7 @@ SERVE = Program(module="launch.serve", options=ServeRun, help=HELP)
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
-    return run_program(SERVE, args, _serve, warnings=open_to_others, without_ranks=_check_extra)
+    return run_program(SERVE, args, _serve, warnings=warnings, without_ranks=_check_extra)
 
 
 def _check_extra(run: ServeRun) -> bool:

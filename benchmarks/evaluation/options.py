@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from launch.inputs.policies import ineffective_options
 from runahead.config import ModelOptions, RanksOptions, choice, require
 
 TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "ruler", "key_value", "throughput")
@@ -285,4 +286,6 @@ def ineffective_settings(run: EvaluateRun) -> list[str]:
         for task, option in RULER_FILES.items()
         if getattr(run.ruler, option) is not None and "ruler" in run.tasks and task not in run.ruler.tasks
     ]
+    for policy in run.policies:
+        sentences += ineffective_options(policy, "policies", has_turns=True)
     return sentences

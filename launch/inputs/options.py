@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import WHOLE, checked, chooses, clamps, names_of
+from launch.inputs.policies import WHOLE, checked, chooses, clamps, ineffective_options, names_of
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -271,8 +271,11 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     ]
     if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
+    sentences += ineffective_options(run.policy)
     if run.draft.policy and speculate is not Speculate.policy:
         sentences.append("draft.policy has no effect without generation.speculate=policy")
+    else:
+        sentences += ineffective_options(run.draft.policy, "draft.policy")
     if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
         sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
     if not run.prefill.takes_partition and _changed(run.partition, ["name"]):

@@ -86,6 +86,9 @@ WHOLE = frozenset({"dms", "kvzip", "zigzagkv"})
 CLAMPING = frozenset({"infllm"})
 """Policies that clamp distances, unless they are told not to (`clamped`)."""
 
+ALIKE = frozenset({"window", "streaming_llm", "tova"})
+"""Policies that give a token one score for all KV heads."""
+
 PARTS = ("steps", "ranks", "last", "others", "scorer", "retrieve")
 """Options that are policies themselves, or lead to some."""
 
@@ -262,27 +265,49 @@ def policies_of(step: Any, option: str) -> list[Policy]:
     return [] if name == "full" else [policy]
 
 
-def names_of(step: Any) -> Iterator[str]:
-    """Names of a policy and of those that it is made of: its steps, places and scorer."""
+def steps_of(step: Any) -> Iterator[Mapping[str, Any]]:
+    """A policy and those that it is made of, its steps, places and scorer, with their options."""
     if isinstance(step, str):
+        yield {"name": step}
+    elif isinstance(step, Mapping):
         yield step
-    elif isinstance(step, dict):
-        for part in ("name", *PARTS):
-            yield from names_of(step.get(part))
+        for part in PARTS:
+            yield from steps_of(step.get(part))
     elif isinstance(step, list):
         for each in step:
-            yield from names_of(each)
+            yield from steps_of(each)
+
+
+def names_of(step: Any) -> Iterator[str]:
+    """Names of a policy and of those that it is made of."""
+    return (each["name"] for each in steps_of(step) if isinstance(each.get("name"), str))
 
 
 def clamps(step: Any) -> bool:
     """Whether a policy, or one that it is made of, clamps distances, and so stores keys before RoPE."""
-    if isinstance(step, list):
-        return any(map(clamps, step))
-    if not isinstance(step, Mapping):
-        return step in CLAMPING
-    if step.get("name") in CLAMPING and step.get("clamped", True):
-        return True
-    return any(clamps(step.get(part)) for part in PARTS)
+    return any(each.get("name") in CLAMPING and each.get("clamped", True) for each in steps_of(step))
+
+
+def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool = False) -> list[str]:
+    """A sentence for each option of a policy that has no effect.
+
+    Args:
+        policy: name and options, as of a step.
+        option: name of the policy in messages.
+        has_turns: whether later turns follow a prompt, as in a `Conversation`.
+    """
+    sentences = []
+    for step in steps_of(policy):
+        # A prompt that a policy with clamped distances takes in chunks is indexed after each of them, as after a turn.
+        if step.get("turn_tokens") and not has_turns and not clamps(step):
+            sentences.append(f"{option}.turn_tokens has no effect here: only a Conversation in Python has later turns")
+        scorer = next(names_of(step.get("scorer")), None)
+        if step.get("name") == "adakv" and scorer in ALIKE:
+            sentences.append(
+                f"{option}=adakv shares nothing out over {scorer}, whose scores are the same in all KV heads; use a "
+                "scorer that tells heads apart, such as snapkv"
+            )
+    return sentences
 
 
 def _made(name: str, kind: type[T], settings: Mapping[str, Any], option: str) -> T:

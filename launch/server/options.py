@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, check_prefill
-from launch.inputs.policies import checked, chooses, keeps_all, prompt_cache_options
+from launch.inputs.policies import checked, chooses, ineffective_options, keeps_all, prompt_cache_options
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import (
     CacheOptions,
@@ -164,8 +164,11 @@ class ServeRun:
             raise ValueError(f"prefill.chunk_tokens={chunk_tokens} does not go with policy=prompt_cache; leave it out")
 
 
-def open_to_others(run: ServeRun) -> list[str]:
-    """A sentence if other machines can use the server without a key."""
-    if run.serve.api_key_file is not None or run.serve.host in LOCAL_HOSTS:
-        return []
-    return [f"serve.host={run.serve.host} without serve.api_key_file: whoever reaches this address can use the server"]
+def warnings(run: ServeRun) -> list[str]:
+    """A sentence if other machines can use the server without a key, and for each policy option without effect."""
+    sentences = ineffective_options(run.policy)
+    if run.serve.api_key_file is None and run.serve.host not in LOCAL_HOSTS:
+        sentences.append(
+            f"serve.host={run.serve.host} without serve.api_key_file: whoever reaches this address can use the server"
+        )
+    return sentences

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from launch.inputs.policies import ALIKE
+from policies import POLICIES
 from policies.adakv import AdaKV, equal_shares
-from policies.base import Policy
+from policies.base import LayerView, Policy
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
@@ -20,6 +25,7 @@ from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.running import Run, model_with
+from tests.policies.test_matrix import policy
 from tests.policies.test_scorers import view_of
 from tests.policies.test_selection import signals_of, tensors
 from tests.ranks.tasks import tiny_model
@@ -94,6 +100,27 @@ def test_heads_together_keep_what_the_budget_allows(scorer: Scorer, alpha: float
         unequal = any(len(set(map(len, kept_by(run, layer, row)))) > 1 for row in range(3))
         assert isinstance(run.kept.layers[layer], RaggedLayer) == unequal
     assert len(lengths) > 3
+
+
+def test_scorers_over_which_it_shares_nothing_out_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They score all heads alike. Without tova among the names, or with h2o, this fails."""
+    model, alike = model_with(4), set[str]()
+    for name, kind in POLICIES.items():
+        if not issubclass(kind, Scorer) or (scorer := policy(name)).keeps_ragged:
+            continue
+        scored, score = list[Tensor](), type(scorer).score
+
+        def noted(self: Scorer, view: LayerView, score: Any = score, scored: list[Tensor] = scored) -> Tensor:
+            scored.append(score(self, view))
+            return scored[-1]
+
+        monkeypatch.setattr(type(scorer), "score", noted)
+        Run(model, [scorer], prompts()).prefill()
+        monkeypatch.undo()
+        assert len(scored) == model.num_layers, name
+        if all(torch.equal(score_BKn, score_BKn[:, :1].expand_as(score_BKn)) for score_BKn in scored):
+            alike.add(name)
+    assert alike == ALIKE
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.9])

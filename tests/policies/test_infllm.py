@@ -231,6 +231,24 @@ def test_an_engine_takes_a_prompt_of_any_length(model: Model) -> None:
     assert report.retrieval is not None and max(filter(None, report.retrieval.fetched_share)) < 0.5
 
 
+@pytest.mark.parametrize(("clamped", "differs"), [(True, True), (False, False)])
+def test_within_the_context_chunks_retrieve_if_turns_of_their_length_do(clamped: bool, differs: bool) -> None:
+    """They have an index at clamped distances alone, so elsewhere `turn_tokens` is told to have no effect."""
+    ranks, top5 = Ranks.start(RanksOptions(device=Device.cpu, threads=1)), []
+    for turn_tokens in (0, CHUNK):
+        policy = InfLLM(**BLOCKS, fetch=40, clamped=clamped, turn_tokens=turn_tokens)
+        engine = Engine(
+            tiny_model("llama"),
+            ranks,
+            prefill=PrefillOptions(chunk_tokens=CHUNK),
+            policies=RankPolicies.everywhere([policy]),
+        )
+        with throughout(torch.float64):
+            batch = engine.generate([prompt(100)], GenerationOptions(max_new_tokens=1, ignore_eos=True))
+        top5.append(batch.generations[0].first_token_logits_top5)
+    assert (top5[0] != top5[1]) == differs
+
+
 @pytest.mark.parametrize(
     ("lengths", "more", "message"),
     [

@@ -7,12 +7,17 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.evaluation import options as evaluation_options
+from benchmarks.evaluation.options import EvaluateRun
 from launch.infer import INFER
-from launch.inputs.policies import NAMES, WHOLE, options_of, rank_policies
+from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
+from launch.inputs.policies import NAMES, WHOLE, ineffective_options, options_of, rank_policies
 from launch.program.compose import CONF
+from launch.server.options import ServeRun, warnings
 from policies import POLICIES
 from policies.adakv import AdaKV
 from policies.expected_attention import ExpectedAttention
@@ -20,6 +25,7 @@ from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import Pooling, SnapKV
 from policies.streaming_llm import StreamingLLM
+from runahead.config import GenerationOptions, Speculate
 from runahead.thinning.rank_policies import RankPolicies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,3 +185,37 @@ def test_mistakes_are_told_in_one_line(overrides: list[str], says: str) -> None:
         policies(*overrides)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+TURNS = "policy.turn_tokens has no effect here: only a Conversation in Python has later turns"
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"name": "quest", "turn_tokens": 64}, TURNS),
+        ({"name": "per_rank", "ranks": {"last": {"name": "quest", "turn_tokens": 8}}}, TURNS),
+        ({"name": "infllm", "clamped": False, "turn_tokens": 64}, TURNS),
+        ({"name": "adakv", "scorer": {"name": "tova", "budget": 8}}, "policy=adakv shares nothing out over tova"),
+        ({"name": "adakv", "scorer": "window"}, "policy=adakv shares nothing out over window"),
+        ({"name": "quest"}, None),
+        ({"name": "infllm", "turn_tokens": 64}, None),  # chunks of a prompt are turns, see test_infllm.py
+        ({"name": "adakv", "scorer": "h2o"}, None),
+    ],
+)
+def test_policy_options_without_effect_are_told(policy: dict[str, Any], said: str | None) -> None:
+    found = ineffective_options(policy)
+    assert found == [] if said is None else len(found) == 1 and found[0].startswith(said)
+
+
+def test_every_program_tells_them() -> None:
+    """Without the line for policies in one of the three functions, or that for drafts, this fails."""
+    assert len(ineffective_settings(RunOptions(policy={"name": "adakv", "scorer": "tova"}))) == 1
+    assert len(warnings(ServeRun(policy={"name": "quest", "turn_tokens": 8}))) == 1
+    drafter = DraftOptions(policy={"name": "adakv", "scorer": "tova"})
+    drafted = RunOptions(draft=drafter, generation=GenerationOptions(speculate=Speculate.policy))
+    (said,) = ineffective_settings(drafted)
+    assert said.startswith("draft.policy=adakv shares nothing out over tova")
+    compared: list[Any] = [{"name": "adakv", "scorer": "tova"}, {"name": "quest", "turn_tokens": 8}, "full"]
+    (said,) = evaluation_options.ineffective_settings(EvaluateRun(policies=compared))  # questions are later turns
+    assert said.startswith("policies=adakv shares nothing out over tova")
