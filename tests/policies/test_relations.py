@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.studies.long_texts.__main__ import keys_text
 from policies.base import LayerView, Policy
+from policies.infllm import InfLLM
 from policies.kvzip import KVzip
 from policies.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
@@ -255,3 +258,29 @@ def streamed(num_tokens: int, sinks: int) -> float:
         targets = ids[start + 1 : start + CHUNK + 1]
         total += float(torch.nn.functional.cross_entropy(logits_BCV[0], targets, reduction="sum"))
     return total / num_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("clamped", [True, False], ids=["clamped", "true distances"])
+def test_a_pass_key_out_of_reach_is_found_at_clamped_distances_alone(
+    clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InfLLM, in a text of 1.5 times SmolLM2's 8,192 tokens, each of whose chunks attends to 1,536 tokens.
+
+    At their own distances keys are found as well until they are farther away than any in training.
+    """
+    if not clamped:  # which longer texts are refused with
+        monkeypatch.setattr(model().config, "max_position_embeddings", 1 << 20)
+    chunk, num_tokens = 512, 12288
+    text, ((_, question, key), *_) = keys_text(model(), num_tokens, seed=0)
+    options: dict[str, Any] = {"fetch": 1536, "recent": chunk, "sinks": 64, "min_tokens": chunk, "turn_tokens": chunk}
+    kept, lost = Conversation(model(), RankPolicies.everywhere([InfLLM(**options, clamped=clamped)])), {}
+    for end in range(chunk, num_tokens + 1, chunk):
+        kept.feed(torch.tensor([text[end - chunk : end]]))
+        if end in (8192 - chunk, num_tokens):
+            logits_TV = kept.fork().follow(torch.tensor([question + key[:-1]]))[0, len(question) - 1 :]
+            lost[end] = float(torch.nn.functional.cross_entropy(logits_TV, torch.tensor(key)))
+    within, beyond = lost.values()
+    # Nats per digit, of which a guess has 2.3.
+    assert within < 1 and (beyond < 1.2 if clamped else beyond > 3), lost
