@@ -94,7 +94,7 @@ def test_folder_gives_its_tokenizer_too(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"model_type": None}, 'no "model_type"'),
-        ({"model_type": "perceptron"}, "perceptron"),
+        ({"model_type": "perceptron"}, "model_type 'perceptron' is unknown to transformers 5."),
         ({"model_type": "vit"}, "vit is no causal language model"),
         ({"num_attention_heads": 5}, "5"),
         ({"hidden_act": "sneeze"}, "sneeze"),

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +35,9 @@ from runahead.model.loading.sharing import names_in_model, share_class
 
 MAX_VOCABULARY = 2**31
 """Largest vocabulary, in tokens. A larger one means a damaged config, for which a model would be built all the same."""
+
+VERSIONS = "5.17 or newer, below 5.24"
+"""Versions of transformers that Runahead takes, as in pyproject.toml; the oldest has Gemma 3n and Gemma 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +156,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
     if checkpoint.gguf:
         checkpoints.read_gguf(checkpoint)
     else:
-        checkpoints.read_config(checkpoint)
+        _require_known(checkpoints.read_config(checkpoint), checkpoint.label)
     label = checkpoint.label
     try:
         with quiet():
@@ -239,6 +244,16 @@ def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
         raise ValueError(
             f"{checkpoint.label}: {len(report['missing_keys'])} of the model's weights are not in the files, such as "
             f"{min(report['missing_keys'])}; {checkpoint.cure}"
+        )
+
+
+def _require_known(config: Mapping[str, Any], label: str) -> None:
+    """Check that transformers has the architecture, unless its code comes with the model. Raises: ValueError."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type not in CONFIG_MAPPING and "auto_map" not in config:
+        raise ValueError(
+            f"{label}: model_type {ascii(model_type)[:60]} is unknown to transformers {transformers.__version__}; use "
+            f"the newest that Runahead takes ({VERSIONS}; for Gemma 3n and Gemma 4 any of these), or another model"
         )
 
 
