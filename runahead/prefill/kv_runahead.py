@@ -143,6 +143,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
             if kept is not None:
                 room, ids_BS = policies.room(job.own_new_tokens), job.batch.ids_BS
                 decide_on_prompt(model, policies, kept, ids_BS, pads, room=room, on_layer=ranks.progress)
+                if policies.deciding is not None:
+                    kept.settle(room=room)
 
         prefilled = run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens, finish=decide)
         if schedule.is_last and job.gives_new:

@@ -93,6 +93,7 @@ class RaggedLayer(KeptLayer):
 
     def __post_init__(self) -> None:
         self._place()
+        self._count()
 
     @classmethod
     def of(cls, layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> RaggedLayer:
@@ -108,7 +109,7 @@ class RaggedLayer(KeptLayer):
         lengths: list[int] = is_kept_BKm.sum(dim=-1).flatten().tolist()
         starts = _starts_of(lengths, room)
         from_Y = _rows_of_slots(layer, slots_BKm)[is_kept_BKm]
-        to_Y = _rows(starts, lengths, from_Y.device)
+        to_Y = rows_of(starts, lengths, from_Y.device)
 
         def taken(values_TBK: Tensor) -> Tensor:
             if values_TBK.shape[2] != layer.slab_TBKX.shape[2]:  # the same in all heads
@@ -122,8 +123,7 @@ class RaggedLayer(KeptLayer):
             slab_TBKX=taken(layer.slab_TBKX),
             positions_TBK=taken(layer.positions_TBK),
             carried_TBK=None if layer.carried_TBK is None else taken(layer.carried_TBK),
-            pads=_row_pads(lengths, heads),
-            num_slots=max(lengths),
+            pads=[],
             lengths=lengths,
             starts=starts,
             room=room,
@@ -157,16 +157,25 @@ class RaggedLayer(KeptLayer):
         self._starts, self._used_S = row_values(self.starts, device).int(), row_values(self.lengths, device).int()
 
     @property
+    def stored(self) -> Sequence[int]:
+        """Number of tokens of each sequence."""
+        return self.lengths
+
+    @property
     def tokens_per_head(self) -> int:
         """Mean number of tokens of a row's KV heads, rounded up; of the row with most."""
-        heads = self.shape.num_kv_heads
-        totals = [sum(self.lengths[first : first + heads]) for first in range(0, len(self.lengths), heads)]
-        return -(-max(totals) // heads)
+        return -(-max(map(sum, self.tokens_BK)) // self.shape.num_kv_heads)
 
     @property
     def tokens_BK(self) -> list[list[int]]:  # noqa: N802
-        heads = self.shape.num_kv_heads
-        return [list(self.lengths[first : first + heads]) for first in range(0, len(self.lengths), heads)]
+        heads, stored = self.shape.num_kv_heads, self.stored
+        return [list(stored[first : first + heads]) for first in range(0, len(stored), heads)]
+
+    def _count(self) -> None:
+        """Update the number of slots, and those on the left of each row that are padding in all heads."""
+        longest = [max(tokens_K) for tokens_K in self.tokens_BK]
+        self.num_slots = max(longest)
+        self.pads = [self.num_slots - tokens for tokens in longest]
 
     @property
     def num_bytes(self) -> int:
@@ -236,7 +245,7 @@ class RaggedLayer(KeptLayer):
             self.carried_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
         self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
         self.room -= num_new
-        self.num_slots, self.pads = max(self.lengths), _row_pads(self.lengths, heads)
+        self._count()
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRagged:
         return SeenRagged(q_BNCH=q_BNCH, layer=self, new_pads=tokens.pads(q_BNCH.shape[2]))
@@ -250,7 +259,7 @@ class RaggedLayer(KeptLayer):
             kv_T1X[..., key_dim:],
             starts=self._starts,
             used_S=self._used_S,
-            longest=self.num_slots,
+            longest=max(self.lengths),
             scaling=scaling,
             may_be_empty=0 in self.lengths,
         )
@@ -327,33 +336,12 @@ class SeenRagged(SeenKV):
         return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
 
-def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> KeptLayer:
-    """The layer with these slots alone: dense if all heads keep equally many, else ragged.
-
-    Args:
-        slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding.
-        room: new tokens for which to make room.
-        compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
-    """
-    if compensates or bool((slots_BKm < 0).any()):
-        return RaggedLayer.of(layer, slots_BKm, room=room, compensates=compensates)
-    if isinstance(layer, RaggedLayer):
-        return layer.dense(slots_BKm, room=room)
-    layer.keep(slots_BKm, room=room)
-    return layer
-
-
-def _row_pads(lengths: Sequence[int], heads: int) -> list[int]:
-    """Slots on the left of each row that are padding in all heads, as policies see them."""
-    return [max(lengths) - max(lengths[first : first + heads]) for first in range(0, len(lengths), heads)]
-
-
 def _starts_of(lengths: Sequence[int], room: int) -> list[int]:
     """Where each sequence starts if all have the same room after them, and the end of the last."""
     return list(accumulate((length + room for length in lengths), initial=0))
 
 
-def _rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+def rows_of(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """Rows of memory that hold tokens, sequence by sequence."""
     spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
     return torch.cat([torch.arange(start, end, device=device) for start, end in spans])

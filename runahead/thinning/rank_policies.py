@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 from policies.base import ModelFacts, Phase, Policy, PromptPart
@@ -18,6 +19,8 @@ from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
+from runahead.thinning.quantised_ragged import QuantisedRagged
+from runahead.thinning.ragged import RaggedLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,6 @@ class RankPolicies:
         if self.clamped_to is not None:
             raise ValueError(
                 f"cache.bits={self.storage.bits} stores keys as they are rotated in the text; use policy.clamped=false"
-            )
-        if self.ragged:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} needs KV heads that keep equally many tokens, and with this policy "
-                "they do not; use cache.bits=null or another policy, such as snapkv"
             )
         if self.merging is not None:
             raise ValueError(
@@ -180,12 +178,9 @@ class RankPolicies:
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
         if self.storage.bits is not None and self.retriever is None:
+            by_token = self.drops_single_tokens(has_turns=has_turns)
             return QuantisedCache(
-                kept.layers,
-                bits=self.storage.bits,
-                residual=self.storage.residual,
-                residual_bits=self.storage.residual_bits,
-                keys_by_token=bool(self.last if has_turns else self.while_decoding),
+                kept.layers, partial(self._quantised, keys_by_token=by_token), waits=self.deciding is not None
             )
         if self.merging is not None and self.merging.layer_pairs is not None:
             return MergedCache(kept.layers, self._pairs(model), self.merging.layer_pairs)
@@ -199,15 +194,22 @@ class RankPolicies:
         retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
         return RetrievedCache(retrieval, None if self.storage.bits is None else self._quantised)
 
-    def _quantised(self, layer: KeptLayer, room: int) -> QuantisedLayer:
-        """A layer of which no tokens are dropped any more, in few bits."""
-        assert self.storage.bits is not None
-        return QuantisedLayer.of(
+    def drops_single_tokens(self, *, has_turns: bool) -> bool:
+        """Whether tokens are dropped after a prompt; policies that decide on all layers do so once."""
+        return bool(self.last if has_turns and self.deciding is None else self.while_decoding)
+
+    def _quantised(self, layer: KeptLayer, room: int, *, keys_by_token: bool = False) -> KeptLayer:
+        """An exact layer in few bits."""
+        storage = self.storage
+        assert storage.bits is not None
+        is_ragged = isinstance(layer, RaggedLayer)
+        make: Callable[..., KeptLayer] = QuantisedRagged.of_exact if is_ragged else QuantisedLayer.of
+        return make(
             layer,
-            bits=self.storage.bits,
-            residual=self.storage.residual,
-            residual_bits=self.storage.residual_bits,
-            keys_by_token=False,
+            bits=storage.bits,
+            residual=storage.residual,
+            residual_bits=storage.residual_bits,
+            keys_by_token=keys_by_token,
             room=room,
         )
 

@@ -29,7 +29,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, SplitSlab
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
-from runahead.thinning.ragged import cut_back
+from runahead.thinning.cutting import cut_back
 from runahead.thinning.rank_policies import RankPolicies
 
 

@@ -23,7 +23,7 @@ from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
-from runahead.thinning.ragged import cut_back
+from runahead.thinning.cutting import cut_back
 
 
 class PolicySteps:

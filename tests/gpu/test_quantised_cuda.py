@@ -13,6 +13,8 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.quantised.pool import PooledLayer
 from runahead.cache.slabs import KVShape
+from runahead.thinning.quantised_ragged import QuantisedRagged
+from runahead.thinning.ragged import RaggedLayer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +58,52 @@ def test_a_gpu_stores_and_attends_as_a_cpu_without_a_wait(dtype: torch.dtype, ke
     assert found[0][2] == found[1][2]
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-3  # a number near the middle of two codes may get the other one
     for ours, expected in zip(found[1][:2], found[0][:2], strict=True):
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys_by_token", [False, True])
+def test_heads_of_different_lengths_are_those_of_a_cpu_without_a_wait(dtype: torch.dtype, keys_by_token: bool) -> None:
+    """A generated token and a turn of several; one head has no groups."""
+    batch, heads, group, dim, prompt = 2, 4, 2, 64, 900
+    generator, terms, pads = torch.Generator().manual_seed(4), AttentionTerms(scaling=dim**-0.5), [0, 70]
+
+    def random(heads: int, num_tokens: int) -> torch.Tensor:
+        return torch.randn(batch, heads, num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    kv, new = (
+        (random(heads, prompt), random(heads, prompt)),
+        [(random(heads, n), random(heads, n)) for n in [1] * 40 + [5]],
+    )
+    queries = [random(heads * group, k.shape[2]) for k, _ in new]
+    shares_BK1 = torch.linspace(0.05, 1.0, batch * heads).view(batch, heads, 1)
+    kept_BKn = torch.rand(batch, heads, prompt, generator=generator) < shares_BK1
+    kept_BKn[1, :, :70] = False
+    slots_BKn = torch.arange(prompt).masked_fill(~kept_BKn, -1).sort(dim=-1).values
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
+        exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
+        exact.append(*(x.to(device) for x in kv), NewTokens(0, pads))
+        given = [tuple(x.to(device) for x in (q, k, v)) for q, (k, v) in zip(queries, new, strict=True)]
+        ragged = RaggedLayer.of(exact, slots_BKn.to(device), room=0)
+        outputs, at = list[torch.Tensor](), prompt
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer = QuantisedRagged.of_exact(
+                ragged, bits=4, residual=64, residual_bits=16, keys_by_token=keys_by_token, room=32
+            )
+            for q, k, v in given:
+                tokens = NewTokens(at, pads, Phase.decode)
+                layer.append(k, v, tokens)
+                outputs += layer.seen(q, tokens).attend(terms)
+                at += k.shape[2]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(([x.cpu().double() for x in outputs], layer.num_bytes))
+    assert found[0][1] == found[1][1]
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-3  # a number near the middle of two codes may get the other one
+    for ours, expected in zip(found[1][0], found[0][0], strict=True):
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
@@ -270,7 +269,6 @@ def test_forks_do_not_know_of_each_other() -> None:
         (lambda: CacheOptions(bits=3), "cache.bits=3 must be 4 or 2"),
         (lambda: CacheOptions(bits=4, residual=0), "cache.residual=0 must be at least 1"),
         (lambda: CacheOptions(bits=4, residual_bits=8), "cache.residual_bits=8 must be 16, or null"),
-        (lambda: policies_of(AdaKV(scorer=SnapKV(budget=40))), "cache.bits=4 needs KV heads that keep equally many"),
         (
             lambda: RankPolicies(
                 last=[StreamingLLM(budget=16)], positions=Positions.reencoded, storage=CacheOptions(bits=4)
@@ -291,9 +289,8 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(make: Any, message: str
 
 def test_keys_are_grouped_by_token_only_where_single_tokens_are_dropped_later() -> None:
     by_token = {}
-    for each in (H2O(budget=40), SnapKV(budget=40)):
-        for has_turns in (False, True):
-            cache = policies_of(each).cache(tiny_model("llama"), batch=1, has_turns=has_turns)
-            by_token[type(each).__name__, has_turns] = cache._keys_by_token  # type: ignore[attr-defined]
-    assert by_token == {("H2O", False): True, ("H2O", True): True, ("SnapKV", False): False, ("SnapKV", True): True}
+    for name in ("h2o", "snapkv", "kvzip"):  # the last one decides once
+        policies = policies_of(policy(name))
+        by_token[name] = [policies.drops_single_tokens(has_turns=has_turns) for has_turns in (False, True)]
+    assert by_token == {"h2o": [True, True], "snapkv": [False, True], "kvzip": [False, False]}
     assert policies_of(SnapKV(budget=40)).while_decoding == []  # which reads no keys then

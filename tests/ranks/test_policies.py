@@ -112,7 +112,16 @@ def test_evicting_on_the_last_rank_is_what_one_rank_does(
     assert max(alone.ranks[0].kept_tokens) < NUM_TOKENS
 
 
-@pytest.mark.parametrize(("family", "policies"), [("llama", [SnapKV(budget=48, window=4)]), ("mistral", [])])
+@pytest.mark.parametrize(
+    ("family", "policies"),
+    [
+        ("llama", [SnapKV(budget=48, window=4)]),
+        ("llama", [AdaKV(scorer=SnapKV(budget=48, window=4))]),
+        ("llama", [KVzip(budget=48)]),
+        ("mistral", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(type(each).__name__ for each in value),
+)
 def test_the_last_rank_stores_few_bits_and_receives_all(
     rank_pools: RankPools, family: str, policies: list[Policy]
 ) -> None:

@@ -13,7 +13,8 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
-from runahead.thinning.ragged import RaggedLayer, cut_back
+from runahead.thinning.cutting import cut_back
+from runahead.thinning.ragged import RaggedLayer
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept ones, H key dim, V value dim.
 

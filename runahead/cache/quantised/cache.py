@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import LayerStore
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.cache.quantised.layer import InFewBits
 
 
 class QuantisedCache(KeptCache):
@@ -21,21 +21,16 @@ class QuantisedCache(KeptCache):
 
     Args:
         layers: empty or exact ones, or those of another such cache.
-        bits, residual, residual_bits, keys_by_token: as in `QuantisedLayer.of`.
+        in_few_bits: makes of an exact layer one in few bits, with room for so many new tokens.
+        waits: whether a policy decides on all layers after the prompt, until which they are exact; then `settle`
+            quantises them.
     """
 
     def __init__(
-        self,
-        layers: Sequence[KeptLayer],
-        *,
-        bits: int,
-        residual: int,
-        residual_bits: int | None,
-        keys_by_token: bool,
+        self, layers: Sequence[KeptLayer], in_few_bits: Callable[[KeptLayer, int], KeptLayer], *, waits: bool = False
     ) -> None:
         super().__init__(layers)
-        self._bits, self._residual, self._residual_bits = bits, residual, residual_bits
-        self._keys_by_token = keys_by_token
+        self._in_few_bits, self._waits = in_few_bits, waits
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         if tokens.phase is Phase.decode:  # after a turn of one token the layer may still be exact
@@ -43,6 +38,9 @@ class QuantisedCache(KeptCache):
         return self.layers[layer]
 
     def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
+        if self._waits:
+            super().own(layer, room=room, is_borrowed=is_borrowed)
+            return
         self._quantise(layer, room=room)
         self.close(layer, room=room)
 
@@ -50,26 +48,14 @@ class QuantisedCache(KeptCache):
         for number in range(len(self.layers)):
             self._quantise(number, room=room)
             layer = self.layers[number]
-            assert isinstance(layer, QuantisedLayer)
+            assert isinstance(layer, InFewBits)
             layer.flush()
             layer.free(room=room)
 
     def _forked(self) -> KeptCache:
-        return QuantisedCache(
-            [layer.fork(copy=False) for layer in self.layers],
-            bits=self._bits,
-            residual=self._residual,
-            residual_bits=self._residual_bits,
-            keys_by_token=self._keys_by_token,
-        )
+        layers = [layer.fork(copy=False) for layer in self.layers]
+        return QuantisedCache(layers, self._in_few_bits, waits=self._waits)
 
     def _quantise(self, layer: int, *, room: int) -> None:
-        if not isinstance(self.layers[layer], QuantisedLayer):
-            self.layers[layer] = QuantisedLayer.of(
-                self.layers[layer],
-                bits=self._bits,
-                residual=self._residual,
-                residual_bits=self._residual_bits,
-                keys_by_token=self._keys_by_token,
-                room=room,
-            )
+        if not isinstance(self.layers[layer], InFewBits):
+            self.layers[layer] = self._in_few_bits(self.layers[layer], room)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Groups(ABC):
         scale, zero: of each group, in 16 bits: bfloat16 of bfloat16 numbers, else float16.
     """
 
+    tokens_per_scale: ClassVar[int]
+
     bits: int
     dim: int
     codes_BKTW: Tensor
@@ -47,9 +49,10 @@ class Groups(ABC):
     zero: Tensor
 
     @classmethod
-    def of(cls, x_BKTD: Tensor, bits: int) -> Self:
-        """Quantise, a block of tokens at a time."""
-        return cls.joined([cls._quantised(x_BKTD[:, :, first:end], bits) for first, end in blocks(x_BKTD.shape[2])])
+    def of(cls, x_BKTD: Tensor, bits: int, *, sequences: int = 1) -> Self:
+        """Quantise, a block of tokens at a time. `sequences` is as of `blocks`."""
+        ranges = blocks(x_BKTD.shape[2], sequences)
+        return cls.joined([cls._quantised(x_BKTD[:, :, first:end], bits) for first, end in ranges])
 
     @classmethod
     @abstractmethod
@@ -78,6 +81,26 @@ class Groups(ABC):
     def num_bytes(self) -> int:
         return self.codes_BKTW.nbytes + self.scale.nbytes + self.zero.nbytes
 
+    def part(self, first: int, end: int) -> Self:
+        """The tokens [first, end), as views; whole groups of them."""
+        each = self.tokens_per_scale
+        assert first % each == end % each == 0, (first, end)
+        scale, zero = (x[:, :, first // each : end // each] for x in (self.scale, self.zero))
+        return replace(self, codes_BKTW=self.codes_BKTW[:, :, first:end], scale=scale, zero=zero)
+
+    def pages(self, first: int, end: int) -> Self:
+        """The 32 tokens of each page [first, end) of the only head of the only row, as a row of their own; views."""
+        part = self.part(first * GROUP, end * GROUP)
+        stored = part.codes_BKTW, part.scale, part.zero
+        codes, scale, zero = (x.reshape(end - first, 1, -1, x.shape[3]) for x in stored)
+        return replace(part, codes_BKTW=codes, scale=scale, zero=zero)
+
+    def in_line(self) -> Self:
+        """The tokens of all rows and heads one after another, as those of one head of one row; views if they can be."""
+        stored = self.codes_BKTW, self.scale, self.zero
+        codes, scale, zero = (x.flatten(0, 2)[None, None] for x in stored)
+        return replace(self, codes_BKTW=codes, scale=scale, zero=zero)
+
     @abstractmethod
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """The numbers (B, K, S, D) of the tokens [start, end)."""
@@ -93,6 +116,8 @@ class ChannelGroups(Groups):
 
     The number of tokens is a multiple of 32. `scale` and `zero` are (B, K, T / 32, D).
     """
+
+    tokens_per_scale: ClassVar[int] = GROUP
 
     @classmethod
     def _quantised(cls, x_BKSD: Tensor, bits: int) -> Self:
@@ -135,6 +160,8 @@ class TokenGroups(Groups):
     For values, and for keys of which single tokens are dropped later: a token needs no other one.
     """
 
+    tokens_per_scale: ClassVar[int] = 1
+
     @classmethod
     def _quantised(cls, x_BKSD: Tensor, bits: int) -> Self:
         dim = x_BKSD.shape[3]
@@ -174,10 +201,16 @@ class TokenGroups(Groups):
         return codes_BKSFc, self.scale[:, :, start:end].to(dtype), self.zero[:, :, start:end].to(dtype)
 
 
-def blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Tokens [first, end) of each block, at least one, which may be empty."""
-    for first in range(0, max(1, num_tokens), BLOCK_TOKENS):
-        yield first, min(num_tokens, first + BLOCK_TOKENS)
+def blocks(num_tokens: int, sequences: int = 1) -> Iterator[tuple[int, int]]:
+    """Tokens [first, end) of each block, at least one, which may be empty.
+
+    Args:
+        sequences: number of heads and rows whose tokens lie one after another, of which a block has as many as a block
+            of a dense layer.
+    """
+    step = BLOCK_TOKENS * sequences
+    for first in range(0, max(1, num_tokens), step):
+        yield first, min(num_tokens, first + step)
 
 
 def dtype_of_16_bits(dtype: torch.dtype) -> torch.dtype:

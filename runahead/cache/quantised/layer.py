@@ -10,6 +10,7 @@ the window; at no time is more than a block dequantised, but for a policy that l
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -82,8 +83,16 @@ class QuantisedRows:
         return out_BKGV.flatten(1, 2).unsqueeze(2), lse_BKG.flatten(1, 2).unsqueeze(2)
 
 
+class InFewBits(ABC):
+    """A layer whose older tokens are quantised."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Quantise the whole groups of tokens that have left the window of the newest ones."""
+
+
 @dataclass(kw_only=True)
-class QuantisedLayer(KeptLayer):
+class QuantisedLayer(KeptLayer, InFewBits):
     """One layer in slots: the padding of each row, its quantised tokens, and the window of its newest ones.
 
     Attributes:
@@ -128,7 +137,7 @@ class QuantisedLayer(KeptLayer):
                 QuantisedRows(rows=rows, pad=pad, keys=keys.of(k_BK0H, bits), values=TokenGroups.of(v_BK0V, bits))
             )
         kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
-        window_dtype = _window_dtype(layer.shape, residual_bits)
+        window_dtype = dtype_of_window(layer.shape, residual_bits)
         made = cls(**kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts)
         made.flush()
         made.copy_out(room=room)
@@ -313,7 +322,8 @@ class SeenQuantised(SeenKV):
                 yield attend(q_BNCH, k, v, terms, q_start=query, k_start=start + seen)
 
 
-def _window_dtype(shape: KVShape, residual_bits: int | None) -> torch.dtype:
+def dtype_of_window(shape: KVShape, residual_bits: int | None) -> torch.dtype:
+    """The dtype of a layer's newest tokens."""
     return shape.dtype if residual_bits is None else dtype_of_16_bits(shape.dtype)
 
 
@@ -336,7 +346,7 @@ def quantised_bytes(
         codes = keys.bytes_of(num_quantised, shape.key_dim, bits)
         codes += TokenGroups.bytes_of(num_quantised, shape.value_dim, bits)
         total += batch * shape.num_kv_heads * codes
-        window = replace(shape, dtype=_window_dtype(shape, residual_bits))
+        window = replace(shape, dtype=dtype_of_window(shape, residual_bits))
         total += (num_tokens - num_quantised + room) * window.bytes_per_token(batch)
         total += (num_tokens + room) * batch * torch.int32.itemsize
     return total

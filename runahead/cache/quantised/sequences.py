@@ -1,0 +1,182 @@
+"""Quantised tokens of a layer whose rows and KV heads store different numbers of them.
+
+The tokens of a row and KV head are a sequence of their own. All sequences lie one after another in flat memory, as if
+they were one KV head of one row. Keys in groups of 32 tokens make pages of 32, each of one sequence: attention of a
+generated token treats pages as rows, and sums what it finds over the pages of each sequence. So a head with few tokens
+costs little, and no operation is repeated for each head. Several new tokens, and keys in groups of one token, are
+dequantised head by head, a block at a time.
+"""
+
+# Legend: S sequences (rows x KV heads), G query heads of a KV head, C new tokens, T stored tokens, Y some of them,
+# g pages, t = 32 tokens of a page, H key dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from runahead.attention.partial import AttentionTerms, attend, merge
+from runahead.cache.new_tokens import row_values
+from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
+from runahead.cache.slabs import KVShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedSequences:
+    """The quantised tokens of all sequences. It is never changed in place, so that copies of a cache share it.
+
+    Attributes:
+        keys, values: of all tokens, as those of one KV head of one row.
+        positions_T: position of each token in its row.
+        carried_T: a value that a policy accumulates for each token.
+        lengths: number of tokens of each sequence; multiples of 32 if keys are grouped by channel.
+        starts: first page of each sequence, and the end of the last (S + 1), on the device; of no use if keys are
+            grouped by token.
+    """
+
+    keys: Groups
+    values: TokenGroups
+    positions_T: Tensor
+    carried_T: Tensor | None
+    lengths: Sequence[int]
+    starts: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        kv_YX: Tensor,
+        positions_Y: Tensor,
+        carried_Y: Tensor | None,
+        lengths: Sequence[int],
+        *,
+        shape: KVShape,
+        bits: int,
+        keys_by_token: bool,
+    ) -> QuantisedSequences:
+        """Quantise tokens, which lie sequence by sequence."""
+        kind: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+        k_YH, v_YV = kv_YX.to(shape.dtype).split([shape.key_dim, shape.value_dim], dim=1)
+        keys = kind.of(k_YH[None, None], bits, sequences=len(lengths))
+        values = TokenGroups.of(v_YV[None, None], bits, sequences=len(lengths))
+        return cls.holding(keys, values, positions_Y, carried_Y, lengths)
+
+    @classmethod
+    def holding(
+        cls, keys: Groups, values: TokenGroups, positions_T: Tensor, carried_T: Tensor | None, lengths: Sequence[int]
+    ) -> QuantisedSequences:
+        """Tokens that are quantised already."""
+        num_pages = [length // GROUP for length in lengths]
+        starts = row_values(list(accumulate(num_pages, initial=0)), positions_T.device).int()
+        return cls(
+            keys=keys, values=values, positions_T=positions_T, carried_T=carried_T, lengths=lengths, starts=starts
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions_T)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales, positions, what policies accumulate, and of where the sequences are."""
+        carried = 0 if self.carried_T is None else self.carried_T.nbytes
+        codes = self.keys.num_bytes + self.values.num_bytes
+        return codes + self.positions_T.nbytes + carried + self.starts.nbytes
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The tokens [first, end) of each sequence in memory."""
+        return list(pairwise(accumulate(self.lengths, initial=0)))
+
+    def grown(self, new: QuantisedSequences) -> QuantisedSequences:
+        """With the tokens of `new` after those of each sequence."""
+        pairs = zip(self.spans, new.spans, strict=True)
+        parts = [(each, *span) for pair in pairs for each, span in zip((self, new), pair, strict=True)]
+        parts = [(each, first, end) for each, first, end in parts if first < end]
+        carried_T: Tensor | None = None
+        if self.carried_T is not None:
+            carried_T = torch.cat(
+                [each.carried_T[first:end] for each, first, end in parts if each.carried_T is not None]
+            )
+        return self.holding(
+            Groups.joined([each.keys.part(first, end) for each, first, end in parts]),
+            TokenGroups.joined([each.values.part(first, end) for each, first, end in parts]),
+            torch.cat([each.positions_T[first:end] for each, first, end in parts]),
+            carried_T,
+            [sum(each) for each in zip(self.lengths, new.lengths, strict=True)],
+        )
+
+    def kept(self, index_Y: Tensor, lengths: Sequence[int]) -> QuantisedSequences:
+        """Some tokens, by their places in memory, in order; the codes stay as they are."""
+        assert isinstance(self.keys, TokenGroups), "a group of several tokens cannot lose one of them"
+        carried_Y = None if self.carried_T is None else self.carried_T[index_Y]
+        keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
+        return self.holding(keys, values, self.positions_T[index_Y], carried_Y, lengths)
+
+    def carrying(self, carried_T: Tensor) -> QuantisedSequences:
+        return replace(self, carried_T=carried_T)
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Keys and values (T, X) of all tokens, dequantised."""
+        return torch.cat([x.read(0, self.num_tokens, dtype)[0, 0] for x in (self.keys, self.values)], dim=1)
+
+    def attend(self, q_SGCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        """Attention of new tokens to all tokens of their sequence, which come before them.
+
+        Returns:
+            output (S, G, C, V) and log-sum-exp (S, G, C), in at least float32; 0 and -inf of an empty sequence.
+        """
+        if q_SGCH.shape[2] == 1 and isinstance(self.keys, ChannelGroups):
+            out_SGV, lse_SG = self._attend_one(self.keys, q_SGCH[:, :, 0], terms)
+            return out_SGV.unsqueeze(2), lse_SG.unsqueeze(2)
+        parts = [
+            self._attend_blocks(q_1GCH, first, end, terms)
+            for q_1GCH, (first, end) in zip(q_SGCH.split(1), self.spans, strict=True)
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _attend_blocks(self, q_1GCH: Tensor, first: int, end: int, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        """Attention to one sequence, of which a block is dequantised at a time."""
+        keys, values, total = self.keys.part(first, end), self.values.part(first, end), end - first
+        found: tuple[Tensor, Tensor] | None = None
+        for start, stop in blocks(total):
+            k, v = (x.read(start, stop, q_1GCH.dtype) for x in (keys, values))
+            out, lse = attend(q_1GCH, k, v, terms, q_start=total, k_start=start)
+            out = out.to(lse.dtype)
+            found = (out, lse) if found is None else merge(*found, out, lse)
+        assert found is not None
+        return found
+
+    def _attend_one(self, keys: ChannelGroups, q_SGH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        """Output (S, G, V) and log-sum-exp (S, G) of one query per head. Codes are multiplied as they are."""
+        wide = torch.promote_types(q_SGH.dtype, torch.float32)
+        q_SGH, num_pages = q_SGH.to(wide) * terms.scaling, self.num_tokens // GROUP
+        sequences_S = torch.arange(len(self.lengths), device=q_SGH.device)
+        owners_g = sequences_S.repeat_interleave(self.starts.diff(), output_size=num_pages)
+        ranges = [(first // GROUP, end // GROUP) for first, end in blocks(self.num_tokens, len(self.lengths))]
+        scores = [
+            keys.pages(first, end).dot(q_SGH[owners_g[first:end]].unsqueeze(1), 0, GROUP) for first, end in ranges
+        ]
+        scores_gGt = torch.cat(scores).squeeze(1)
+        if terms.softcap is not None:
+            scores_gGt = terms.softcap * torch.tanh(scores_gGt / terms.softcap)
+        lse_SG = self._logsumexp(scores_gGt.logsumexp(dim=2), owners_g)
+        weights_gGt = torch.exp(scores_gGt - lse_SG[owners_g].unsqueeze(2))
+        out_SGV = q_SGH.new_zeros(*lse_SG.shape, self.values.dim)
+        for first, end in ranges:
+            weights_g1Gt = weights_gGt[first:end].unsqueeze(1)
+            out_SGV += self._summed(self.values.pages(first, end).weighted(weights_g1Gt, 0, GROUP).squeeze(1), first)
+        return out_SGV, lse_SG
+
+    def _logsumexp(self, x_gG: Tensor, owners_g: Tensor) -> Tensor:
+        """Log-sum-exp (S, G) over the pages of each sequence; minus infinity of none."""
+        most_SG = torch.segment_reduce(x_gG, "max", offsets=self.starts, axis=0, unsafe=True)
+        return self._summed(torch.exp(x_gG - most_SG[owners_g])).log_() + most_SG
+
+    def _summed(self, x: Tensor, first: int = 0) -> Tensor:
+        """Sums over the pages of each sequence, of pages from `first` on; in a fixed order, so that runs repeat."""
+        offsets = (self.starts - first).clamp(0, len(x))
+        return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

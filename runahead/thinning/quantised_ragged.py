@@ -1,0 +1,248 @@
+"""A layer in 4 or 2 bits whose KV heads store different numbers of tokens.
+
+Each row and KV head is a sequence that is quantised by itself, as a row of a dense layer: its first tokens in groups,
+its newest ones exact. The exact ones are a `RaggedLayer`, the others are `QuantisedSequences`.
+"""
+
+# Legend: B batch, K kv heads, S = B * K sequences, C new tokens, n tokens of the longest sequence, m kept ones,
+# T rows of memory, Y some of them, X = H + V key and value dims.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from runahead.attention.partial import AttentionTerms, merge
+from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, narrowed
+from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, dtype_of_window
+from runahead.cache.quantised.sequences import QuantisedSequences
+from runahead.cache.slabs import KVShape
+from runahead.thinning.ragged import DroppedTokens, RaggedLayer, SeenRagged, rows_of
+
+
+@dataclass(kw_only=True)
+class QuantisedRagged(RaggedLayer, InFewBits):
+    """One layer, of which each sequence has quantised tokens, and after them a window of its newest ones.
+
+    Attributes:
+        slab_TBKX, positions_TBK, carried_TBK, lengths, starts, room: of the tokens in the windows.
+        coded: all tokens before these.
+        bits: of a code.
+        residual: a sequence has at least so many tokens in its window, if it has so many and none is dropped later.
+    """
+
+    coded: QuantisedSequences
+    bits: int
+    residual: int
+
+    @classmethod
+    def of_exact(
+        cls, layer: RaggedLayer, *, bits: int, residual: int, residual_bits: int | None, keys_by_token: bool, room: int
+    ) -> QuantisedRagged:
+        """Quantise a layer. Its memory is only read. The arguments are those of `QuantisedLayer.of`."""
+        coded = _coded(layer, [0] * len(layer.lengths), bits=bits, keys_by_token=keys_by_token)
+        made = cls._over(layer, coded, bits=bits, residual=residual)
+        made.flush()
+        made.copy_out(room=room)
+        made.slab_TBKX = narrowed(made.slab_TBKX, dtype_of_window(layer.shape, residual_bits))
+        return made
+
+    @classmethod
+    def of_dense(cls, layer: QuantisedLayer) -> QuantisedRagged:
+        """The same tokens, of which no padding is stored. The codes stay as they are."""
+        heads, num_slots, width = layer.shape.num_kv_heads, layer.num_slots, layer.positions_TBK.shape[2]
+        window = KeptLayer(
+            shape=layer.shape,
+            slab_TBKX=layer.slab_TBKX[: num_slots - layer.start],
+            positions_TBK=layer.positions_TBK[layer.start : num_slots],
+            pads=[],
+            num_slots=num_slots - layer.start,
+            carried_TBK=None if layer.carried_TBK is None else layer.carried_TBK[layer.start : num_slots],
+        )
+        batch = len(layer.pads)
+        by_row = {row: part for part in layer.parts for row in range(batch)[part.rows]}
+        slots_n = torch.arange(window.num_slots, device=layer.slab_TBKX.device)
+        ends_B11 = row_values([by_row[row].end - layer.start for row in range(batch)], slots_n.device)[:, None, None]
+        slots_BKn = slots_n.where(slots_n >= ends_B11, -1).expand(-1, heads, -1)
+
+        def flat(values_TBK: Tensor) -> Tensor:
+            values = [values_TBK[part.pad : part.end, part.rows].expand(-1, -1, heads) for part in layer.parts]
+            return torch.cat([each.permute(1, 2, 0).flatten() for each in values])
+
+        def in_line(codes: Sequence[Groups]) -> Groups:
+            return Groups.joined([each.in_line() for each in codes])
+
+        values = in_line([part.values for part in layer.parts])
+        assert isinstance(values, TokenGroups) and width in (1, heads)
+        coded = QuantisedSequences.holding(
+            in_line([part.keys for part in layer.parts]),
+            values,
+            flat(layer.positions_TBK),
+            None if layer.carried_TBK is None else flat(layer.carried_TBK),
+            [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
+        )
+        exact = RaggedLayer.of(window, slots_BKn, room=0)
+        return cls._over(exact, coded, bits=layer.bits, residual=layer.residual)
+
+    @classmethod
+    def _over(cls, window: RaggedLayer, coded: QuantisedSequences, *, bits: int, residual: int) -> QuantisedRagged:
+        kept = {each.name: getattr(window, each.name) for each in fields(RaggedLayer) if each.init}
+        return cls(**kept, coded=coded, bits=bits, residual=residual)
+
+    @property
+    def stored(self) -> Sequence[int]:
+        return [coded + exact for coded, exact in zip(self.coded.lengths, self.lengths, strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self.coded.num_bytes
+
+    def flush(self) -> None:
+        """Quantise the whole groups of tokens before the last `residual` ones of each sequence."""
+        counts = [max(0, length - self.residual) // GROUP * GROUP for length in self.lengths]
+        if not any(counts):
+            return
+        by_token = isinstance(self.coded.keys, TokenGroups)
+        self.coded = self.coded.grown(_coded(self, counts, bits=self.bits, keys_by_token=by_token))
+        # Their memory is freed when the windows are copied next: forks may share it.
+        self.starts = [start + num for start, num in zip(self.starts, [*counts, 0], strict=True)]
+        self.lengths = [length - num for length, num in zip(self.lengths, counts, strict=True)]
+        self._place()
+
+    def cut_to(self, slots_BKm: Tensor, *, room: int, compensates: bool) -> QuantisedRagged:
+        """A layer with the tokens of these slots alone. None is quantised a second time, and none is dequantised.
+
+        The arguments are those of `cut_back`; padding is left out.
+        """
+        device, heads = slots_BKm.device, self.shape.num_kv_heads
+        slots_BKm = slots_BKm.expand(-1, heads, -1)
+        spans = self.coded.spans
+        # A slot's number from the right is its token's from the end of the sequence, whose window comes last.
+        ends = [end + exact for (_, end), exact in zip(spans, self.lengths, strict=True)]
+        firsts_BK1, coded_BK1, ends_BK1 = (
+            row_values(places, device).view(-1, heads, 1) for places in (*zip(*spans, strict=True), ends)
+        )
+        places_BKm = slots_BKm - self.num_slots + ends_BK1
+        slots_BKm = slots_BKm.masked_fill(places_BKm < firsts_BK1, -1)
+        is_coded_BKm = (slots_BKm >= 0) & (places_BKm < coded_BK1)
+        counts: list[int] = is_coded_BKm.sum(dim=-1).flatten().tolist()
+        dropped = DroppedTokens.of(self, slots_BKm) if compensates else None
+        window = RaggedLayer.of(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room)
+        window.dropped = dropped
+        coded = self.coded.kept(places_BKm[is_coded_BKm], counts)
+        return self._over(window, coded, bits=self.bits, residual=self.residual)
+
+    def positions_BKn(self) -> Tensor:  # noqa: N802
+        return self._whole(self.coded.positions_T, self.positions_TBK[:, 0, 0], -1)
+
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
+        """All tokens, dequantised, in new memory; padding is 0."""
+        dtype = self.shape.dtype
+        return self._whole(self.coded.read(dtype), self.slab_TBKX[:, 0, 0].to(dtype), 0)
+
+    def carried_BKn(self) -> Tensor | None:  # noqa: N802
+        if self.carried_TBK is None or self.coded.carried_T is None:
+            return None
+        return self._whole(self.coded.carried_T, self.carried_TBK[:, 0, 0], 0)
+
+    def carry(self, values_BKn: Tensor) -> None:
+        super().carry(values_BKn)
+        ends = [self.num_slots - length for length in self.lengths]
+        of_coded = [
+            values_n[end - num : end]
+            for values_n, end, num in zip(values_BKn.flatten(0, 1), ends, self.coded.lengths, strict=True)
+        ]
+        self.coded = self.coded.carrying(torch.cat(of_coded))
+
+    def _whole(self, coded_T: Tensor, exact_T: Tensor, padding: int) -> Tensor:
+        """The values of all tokens (B, K, n, ...), padded on the left."""
+        out_BKn = self._padded(exact_T, padding)
+        for out_n, length, (first, end) in zip(out_BKn.flatten(0, 1), self.lengths, self.coded.spans, strict=True):
+            last = self.num_slots - length
+            out_n[last - (end - first) : last] = coded_T[first:end]
+        return out_BKn
+
+    def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
+        k_BKCH, v_BKCV = (narrowed(x, self.slab_TBKX.dtype) for x in (k_BKCH, v_BKCV))
+        super().store(k_BKCH, v_BKCV, positions_BC, new_pads)
+        if k_BKCH.shape[2] == 1:  # several attend to each other first
+            self.flush()
+
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRagged:
+        return SeenQuantisedRagged(q_BNCH=q_BNCH, layer=self, new_pads=tokens.pads(q_BNCH.shape[2]))
+
+    def window_in(self, dtype: torch.dtype) -> QuantisedRagged:
+        """The layer with its windows in another dtype, for attention to these."""
+        if self.slab_TBKX.dtype == dtype:
+            return self
+        other = copy(self)
+        other.slab_TBKX = self.slab_TBKX.to(dtype)
+        return other
+
+
+@dataclass(kw_only=True)
+class SeenQuantisedRagged(SeenRagged):
+    """A ragged layer in few bits together with the queries of its newest tokens, which attend to it."""
+
+    layer: QuantisedRagged
+
+    def _attend_to_kept(self, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+        q_BNCH, layer = self.q_BNCH, self.layer
+        window = SeenRagged(q_BNCH=q_BNCH, layer=layer.window_in(q_BNCH.dtype), new_pads=self.new_pads)
+        out_BNCV, lse_BNC = window._attend_to_kept(terms)
+        if not layer.coded.num_tokens:
+            return out_BNCV, lse_BNC
+        q_SGCH = q_BNCH.unflatten(1, (layer.shape.num_kv_heads, -1)).flatten(0, 1)
+        out_SGCV, lse_SGC = layer.coded.attend(q_SGCH, terms)
+        coded = out_SGCV.reshape(out_BNCV.shape), lse_SGC.reshape(lse_BNC.shape)
+        out_BNCV, lse_BNC = merge(out_BNCV.to(lse_BNC.dtype), lse_BNC, *coded)
+        return out_BNCV.to(q_BNCH.dtype), lse_BNC
+
+
+def _coded(layer: RaggedLayer, counts: Sequence[int], *, bits: int, keys_by_token: bool) -> QuantisedSequences:
+    """The first tokens of each sequence, so many, in few bits."""
+    rows_Y = rows_of(layer.starts, counts, layer.slab_TBKX.device)
+    return QuantisedSequences.of(
+        layer.slab_TBKX[rows_Y, 0, 0],
+        layer.positions_TBK[rows_Y, 0, 0],
+        None if layer.carried_TBK is None else layer.carried_TBK[rows_Y, 0, 0],
+        counts,
+        shape=layer.shape,
+        bits=bits,
+        keys_by_token=keys_by_token,
+    )
+
+
+def ragged_bytes(
+    shape: KVShape,
+    lengths: Sequence[int],
+    *,
+    bits: int,
+    residual: int,
+    residual_bits: int | None,
+    room: int = 0,
+    keys_by_token: bool = False,
+    compensates: bool = False,
+) -> int:
+    """Bytes of a layer whose rows and KV heads keep so many tokens of a prompt, row by row, in each head by head.
+
+    They are those of codes and scales, the windows with their room, positions, and of where the sequences are; with
+    `compensates` those of the sums of dropped tokens, too.
+    """
+    keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+    exact = (shape.key_dim + shape.value_dim) * dtype_of_window(shape, residual_bits).itemsize
+    total = torch.int32.itemsize * (3 * len(lengths) + 2)
+    if compensates:
+        wide = torch.promote_types(shape.dtype, torch.float32).itemsize
+        total += len(lengths) * (shape.key_dim + shape.value_dim + 1) * wide
+    for length in lengths:
+        num_coded = max(0, (length - residual) // GROUP * GROUP)
+        total += keys.bytes_of(num_coded, shape.key_dim, bits) + TokenGroups.bytes_of(num_coded, shape.value_dim, bits)
+        total += (length - num_coded + room) * exact + (length + room) * torch.int32.itemsize
+    return total
