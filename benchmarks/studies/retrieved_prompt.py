@@ -22,6 +22,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
+from runahead.config import CacheOptions
 from runahead.conversation import Conversation
 from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
@@ -62,9 +63,9 @@ class RetrievedPrompt:
         start.rows, start.num_tokens = [prompt.ids[:num_drawn]], num_drawn
         return prompt
 
-    def under(self, policy: Policy) -> Conversation:
+    def under(self, policy: Policy, storage: CacheOptions | None = None) -> Conversation:
         """A conversation after the prompt, as if it had been under this policy from the start."""
-        policies = RankPolicies.everywhere([policy])
+        policies = RankPolicies.everywhere([policy], storage=storage)
         if len(self.ids) > LAST_TOKENS:
             conversation = under_policies(self._start.fork(), policies)
         else:

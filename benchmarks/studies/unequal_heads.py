@@ -5,7 +5,8 @@
 
 A prompt is computed once, and cut back under each policy: SnapKV, whose heads keep equally many tokens, and Ada-KV
 around it, with the same number of tokens in all. "masked" is what Ada-KV chooses over the full cache under a mask, as
-in libraries whose caches have no heads of different lengths: nothing is freed, and all keys are read.
+in libraries whose caches have no heads of different lengths: nothing is freed, and all keys are read. "4 bits" is with
+cache.bits=4, which stores all but the newest tokens of each head in 4 bits.
 
 Memory is what the process has more of resident after a policy's cache was made, with all else as it was; freed is its
 share that the full cache needs and the policy does not. The bound of the gain is in bytes, since a step of one token
@@ -21,7 +22,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -44,6 +45,7 @@ from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms, cpu_flash
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
+from runahead.config import CacheOptions
 from runahead.decoding.forward import Forward, fastest_form, forward_over
 from runahead.thinning.ragged import RaggedLayer
 
@@ -55,6 +57,8 @@ CHOICES: dict[str, Callable[[float], Policy]] = {
     "adakv, alpha=0.2": lambda budget: AdaKV(scorer=SnapKV(budget=budget), alpha=0.2),
     "adakv, alpha=0": lambda budget: AdaKV(scorer=SnapKV(budget=budget), alpha=0.0),
 }
+STORAGES = {"": CacheOptions(), ", 4 bits": CacheOptions(bits=4)}
+"""What is added to the name of a choice -> how it is stored."""
 LIKE_MASKED = "adakv, alpha=0.2"
 
 
@@ -99,8 +103,9 @@ def measure(run: Run) -> Iterator[Line]:
         full, resident_bytes = _growth(full_cache)
         resident = {FULL: resident_bytes}
         caches, masks = dict[str, KeptCache](), list[Tensor]()
-        for name, make in CHOICES.items():
-            conversation, resident[name] = _growth(partial(prompt.under, make(options.budget)))
+        for (choice, make), (stored_as, storage) in product(CHOICES.items(), STORAGES.items()):
+            name = choice + stored_as
+            conversation, resident[name] = _growth(partial(prompt.under, make(options.budget), storage))
             cache = conversation.cache
             assert cache is not None
             if name == LIKE_MASKED:
