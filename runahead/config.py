@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
+BITS = (4, 2)
+"""Of a number that is quantised."""
+
 
 class ModelName(Enum):
     smollm2 = "smollm2"
@@ -252,14 +255,19 @@ class CacheOptions:
         bits: of each number but the newest tokens': 4 or 2; None is the model's dtype.
         residual: number of last tokens in `residual_bits`; up to 31 more are, as whole groups of 32 leave.
         residual_bits: of each of their numbers: 16, or None for the model's dtype.
+        tier_bits: of each number of texts in host memory and on disk that later prompts reuse, whatever `bits`: 4 or 2;
+            None is the model's dtype.
     """
 
     bits: int | None = None
     residual: int = 128
     residual_bits: int | None = 16
+    tier_bits: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.bits in (None, 4, 2), "cache.bits", self.bits, "must be 4 or 2, or null for the model's dtype")
+        for name in ("bits", "tier_bits"):
+            value = getattr(self, name)
+            require(value in (None, *BITS), f"cache.{name}", value, "must be 4 or 2, or null for the model's dtype")
         require(self.residual >= 1, "cache.residual", self.residual, "must be at least 1 token")
         valid = self.residual_bits in (None, 16)
         require(valid, "cache.residual_bits", self.residual_bits, "must be 16, or null for the model's dtype")

@@ -292,7 +292,7 @@ def report_json(
         "dtype": dtype,
         "device": device,
         "policy": dict(policy),
-        **({} if cache.bits is None else {"cache": asdict(cache)}),
+        **({} if cache.bits is None and cache.tier_bits is None else {"cache": asdict(cache)}),
         "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
         | ({} if prefill.chunk_tokens is None else {"chunk_tokens": prefill.chunk_tokens}),
         "warmup": warmup,

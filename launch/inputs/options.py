@@ -259,6 +259,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
         ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
+        ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
         ("partition", ["learn"], partition is not PartitionName.auto, "without partition=auto"),
         ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),

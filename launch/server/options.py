@@ -145,6 +145,12 @@ class ServeRun:
                 num_shares=self.ranks.tensor,
                 what=f"serve.prefix_cache_bytes={self.serve.prefix_cache_bytes}",
             )
+        has_tiers = self.serve.prefix_host_bytes or self.serve.prefix_folder is not None
+        if self.cache.tier_bits is not None and not has_tiers and self.policy["name"] != "prompt_cache":
+            raise ValueError(
+                f"cache.tier_bits={self.cache.tier_bits} has no effect without serve.prefix_host_bytes, "
+                "serve.prefix_folder or policy=prompt_cache; leave it out"
+            )
         if self.serve.decode_ranks:
             name, decode = self.prefill.name, self.decode.name
             beside = "serve.decode_ranks=1, where one stage decodes and the others compute prompts"

@@ -21,7 +21,7 @@ from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
-from launch.server.options import ServeOptions, ServeRun
+from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
 from runahead.config import GenerationOptions, PrefillName
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -83,7 +83,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = _store(run, model, ranks)
-    tree = _tree(run.serve, ranks)
+    tree = _tree(run, ranks)
     engine = Engine(
         model,
         ranks,
@@ -186,11 +186,13 @@ def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
     most = {"host_bytes": int(STORE_SHARE * host), "device_bytes": int(STORE_SHARE * device)}
     default = StoreLimits()
     sizes = {name: min(getattr(default, name), size) for name, size in most.items()}
-    return SegmentStore(model, limits=StoreLimits(**(sizes | prompt_cache_options(run.policy).limits)))
+    limits = StoreLimits(**(sizes | prompt_cache_options(run.policy).limits))
+    return SegmentStore(model, limits=limits, bits=run.cache.tier_bits)
 
 
-def _tree(options: ServeOptions, ranks: Ranks) -> PrefixTree | None:
+def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
     """The texts that the last stage keeps; other ranks only know that it does."""
+    options = run.serve
     if not options.prefix_cache_bytes:
         return None
     if ranks.stage < ranks.num_stages - 1:
@@ -201,6 +203,7 @@ def _tree(options: ServeOptions, ranks: Ranks) -> PrefixTree | None:
         folder=options.prefix_folder,
         disk_bytes=options.prefix_disk_bytes,
         option="serve.prefix_folder",
+        bits=run.cache.tier_bits,
     )
 
 

@@ -12,7 +12,7 @@ from launch.program.compose import Program
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
-from runahead.config import ModelOptions, RanksOptions
+from runahead.config import BITS, ModelOptions, RanksOptions
 
 if TYPE_CHECKING:
     from policies.prompt_cache import PromptCache
@@ -28,6 +28,7 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
+  tier_bits=4|2             of each number; must equal cache.tier_bits of later runs
   ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60   ranks.tensor=<ranks that share one model>
 
 --layout prints the positions of the modules and encodes nothing.
@@ -44,6 +45,7 @@ class EncodeOptions:
     out: str | None = None
     sinks: int = 0
     disk_bytes: Any = None
+    tier_bits: int | None = None
 
     def __post_init__(self) -> None:
         if not self.schema:
@@ -52,6 +54,8 @@ class EncodeOptions:
             raise ValueError(f"sinks={self.sinks} must not be negative; 0 is none")
         if self.disk_bytes is not None:
             self.disk_bytes = num_bytes(self.disk_bytes, "disk_bytes")
+        if self.tier_bits not in (None, *BITS):
+            raise ValueError(f"tier_bits={self.tier_bits} must be 4 or 2, or null for the model's dtype")
 
 
 ENCODE = Program(module="policies.prompt_cache.encode", options=EncodeOptions, help=HELP, has_layout=True)
@@ -95,8 +99,8 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
     # No prompt uses the segments in this run, so they need not stay in memory.
     limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)
-    store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, run.out, limits))
-    bytes_per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+    store = ranks.on_all_ranks("the store", lambda: SegmentStore(model, run.out, limits, bits=run.tier_bits))
+    bytes_per_token = store.stored_token_bytes
     needed = sum(len(segment.stored) for segment in segments) * bytes_per_token * model.num_shards
     if needed > limits.disk_bytes:
         raise ValueError(

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from runahead.cache.slabs import KVShape
 from runahead.reuse.tree.layer_rows import NO_ROWS, CopiedMemory, LayerRows, LostRows
 from runahead.reuse.tree.node import PrefixNode
-from runahead.reuse.tree.prefix_files import FileRows, PrefixFiles, PrefixRun
+from runahead.reuse.tree.prefix_files import PrefixFiles, PrefixRun
 from runahead.reuse.tree.tiers import Allocation, Tier, TierCopies, TierMemory
 
 DISK_BYTES = 64 * 2**30
@@ -100,6 +100,8 @@ class PrefixTree:
         disk_bytes: most bytes of prefixes in the folder, whoever stored them.
         on_change: called with every change of what is stored in any tier.
         option: where the folder was named, for messages.
+        bits: of each number in host memory and on disk, 4 or 2; None is the model's dtype. A number is quantised once,
+            when it leaves the device.
 
     Raises:
         ValueError: the folder cannot be created or written to.
@@ -117,8 +119,9 @@ class PrefixTree:
         disk_bytes: float = DISK_BYTES,
         on_change: Callable[[Change], object] = lambda change: None,
         option: str = "folder",
+        bits: int | None = None,
     ) -> None:
-        self.on_change = on_change
+        self.on_change, self._bits = on_change, bits
         self._device, self._host = TierMemory[PrefixNode](limit_bytes), TierMemory[PrefixNode](host_bytes)
         self._lost: queue.SimpleQueue[str | CopiedMemory] = queue.SimpleQueue()
         self._files = None if folder is None else PrefixFiles(folder, disk_bytes, self._lost, option=option)
@@ -167,14 +170,14 @@ class PrefixTree:
         """
         if key in self._opened or not self.has_tiers:
             return
-        self._opened[key] = TierCopies(device, shapes, self._lost.put)
+        self._opened[key] = TierCopies(device, shapes, self._lost.put, self._bits)
         if self._files is None:
             return
-        runs, num_others = self._files.runs(key)
+        runs, num_others = self._files.runs(self._stored_key(key))
         for run in sorted(runs, key=lambda run: run.start):
             node, at = self._walk(run.ids, key)
             if run.start <= at < len(run.ids):
-                file = FileRows(name=run.name, num_tokens=run.num_tokens, first=at - run.start)
+                file = replace(run.rows, first=run.rows.first + at - run.start)
                 new = PrefixNode(key=key, ids=run.ids[at:], tier=Tier.disk, file=file, parent=node)
                 node.children[new.ids[0]] = new
                 self._of_file.setdefault(run.name, set()).add(new)
@@ -183,15 +186,17 @@ class PrefixTree:
                 node.used = used_ns
         self._read_ahead(key)
         if num_others:
-            self._warn("others", f"prefixes of another model, dtype or RoPE setting are not used; files: {num_others}")
+            what = "prefixes of another model, dtype, RoPE setting or cache.tier_bits are not used"
+            self._warn("others", f"{what}; files: {num_others}")
         self._warn_of_files()
 
     def _read_ahead(self, key: str) -> None:
         """Let the system read the files of those texts that were used last, as many as have room in memory."""
         assert self._files is not None
-        room, names = self.limit_bytes + self._host.limit_bytes, dict[str, None]()
+        copies, names = self._opened[key], dict[str, None]()
+        room = self.limit_bytes / copies.token_bytes + self._host.limit_bytes / copies.stored_token_bytes
         for node in sorted(self._of_key(key), key=lambda node: -node.used):
-            room -= self._opened[key].token_bytes * len(node.ids)
+            room -= len(node.ids)
             if room < 0:
                 break
             if node.tier is Tier.disk and node.file is not None:
@@ -292,7 +297,7 @@ class PrefixTree:
         room = self._host.limit_bytes - sum(node.num_bytes for node in self._needed if node.tier is Tier.host)
         for node in self._needed:
             if node.tier is Tier.disk and node.is_attached:
-                room -= self._opened[key].token_bytes * len(node.ids)
+                room -= self._opened[key].stored_token_bytes * len(node.ids)
                 if room < 0:
                     break
                 if (rows := self._read(node)) is None:
@@ -427,7 +432,8 @@ class PrefixTree:
                 if node.is_attached:
                     self._lose(node)
                 return shorter
-            is_there = is_read and copies.device.type == "cpu"  # in memory that is its own
+            # In memory that is its own, and as it is computed with.
+            is_there = is_read and copies.device.type == "cpu" and not copies.is_packed
             self._place(node, Tier.device, rows if is_there else copies.to_device(rows))
         return hit
 
@@ -443,10 +449,18 @@ class PrefixTree:
         assert self._files is not None and node.file is not None
         return self._files.read(node.file, len(node.ids), self._opened[node.key])
 
+    def _stored_key(self, key: str) -> str:
+        """Key of a text's files: of other bits, other numbers."""
+        return key if self._bits is None else f"{key} in {self._bits} bits"
+
+    def _stored_bytes(self, node: PrefixNode) -> int:
+        """Bytes that a node of a faster tier than the disk takes in host memory of its own."""
+        return self._opened[node.key].stored_token_bytes * node.layers_TKX.stored.whole.num_tokens
+
     def _lower(self, node: PrefixNode) -> Allocation[PrefixNode] | None:
         """Let a node go to the next tier that has room for it, or out of the tree. Returns the allocation it leaves."""
         if node.key in self._opened:
-            if node.tier is Tier.device and node.num_bytes <= self._host.limit_bytes:
+            if node.tier is Tier.device and self._stored_bytes(node) <= self._host.limit_bytes:
                 return self._place(node, Tier.host, self._opened[node.key].to_host(node.layers_TKX))
             if self._save(node):
                 return self._place(node, Tier.disk, NO_ROWS)
@@ -457,16 +471,21 @@ class PrefixTree:
         if self._files is None or node.key not in self._opened:
             return False
         copies, text = self._opened[node.key], list[int]()
-        if not self._files.takes(sum(each.num_bytes for each in node.path if each.file is None)):
+        if not self._files.takes(sum(self._stored_bytes(each) for each in node.path if each.file is None)):
             return False
         for each in node.path:
             text += each.ids
             if each.file is None:
-                run = PrefixRun(key=each.key, ids=tuple(text), start=len(text) - len(each.ids))
-                each.file = FileRows(name=run.name, num_tokens=run.num_tokens)
-                self._of_file.setdefault(run.name, set()).add(each)
                 rows = each.layers_TKX if each.tier is Tier.host else copies.to_host(each.layers_TKX)
-                self._files.save(run, rows, each.file_times_ns)
+                run = PrefixRun(
+                    key=self._stored_key(each.key),
+                    ids=tuple(text),
+                    start=len(text) - len(each.ids),
+                    around=(rows.start - rows.whole.start, rows.whole.stop - rows.stop),
+                )
+                each.file = run.rows
+                self._of_file.setdefault(run.name, set()).add(each)
+                self._files.save(run, rows.whole, each.file_times_ns)
         return True
 
     def _touch(self, node: PrefixNode) -> None:
@@ -517,10 +536,10 @@ class PrefixTree:
                 self._place(node, Tier.host, self._opened[node.key].to_host(node.layers_TKX))
                 continue
             try:
-                layers = [layer.clone(memory_format=torch.contiguous_format) for layer in node.layers_TKX]
+                copy = node.layers_TKX.cloned()
             except LostRows:
                 continue  # it will be dropped
-            self._place(node, Tier.device, LayerRows.of(layers))
+            self._place(node, Tier.device, copy)
 
     def _warn_of_files(self) -> None:
         for kind, error in {} if self._files is None else dict(self._files.errors).items():

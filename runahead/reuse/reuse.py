@@ -118,7 +118,7 @@ class Reuse:
                 if found.is_mapped:
                     mapped.add(key)
                 bytes_of = self.report.found_bytes
-                bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.kv.num_bytes
+                bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.num_bytes
             else:
                 kvs[key] = self._held.pop(key)
         report, found_s = self.report, time.perf_counter()

@@ -33,10 +33,12 @@ class SegmentKV:
     Attributes:
         layers_TKX: keys and values of each layer, (T, K, H + V), by ascending position.
         checksums: of each layer, as its file says; None if there is no file that does.
+        is_packed: the layers are records of few bits (`KVRecords`).
     """
 
     layers_TKX: list[Tensor]
     checksums: list[int] | None = None
+    is_packed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +50,7 @@ class SegmentKV:
         for layer in self.layers_TKX:
             copy = torch.empty(layer.shape, dtype=layer.dtype, device=device, pin_memory=pin_memory)
             layers.append(copy.copy_(layer, non_blocking=True))
-        return SegmentKV(layers_TKX=layers)
+        return SegmentKV(layers_TKX=layers, is_packed=self.is_packed)
 
 
 def checksum(layer: Tensor) -> int:

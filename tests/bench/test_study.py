@@ -27,6 +27,7 @@ STUDIES = (
     "offloading",
     "paper_relations.__main__",
     "prefixes.prefix_loading",
+    "prefixes.prefixes_in_few_bits",
     "prefixes.sessions",
     "prompt_cache",
     "prompt_cache_quality",

@@ -267,6 +267,7 @@ def test_forks_do_not_know_of_each_other() -> None:
     ("make", "message"),
     [
         (lambda: CacheOptions(bits=3), "cache.bits=3 must be 4 or 2"),
+        (lambda: CacheOptions(tier_bits=8), "cache.tier_bits=8 must be 4 or 2"),
         (lambda: CacheOptions(bits=4, residual=0), "cache.residual=0 must be at least 1"),
         (lambda: CacheOptions(bits=4, residual_bits=8), "cache.residual_bits=8 must be 16, or null"),
         (

@@ -59,11 +59,13 @@ def report(path: Path) -> dict[str, object]:
     return found
 
 
-def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Path, capfd) -> None:
+@pytest.mark.parametrize("bits", ["null", "4"])
+def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Path, capfd, bits: str) -> None:
     store, run = files / "store", files / "run.json"
-    assert encode(["model=hf", f"model.path={model}", f"schema={files / 'ice.xml'}", f"out={store}"]) == 0
+    ahead = ["model=hf", f"model.path={model}", f"schema={files / 'ice.xml'}", f"out={store}", f"tier_bits={bits}"]
+    assert encode(ahead) == 0
     assert "3 of 3 encoded" in capfd.readouterr().out
-    asked = [f"policy.store={store}", f"prompt.file={files / 'ask.xml'}", f"report={run}"]
+    asked = [f"policy.store={store}", f"prompt.file={files / 'ask.xml'}", f"report={run}", f"cache.tier_bits={bits}"]
     assert infer(options(model, files, *asked)) == 0
     out, err = capfd.readouterr()
     told = report(run)
@@ -71,6 +73,7 @@ def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Pat
     reuse = told["ranks"][0]["reuse"]  # type: ignore[index]
     assert reuse["encoded_tokens"] == 0 and list(reuse["found_bytes"]) == ["disk"]
     assert reuse["cached_tokens"] + reuse["computed_tokens"] == told["prompt_tokens"]
+    assert ("cache" in told) == (bits == "4")
     assert told["policy"] == {"name": "prompt_cache", "schema": str(files / "ice.xml"), "store": str(store)}
 
 
@@ -155,6 +158,8 @@ def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd) 
     base = ["model=hf", f"model.path={model}"]
     assert encode(base) == 2
     assert "schema=<xml file> is missing" in capfd.readouterr().err
+    assert encode([*base, f"schema={files / 'ice.xml'}", "tier_bits=3"]) == 2
+    assert capfd.readouterr().err == "tier_bits=3 must be 4 or 2, or null for the model's dtype\n"
     for more, message in (
         ([], "out=<folder> is missing"),
         ([f"out={files / 'ice.xml'}"], "is not a writable folder"),

@@ -150,6 +150,7 @@ def test_help_and_page_name_every_option():
         (["serve.prefix_cache_bytes=9", "serve.prefix_folder=''"], "serve.prefix_folder= must name a folder"),
         ("serve.prefix_folder=x", "serve.prefix_folder=x has no effect without serve.prefix_cache_bytes"),
         ("serve.prefix_host_bytes=9", "serve.prefix_host_bytes=9 has no effect without serve.prefix_cache_bytes"),
+        (["serve.prefix_cache_bytes=9", "cache.tier_bits=4"], "cache.tier_bits=4 has no effect without serve.prefix_h"),
     ],
 )
 @pytest.mark.sampled(2)

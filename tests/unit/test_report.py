@@ -317,5 +317,10 @@ def test_a_read_only_file_is_refused(tmp_path):
 
 def test_the_precision_of_stored_numbers_is_reported_if_it_is_not_the_models() -> None:
     text = report_json([batch(generation())], **OF_A_RUN | {"cache": CacheOptions(bits=4)})
-    assert json.loads(text)["cache"] == {"bits": 4, "residual": 128, "residual_bits": 16}
+    assert json.loads(text)["cache"] == {
+        "bits": 4,
+        "residual": 128,
+        "residual_bits": 16,
+        "tier_bits": None,
+    }
     assert "cache" not in report(batch(generation()))

@@ -8,7 +8,9 @@ Variants run in turn, on the same prompts of random tokens, each a prefix and so
     device            the prefix is there: the bound
     host              it is brought from host memory layer by layer, while the layers before compute
     host, whole first the forward waits for all layers
+    host, 4 bits      it is there in 4 bits, and each layer is dequantised on the device
     disk              its file is read, checked and brought layer by layer, too (page cache warm)
+    disk, 4 bits      its file is in 4 bits
     none              nothing is stored: the whole prompt is computed
 
 TTFT is the time of a call for one token, with the look-up of the prefix. Appends a JSON line per length to
@@ -30,12 +32,13 @@ from benchmarks.harness.study import Run, Study, last_run, option
 from benchmarks.harness.text_table import Rows
 from launch.program.text_table import text_table
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from runahead.cache.quantised.records import KVRecords
 from runahead.config import ModelName
 from runahead.ranks.accelerator import accelerator_for
 from runahead.reuse.prefix_tree import PrefixHit, PrefixTree
 
 ONE = GenerationOptions(max_new_tokens=1, ignore_eos=True)
-VARIANTS = ("device", "host", "host, whole first", "disk", "none")
+VARIANTS = ("device", "host", "host, whole first", "host, 4 bits", "disk", "disk, 4 bits", "none")
 
 
 class WholeFirst(PrefixTree):
@@ -67,7 +70,9 @@ def ttfts(run: Run, model: Model, ranks: Ranks, length: int, folder: str) -> dic
         "device": PrefixTree(inf),
         "host": PrefixTree(inf, host_bytes=inf),
         "host, whole first": WholeFirst(inf, host_bytes=inf),
+        "host, 4 bits": PrefixTree(inf, host_bytes=inf, bits=4),
         "disk": PrefixTree(inf, folder=f"{folder}/{length}"),
+        "disk, 4 bits": PrefixTree(inf, folder=f"{folder}/{length} in 4 bits", bits=4),
     }
     engines = {name: Engine(model, ranks, tree=tree) for name, tree in trees.items()}
     for engine in engines.values():
@@ -104,17 +109,20 @@ def measure(run: Run) -> Iterator[Line]:
                 "device": ranks.device.type,
                 "threads": options.threads,
                 "prefix_bytes": length * sum(shape.bytes_per_token() for shape in model.kv_shapes),
+                "few_bits_bytes": length
+                * sum(shape.bytes_per_token() for shape in KVRecords(model.kv_shapes, 4).shapes),
                 "ttft_s": ttfts(run, model, ranks, length, folder),
             }
 
 
 def table(found: list[Line]) -> str:
     """Median TTFT of the last run by length, and its spread."""
-    rows: Rows = [("prefix", "MB", *VARIANTS)]
+    rows: Rows = [("prefix", "MB", "in 4 bits", *VARIANTS)]
     for line in last_run(found):
-        times = [line["ttft_s"][name] for name in VARIANTS]
-        told = [f"{median(each):.3f} s ({min(each):.3f} to {max(each):.3f})" for each in times]
-        rows.append((f"{line['length']:,}", f"{line['prefix_bytes'] / 1e6:,.0f}", *told))
+        times = [line["ttft_s"].get(name) for name in VARIANTS]
+        told = [f"{median(each):.3f} s ({min(each):.3f} to {max(each):.3f})" if each else "" for each in times]
+        sizes = [f"{line[name] / 1e6:,.0f}" if name in line else "" for name in ("prefix_bytes", "few_bits_bytes")]
+        rows.append((f"{line['length']:,}", *sizes, *told))
     return text_table(rows)
 
 

@@ -2,6 +2,9 @@
 
 A row is a token. Rows are split without a copy and without waiting. Only reading a layer waits for it, so that a
 forward can begin while later layers are copied.
+
+In tiers of few bits the rows are records (`KVRecords`), which are read by whole groups. What comes back to the device
+has its records beside it, so that no number is quantised a second time when it leaves again.
 """
 
 # Legend: T tokens, K kv heads, X = H + V key and value dims.
@@ -14,8 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
+import torch
 from torch import Tensor
 
+from runahead.cache.quantised.records import whole_groups
 from runahead.cache.slabs import KVShape
 
 
@@ -43,14 +48,20 @@ class RowsMemory(Protocol):
 
     Attributes:
         num_layers: number of layers.
-        num_bytes: allocated, also for other tokens.
-        token_bytes: of one token in all layers.
+        num_tokens: number of tokens.
+        num_bytes: allocated, also for other tokens and for records.
+        token_bytes: of one token in all layers, without its record.
+        is_packed: these are records.
+        records: the records of the same tokens; None if there are none.
         where: the same for memories of the same allocation.
     """
 
     num_layers: int
+    num_tokens: int
     num_bytes: int
     token_bytes: int
+    is_packed: bool
+    records: LayerRows | None
 
     @property
     def where(self) -> Hashable: ...
@@ -76,11 +87,14 @@ class GivenMemory:
 
     is_there, is_lost = True, False
 
-    def __init__(self, layers_TKX: Sequence[Tensor]) -> None:
-        self._layers_TKX = list(layers_TKX)
+    def __init__(
+        self, layers_TKX: Sequence[Tensor], *, is_packed: bool = False, records: LayerRows | None = None
+    ) -> None:
+        self._layers_TKX, self.is_packed, self.records = list(layers_TKX), is_packed, records
+        self.num_tokens = len(layers_TKX[0]) if layers_TKX else 0
         storages = {storage.data_ptr(): storage for storage in map(Tensor.untyped_storage, self._layers_TKX)}
         self.num_layers = len(self._layers_TKX)
-        self.num_bytes = sum(storage.nbytes() for storage in storages.values())
+        self.num_bytes = sum(storage.nbytes() for storage in storages.values()) + _bytes_of(records)
         self.token_bytes = sum(layer[:1].nbytes for layer in self._layers_TKX)
         # Identifies the allocations as long as one of these tensors lives.
         self.where: Hashable = tuple(storage.data_ptr() for storage in map(Tensor.untyped_storage, self._layers_TKX))
@@ -96,19 +110,31 @@ class CopiedMemory:
         shapes: of the layers.
         num_tokens: number of tokens.
         hold: called by a reader with the mark of a layer, which it has to wait for.
+        is_packed, records: see `RowsMemory`; the records are in memory of their own.
+
+    Attributes:
+        block_bytes: of the layers, without the records.
     """
 
     def __init__(
-        self, shapes: Sequence[KVShape], num_tokens: int, hold: Callable[[Any], object] = lambda mark: None
+        self,
+        shapes: Sequence[KVShape],
+        num_tokens: int,
+        hold: Callable[[Any], object] = lambda mark: None,
+        *,
+        is_packed: bool = False,
+        records: LayerRows | None = None,
     ) -> None:
         self.num_layers, self.num_tokens, self._shapes, self._hold = len(shapes), num_tokens, shapes, hold
+        self.is_packed, self.records = is_packed, records
         self.token_bytes = sum(shape.bytes_per_token() for shape in shapes)
         self._offsets, end = list[int](), 0
         for shape in shapes:
             end += -end % shape.dtype.itemsize
             self._offsets.append(end)
             end += num_tokens * shape.bytes_per_token()
-        self.num_bytes = end
+        self.block_bytes = end
+        self.num_bytes = end + _bytes_of(records)
         self._layers_TKX: list[Tensor] = []
         self._marks: list[object] = []
         self._error: BaseException | None = None
@@ -119,7 +145,7 @@ class CopiedMemory:
         return self
 
     def parts(self, block: Tensor) -> list[Tensor]:
-        """The layers (T, K, H + V) as views of a block of `num_bytes` bytes."""
+        """The layers (T, K, H + V) as views of a block of `block_bytes` bytes."""
         return [
             block[offset : offset + self.num_tokens * shape.bytes_per_token()]
             .view(shape.dtype)
@@ -169,15 +195,58 @@ class LayerRows(Layers):
     @classmethod
     def of(cls, layers_TKX: Sequence[Tensor]) -> LayerRows:
         """All rows of these tensors, which have the same number of rows."""
-        return cls(GivenMemory(layers_TKX), 0, len(layers_TKX[0]) if layers_TKX else 0)
+        memory = GivenMemory(layers_TKX)
+        return cls(memory, 0, memory.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.start) * self.memory.token_bytes
+        return self.num_tokens * self.memory.token_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that they would take in memory of their own."""
+        whole, records = self.whole, self.records
+        return whole.num_bytes + (0 if records is None else records.whole.num_bytes)
+
+    @property
+    def records(self) -> LayerRows | None:
+        """The records of these tokens, if their memory has them."""
+        records = self.memory.records
+        return None if records is None else records.part(self.start, self.stop)
+
+    @property
+    def stored(self) -> LayerRows:
+        """The records of these tokens, or the rows where there are none."""
+        return self if self.records is None else self.records
+
+    @property
+    def whole(self) -> LayerRows:
+        """With which these rows are read: of records those of the same groups, too."""
+        if not self.memory.is_packed:
+            return self
+        return LayerRows(self.memory, *whole_groups(self.start, self.stop, self.memory.num_tokens))
+
+    def within(self, whole: RowsMemory) -> LayerRows:
+        """These rows in a memory that has the rows of `self.whole`."""
+        first = self.start - self.whole.start
+        return LayerRows(whole, first, first + self.num_tokens)
+
+    def cloned(self) -> LayerRows:
+        """A copy in memory of its own. Raises: LostRows."""
+        records = self.records
+        layers = [layer.clone(memory_format=torch.contiguous_format) for layer in self.whole]
+        memory = GivenMemory(
+            layers, is_packed=self.memory.is_packed, records=None if records is None else records.cloned()
+        )
+        return self.within(memory)
 
     def part(self, start: int, stop: int) -> LayerRows:
         """The rows [start, stop) of these."""
-        assert 0 <= start <= stop <= self.stop - self.start, (start, stop, self)
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self)
         return LayerRows(self.memory, self.start + start, self.start + stop)
 
     def __len__(self) -> int:
@@ -210,6 +279,10 @@ class MendedRows(Layers):
         compute, self._compute = self._compute, None
         self._layers_TKX = compute()
         return self._layers_TKX[number]
+
+
+def _bytes_of(records: LayerRows | None) -> int:
+    return 0 if records is None else records.memory.num_bytes
 
 
 NO_ROWS = LayerRows.of([])

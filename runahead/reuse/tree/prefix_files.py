@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from runahead.cache.quantised.records import whole_groups
 from runahead.ranks.worker import Job, Worker
 from runahead.reuse.folder import SegmentFolder, StoredFile
 from runahead.reuse.segment import SegmentKV, checksum, read_metadata, read_segment, write_segment
@@ -40,27 +41,38 @@ class PrefixRun:
         key: of the text.
         ids: the text up to the run's last token.
         start: index of the run's first token.
+        around: rows of its file before and after it, which its first and last rows are read with. They may be of any
+            text that goes on after it: nobody but the groups of its own rows needs them.
     """
 
     key: str
     ids: tuple[int, ...]
     start: int
+    around: tuple[int, int] = (0, 0)
 
     @cached_property
     def name(self) -> str:
         """Name of its file, 64 hexadecimal digits."""
-        return hashlib.sha256(
-            repr((FORMAT, self.key, self.start)).encode() + array("q", self.ids).tobytes()
-        ).hexdigest()
+        place = (FORMAT, self.key, self.start, *(self.around if any(self.around) else ()))
+        return hashlib.sha256(repr(place).encode() + array("q", self.ids).tobytes()).hexdigest()
 
     @property
     def num_tokens(self) -> int:
         return len(self.ids) - self.start
 
     @property
+    def rows(self) -> FileRows:
+        """Its rows in its file."""
+        before, after = self.around
+        return FileRows(name=self.name, num_tokens=before + self.num_tokens + after, first=before)
+
+    @property
     def metadata(self) -> dict[str, str]:
         ids = base64.b64encode(array("q", self.ids).tobytes()).decode()
-        return {"prefix": json.dumps({"format": FORMAT, "key": self.key, "start": self.start, "ids": ids})}
+        about = {"format": FORMAT, "key": self.key, "start": self.start, "ids": ids}
+        if any(self.around):
+            about["around"] = self.around
+        return {"prefix": json.dumps(about)}
 
     @classmethod
     def of(cls, metadata: dict[str, str], name: str) -> PrefixRun | None:
@@ -68,10 +80,12 @@ class PrefixRun:
         try:
             about = json.loads(metadata["prefix"])
             ids = array("q", base64.b64decode(about["ids"], validate=True))
-            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]))
+            before, after = about.get("around", (0, 0))
+            around = int(before), int(after)
+            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]), around=around)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        return run if run.name == name and 0 <= run.start < len(run.ids) else None
+        return run if run.name == name and 0 <= run.start < len(run.ids) and min(around) >= 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +155,7 @@ class PrefixFiles:
         """Begin to write a run's file.
 
         Args:
-            rows: in host memory.
+            rows: in host memory, with those that they are read with.
             used_ns: times of the last use of the text's files up to this one.
         """
         path = self._folder.path(run.name)
@@ -169,7 +183,10 @@ class PrefixFiles:
         A layer is there once its checksum was compared. A file that is damaged is removed, and reported as lost.
         Without a GPU the memory is the mapped file itself: that of a copy would have to be cleared first, page by page.
         """
-        copy, unwritten = CopiedMemory(copies.shapes, num_tokens), self._unwritten.get(rows.name)
+        first, stop = rows.first, rows.first + num_tokens
+        if copies.is_packed:
+            first, stop = whole_groups(first, stop, rows.num_tokens)
+        copy, unwritten = copies.stored_memory(stop - first), self._unwritten.get(rows.name)
         mapped: SegmentKV | None = None
         if unwritten is None or unwritten[0].done.is_set():
             try:
@@ -185,12 +202,12 @@ class PrefixFiles:
                 kv = self._mapped(rows, copies) if mapped is None else mapped
                 assert kv.checksums is not None
                 self._read_ahead(rows.name)
-                parts = None if copies.device.type == "cpu" else copy.parts(copies.host_block(copy.num_bytes))
+                parts = None if copies.device.type == "cpu" else copy.parts(copies.host_block(copy.block_bytes))
                 for number, (layer, expected) in enumerate(zip(kv.layers_TKX, kv.checksums, strict=True)):
-                    part = layer[rows.first : rows.first + num_tokens]
+                    part = layer[first:stop]
                     if parts is not None:
                         part = parts[number].copy_(part)
-                    if checksum(part if num_tokens == rows.num_tokens else layer) != expected:
+                    if checksum(part if len(part) == len(layer) else layer) != expected:
                         raise LostRows("the file is damaged")
                     copy.put(part)
             except LostRows as error:
@@ -202,12 +219,12 @@ class PrefixFiles:
                 copy.fail(error)
 
         self._reading.submit(run)
-        return LayerRows(copy, 0, num_tokens)
+        return LayerRows(copy, rows.first - first, rows.first - first + num_tokens)
 
     def _mapped(self, rows: FileRows, copies: TierCopies) -> SegmentKV:
         """A file's layers, mapped, with their checksums. Raises: LostRows: it is gone or damaged."""
         path = self._folder.path(rows.name)
-        kv = read_segment(path, key=rows.name, shapes=copies.shapes, num_tokens=rows.num_tokens)
+        kv = read_segment(path, key=rows.name, shapes=copies.stored_shapes, num_tokens=rows.num_tokens)
         if kv is None or kv.checksums is None or _run_of(path, rows.name) is None:
             raise LostRows("the file is gone or damaged")
         return kv
