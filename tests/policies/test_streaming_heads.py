@@ -23,7 +23,8 @@ from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, Rank
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.config import Device
-from runahead.thinning.ragged import RaggedLayer, SeenRagged, cut_back
+from runahead.thinning.cutting import cut_back
+from runahead.thinning.ragged import RaggedLayer, SeenRagged
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.running import Run, model_with
