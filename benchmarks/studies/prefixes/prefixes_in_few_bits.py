@@ -18,6 +18,7 @@ from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, loss
 from benchmarks.studies.quality.paired import Difference
+from benchmarks.studies.quality.tables import told
 from runahead import Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import BITS
 from runahead.reuse.store import SegmentStore
@@ -71,7 +72,7 @@ def table(found: list[Line]) -> str:
 
 def _difference(losses: list[float], exact: list[float]) -> str:
     found = Difference.of([ours - theirs for ours, theirs in zip(losses, exact, strict=True)])
-    return f"{found.mean:+.3f}" + ("" if found.interval is None else " ({:+.3f} to {:+.3f})".format(*found.interval))
+    return told(found, "{:+.3f}".format)
 
 
 STUDY = Study(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -112,28 +112,25 @@ def kind_of(line: Line) -> str:
 def rows(of_setting: Sequence[Line]) -> list[PolicyRow]:
     """One row per policy and budget, the full cache first."""
     full = {question_of(line): line for line in of_setting if line["policy"] == FULL}
-    groups: dict[tuple[str, Budget | None], list[Pair]] = {}
-    for line in of_setting:
-        if question_of(line) in full:
-            named = share_of(line["policy_settings"]) if line["budget"] is None else None
-            pair = (line, full[question_of(line)])
-            groups.setdefault(named or (line["policy"], line["budget"]), []).append(pair)
-    return _sorted(groups)
+    return _rows((line, full.get(question_of(line))) for line in of_setting)
 
 
 def over_scorers(of_setting: Sequence[Line]) -> list[PolicyRow]:
     """One row per policy that wraps a scorer, and budget, over the scorer's own choice on the same questions."""
     asked = {(question_of(line), str(line["policy_settings"])): line for line in of_setting}
+    return _rows(
+        (line, asked.get((question_of(line), str(line["policy_settings"].get("scorer"))))) for line in of_setting
+    )
+
+
+def _rows(pairs: Iterable[tuple[Line, Line | None]]) -> list[PolicyRow]:
+    """Rows of the lines that have a reference."""
     groups: dict[tuple[str, Budget | None], list[Pair]] = {}
-    for line in of_setting:
-        alone = asked.get((question_of(line), str(line["policy_settings"].get("scorer"))))
-        if alone is not None:
-            groups.setdefault((line["policy"], line["budget"]), []).append((line, alone))
-    return _sorted(groups)
-
-
-def _sorted(groups: dict[tuple[str, Budget | None], list[Pair]]) -> list[PolicyRow]:
-    made = [_row(policy, budget, pairs) for (policy, budget), pairs in groups.items()]
+    for line, reference in pairs:
+        if reference is not None:
+            named = share_of(line["policy_settings"]) if line["budget"] is None else None
+            groups.setdefault(named or (line["policy"], line["budget"]), []).append((line, reference))
+    made = [_row(policy, budget, group) for (policy, budget), group in groups.items()]
     return sorted(made, key=lambda row: (row.policy != FULL, row.policy, row.budget or 0))
 
 

@@ -56,17 +56,18 @@ def scorers_table(wrapped: Sequence[PolicyRow]) -> Rows:
 
 def points(difference: Difference) -> str:
     """A difference of scores in percentage points, with its interval."""
-    return _told(difference, lambda value: f"{100 * value:+.0f}")
+    return told(difference, lambda value: f"{100 * value:+.0f}")
 
 
 def nats(difference: Difference) -> str:
     """A difference of losses in nats per token, with its interval."""
-    return _told(difference, lambda value: f"{value:+.2f}")
+    return told(difference, lambda value: f"{value:+.2f}")
 
 
-def _told(difference: Difference, number: Callable[[float], str]) -> str:
-    told = number(difference.mean)
+def told(difference: Difference, number: Callable[[float], str]) -> str:
+    """A difference with its interval, if it has one; `number` writes each of the three."""
+    mean = number(difference.mean)
     if difference.interval is None:
-        return told
+        return mean
     low, high = difference.interval
-    return f"{told} ({number(low)} to {number(high)})"
+    return f"{mean} ({number(low)} to {number(high)})"
