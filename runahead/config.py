@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TypeVar
 
 BITS = (4, 2)
-"""Of a number that is quantised."""
+"""Numbers of bits in which keys and values can be quantised."""
 
 
 class ModelName(Enum):

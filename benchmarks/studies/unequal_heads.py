@@ -58,7 +58,7 @@ CHOICES: dict[str, Callable[[float], Policy]] = {
     "adakv, alpha=0": lambda budget: AdaKV(scorer=SnapKV(budget=budget), alpha=0.0),
 }
 STORAGES = {"": CacheOptions(), ", 4 bits": CacheOptions(bits=4)}
-"""What is added to the name of a choice -> how it is stored."""
+"""Suffix of the name of a choice -> how it is stored."""
 LIKE_MASKED = "adakv, alpha=0.2"
 
 

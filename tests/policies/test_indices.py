@@ -250,7 +250,7 @@ def test_an_estimate_of_the_rest_is_closer_to_full_attention_than_none() -> None
 
 @pytest.mark.parametrize("dims", [4, DIM])
 def test_the_mean_value_helps_most_where_few_tokens_are_fetched(dims: int) -> None:
-    """Of SparQ: error of what a query reads, by the number of fetched tokens.
+    """The error of what a query reads falls most by it there (SparQ).
 
     With the last value for the mean, or what is fetched and the rest the wrong way round, this fails.
     """
@@ -282,7 +282,7 @@ def sparq_error(fetch: int, dims: int, *, mean_value: bool) -> float:
 
 @pytest.mark.parametrize("fetch", [4, 8, 16])
 def test_the_fewer_dims_sparq_looks_at_the_more_each_of_them_finds(fetch: int) -> None:
-    """Of the slots with the highest scores; each is the largest that is left. With the smallest dims it is not so."""
+    """Dims are taken from the largest on, and find slots with the highest scores. With the smallest dims this fails."""
     given, slots = view(40, [0] * 8), slots_of(40, [0] * 8)
     best = ExactTopK(**BARE, fetch=fetch, group=Group.sum)
     found = dict.fromkeys((1, 2, 4, 8), 0)

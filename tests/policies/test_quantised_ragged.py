@@ -68,7 +68,7 @@ def dequantised(layer: QuantisedRagged) -> RaggedLayer:
 def test_attention_is_that_to_the_dequantised_tokens(
     name: str, family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of generated tokens and of another turn's, in layers of every kind.
+    """Logits of generated tokens and of another turn are equal, in layers of every kind.
 
     Seen to fail: the quantised tokens of each head seen by the queries of another one.
     """

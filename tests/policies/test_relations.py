@@ -228,7 +228,7 @@ class TestTwoBits:
 
 
 def relative_error(groups: type[ChannelGroups | TokenGroups], x_BKnD: Tensor) -> float:
-    """Of numbers in 2 bits, in lengths of all of them."""
+    """Length of the error of numbers in 2 bits, over that of the numbers."""
     read_BKnD = groups.of(x_BKnD, 2).read(0, x_BKnD.shape[2], x_BKnD.dtype)
     return float((read_BKnD - x_BKnD).norm() / x_BKnD.norm())
 

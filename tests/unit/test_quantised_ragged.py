@@ -108,7 +108,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
     value_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of one new token and of several, while groups leave the windows, block by block and over heads without groups.
+    """One new token and several, while groups leave the windows, block by block and over heads without groups.
 
     Seen to fail: pages of a block counted from the first page of all; without the soft cap.
     """
