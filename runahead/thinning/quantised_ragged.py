@@ -19,6 +19,7 @@ from torch import Tensor
 from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, narrowed
 from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, dtype_of_window
 from runahead.cache.quantised.sequences import QuantisedSequences
@@ -75,17 +76,15 @@ class QuantisedRagged(RaggedLayer, InFewBits):
             values = [values_TBK[part.pad : part.end, part.rows].expand(-1, -1, heads) for part in layer.parts]
             return torch.cat([each.permute(1, 2, 0).flatten() for each in values])
 
-        def in_line(codes: Sequence[Groups]) -> Groups:
-            return Groups.joined([each.in_line() for each in codes])
-
-        values = in_line([part.values for part in layer.parts])
-        assert isinstance(values, TokenGroups) and width in (1, heads)
+        assert width in (1, heads)
+        scales = [part.scales.by_head() for part in layer.parts if part.scales is not None]
         coded = QuantisedSequences.holding(
-            in_line([part.keys for part in layer.parts]),
-            values,
+            Groups.joined([part.keys.in_line() for part in layer.parts]),
+            TokenGroups.joined([part.values.in_line() for part in layer.parts]),
             flat(layer.positions_TBK),
             None if layer.carried_TBK is None else flat(layer.carried_TBK),
             [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
+            ChannelScales.joined(scales) if scales else None,
         )
         exact = RaggedLayer.of(window, slots_BKn, room=0)
         return cls._over(exact, coded, bits=layer.bits, residual=layer.residual)
@@ -108,8 +107,9 @@ class QuantisedRagged(RaggedLayer, InFewBits):
         counts = [max(0, length - self.residual) // GROUP * GROUP for length in self.lengths]
         if not any(counts):
             return
-        by_token = isinstance(self.coded.keys, TokenGroups)
-        self.coded = self.coded.grown(_coded(self, counts, bits=self.bits, keys_by_token=by_token))
+        by_token = self.coded.scales is not None
+        new = _coded(self, counts, bits=self.bits, keys_by_token=by_token, before=self.coded)
+        self.coded = self.coded.grown(new)
         # Their memory is freed when the windows are copied next: forks may share it.
         self.starts = [start + num for start, num in zip(self.starts, [*counts, 0], strict=True)]
         self.lengths = [length - num for length, num in zip(self.lengths, counts, strict=True)]
@@ -205,8 +205,15 @@ class SeenQuantisedRagged(SeenRagged):
         return out_BNCV.to(q_BNCH.dtype), lse_BNC
 
 
-def _coded(layer: RaggedLayer, counts: Sequence[int], *, bits: int, keys_by_token: bool) -> QuantisedSequences:
-    """The first tokens of each sequence, so many, in few bits."""
+def _coded(
+    layer: RaggedLayer,
+    counts: Sequence[int],
+    *,
+    bits: int,
+    keys_by_token: bool,
+    before: QuantisedSequences | None = None,
+) -> QuantisedSequences:
+    """The first tokens of each sequence, so many, in few bits; they come after those of `before`."""
     rows_Y = rows_of(layer.starts, counts, layer.slab_TBKX.device)
     return QuantisedSequences.of(
         layer.slab_TBKX[rows_Y, 0, 0],
@@ -216,6 +223,7 @@ def _coded(layer: RaggedLayer, counts: Sequence[int], *, bits: int, keys_by_toke
         shape=layer.shape,
         bits=bits,
         keys_by_token=keys_by_token,
+        before=before,
     )
 
 
@@ -241,6 +249,8 @@ def ragged_bytes(
     if compensates:
         wide = torch.promote_types(shape.dtype, torch.float32).itemsize
         total += len(lengths) * (shape.key_dim + shape.value_dim + 1) * wide
+    if keys_by_token:
+        total += len(lengths) * ChannelScales.bytes_of(shape.key_dim)
     for length in lengths:
         num_coded = max(0, (length - residual) // GROUP * GROUP)
         total += keys.bytes_of(num_coded, shape.key_dim, bits) + TokenGroups.bytes_of(num_coded, shape.value_dim, bits)

@@ -243,8 +243,12 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     assert full.conversation.cache is not None
     exact_BKnX = full.conversation.cache.layers[0].slab().slab_TBKX.permute(1, 2, 0, 3)
     k, v = exact_BKnX.split(full.model.kv_shapes[0].key_dim, dim=3)
-    rounded_BKnX = torch.cat([TokenGroups.of(x, bits).read(0, x.shape[2], x.dtype) for x in (k, v)], dim=3)
     layer = talk.layer()
+    scales = layer.parts[0].scales
+    assert scales is not None
+    keys, values = scales.groups(k, bits), TokenGroups.of(v, bits)
+    num_tokens = k.shape[2]
+    rounded_BKnX = torch.cat([scales.read(keys, 0, num_tokens, k.dtype), values.read(0, num_tokens, v.dtype)], dim=3)
     positions = layer.positions_BKn()[..., None].long()
     ours, end = layer.slab().slab_TBKX.permute(1, 2, 0, 3), layer.parts[0].end
     assert 0 < end < layer.num_slots < full.conversation.num_tokens

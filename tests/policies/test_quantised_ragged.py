@@ -173,16 +173,18 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
         each.follow(5, 6)
     layer, width = layers(talk)[0], full.model.kv_shapes[0].key_dim
     exact_BKnX = layers(full)[0].kv_BKnX()
-    rounded_BKnX = torch.cat(
-        [TokenGroups.of(x, bits).read(0, x.shape[2], x.dtype) for x in exact_BKnX.split(width, dim=3)], dim=3
-    )
-    assert isinstance(layer, QuantisedRagged) and layer.coded.num_tokens
+    assert isinstance(layer, QuantisedRagged) and layer.coded.num_tokens and layer.coded.scales is not None
+    k_KnH, v_KnV = exact_BKnX[0].split(width, dim=2)
+    scales, num_tokens = layer.coded.scales, exact_BKnX.shape[2]
+    k_K1nH, v_K1nV = k_KnH.unsqueeze(1), v_KnV.unsqueeze(1)  # a head is a row
+    keys = scales.read(scales.groups(k_K1nH, bits), 0, num_tokens, k_KnH.dtype)
+    rounded_K1nX = torch.cat([keys, TokenGroups.of(v_K1nV, bits).read(0, num_tokens, v_KnV.dtype)], dim=3)
     positions_BKn = layer.positions_BKn()
     for head, (coded, window) in enumerate(zip(layer.coded.lengths, layer.lengths, strict=True)):
         is_token_n = positions_BKn[0, head] >= 0
         at_n, ours_nX = positions_BKn[0, head][is_token_n].long(), layer.kv_BKnX()[0, head][is_token_n]
         assert len(at_n) == coded + window < full.conversation.num_tokens or name == "duo_attention"
-        assert torch.equal(ours_nX[:coded], rounded_BKnX[0, head, at_n[:coded]])
+        assert torch.equal(ours_nX[:coded], rounded_K1nX[head, 0, at_n[:coded]])
         assert torch.equal(ours_nX[coded:], exact_BKnX[0, head, at_n[coded:]])
 
 

@@ -22,6 +22,7 @@ from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer, taken
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import (
     GROUP,
     ChannelGroups,
@@ -40,12 +41,28 @@ class QuantisedRows:
     Attributes:
         rows: all rows of the batch, or one.
         pad: their slots of padding.
+        scales: of the keys' channels if keys are grouped by token.
     """
 
     rows: slice
     pad: int
     keys: ChannelGroups | TokenGroups
     values: TokenGroups
+    scales: ChannelScales | None = None
+
+    @classmethod
+    def empty(
+        cls, k_BK0H: Tensor, v_BK0V: Tensor, bits: int, *, rows: slice, pad: int, by_token: bool
+    ) -> QuantisedRows:
+        """Rows without quantised tokens."""
+        scales = ChannelScales.of(k_BK0H) if by_token else None
+        keys = ChannelGroups.of(k_BK0H, bits) if scales is None else scales.groups(k_BK0H, bits)
+        return cls(rows=rows, pad=pad, keys=keys, values=TokenGroups.of(v_BK0V, bits), scales=scales)
+
+    @property
+    def num_bytes(self) -> int:
+        scales = 0 if self.scales is None else self.scales.num_bytes
+        return self.keys.num_bytes + self.values.num_bytes + scales
 
     @property
     def num_tokens(self) -> int:
@@ -58,13 +75,20 @@ class QuantisedRows:
 
     def grown(self, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
         """With more tokens, which come after the others."""
-        keys: ChannelGroups | TokenGroups
+        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, self.values.bits)])
         if isinstance(self.keys, ChannelGroups):
             keys = ChannelGroups.joined([self.keys, ChannelGroups.of(k_BKSH, self.keys.bits)])
-        else:
-            keys = TokenGroups.joined([self.keys, TokenGroups.of(k_BKSH, self.keys.bits)])
-        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, self.values.bits)])
-        return replace(self, keys=keys, values=values)
+            return replace(self, keys=keys, values=values)
+        scales = self.scales if self.scales is not None and self.num_tokens else ChannelScales.of(k_BKSH)
+        by_token = TokenGroups.joined([self.keys, scales.groups(k_BKSH, self.keys.bits)])
+        return replace(self, keys=by_token, values=values, scales=scales)
+
+    def read_keys(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """The keys (B, K, S, H) of the tokens [start, end)."""
+        if isinstance(self.keys, ChannelGroups):
+            return self.keys.read(start, end, dtype)
+        assert self.scales is not None
+        return self.scales.read(self.keys, start, end, dtype)
 
     def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Attention of one query per row to all tokens: output (B, N, 1, V), log-sum-exp (B, N, 1).
@@ -129,13 +153,11 @@ class QuantisedLayer(KeptLayer, InFewBits):
             room: new tokens for which there is room.
         """
         assert layer.first == 0 and layer.rotary is None, (layer.first, layer.rotary)
-        keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
-        slab, parts = layer.slab(), list[QuantisedRows]()
-        for rows, pad in rows_by_pad(layer.pads):
-            k_BK0H, v_BK0V = (x[rows] for x in slab.read(0, 0))
-            parts.append(
-                QuantisedRows(rows=rows, pad=pad, keys=keys.of(k_BK0H, bits), values=TokenGroups.of(v_BK0V, bits))
-            )
+        k_BK0H, v_BK0V = layer.slab().read(0, 0)
+        parts = [
+            QuantisedRows.empty(k_BK0H[rows], v_BK0V[rows], bits, rows=rows, pad=pad, by_token=keys_by_token)
+            for rows, pad in rows_by_pad(layer.pads)
+        ]
         kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
         window_dtype = dtype_of_window(layer.shape, residual_bits)
         made = cls(**kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts)
@@ -150,7 +172,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
     @property
     def code_bytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(part.keys.num_bytes + part.values.num_bytes for part in self.parts)
+        return sum(part.num_bytes for part in self.parts)
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         super().store(k_BKCH, v_BKCV, positions_BC, new_pads)
@@ -196,7 +218,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
         for part in self.parts:
             for first, end in blocks(part.num_tokens):
                 slots_SBKX = slab_TBKX[part.pad + first : part.pad + end, part.rows]
-                slots_SBKX[..., :key_dim] = part.keys.read(first, end, dtype).permute(2, 0, 1, 3)
+                slots_SBKX[..., :key_dim] = part.read_keys(first, end, dtype).permute(2, 0, 1, 3)
                 slots_SBKX[..., key_dim:] = part.values.read(first, end, dtype).permute(2, 0, 1, 3)
             window = slice(part.end - self.start, self.num_slots - self.start)
             slab_TBKX[part.end :, part.rows] = self.slab_TBKX[window, part.rows]
@@ -259,7 +281,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
                 whole = part.grown(*self.exact(part, part.end, min(self.num_slots, part.end + num_dropped)))
                 assert isinstance(whole.keys, TokenGroups)
                 chosen = slots_BKm[..., :num_quantised] - part.pad
-                part = replace(part, keys=whole.keys.take(chosen), values=whole.values.take(chosen))
+                part = replace(whole, keys=whole.keys.take(chosen), values=whole.values.take(chosen))
             kept.append(replace(part, pad=pad))
             windows.append(slots_BKm[..., num_quantised:].permute(2, 0, 1) - self.start)
         start = min(part.end for part in kept)
@@ -316,7 +338,7 @@ class SeenQuantised(SeenKV):
         """Attention to each block of quantised tokens, which is dequantised for it."""
         for start, end in blocks(part.num_tokens):
             if end > first:
-                k, v = (x.read(start, end, q_BNCH.dtype) for x in (part.keys, part.values))
+                k, v = part.read_keys(start, end, q_BNCH.dtype), part.values.read(start, end, q_BNCH.dtype)
                 seen = max(0, first - start)  # a query of a layer with a window sees no earlier key
                 k, v = k[:, :, seen:], v[:, :, seen:]
                 yield attend(q_BNCH, k, v, terms, q_start=query, k_start=start + seen)
@@ -345,6 +367,7 @@ def quantised_bytes(
     for shape in shapes:
         codes = keys.bytes_of(num_quantised, shape.key_dim, bits)
         codes += TokenGroups.bytes_of(num_quantised, shape.value_dim, bits)
+        codes += ChannelScales.bytes_of(shape.key_dim) if keys_by_token else 0
         total += batch * shape.num_kv_heads * codes
         window = replace(shape, dtype=dtype_of_window(shape, residual_bits))
         total += (num_tokens - num_quantised + room) * window.bytes_per_token(batch)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.new_tokens import row_values
+from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
 from runahead.cache.slabs import KVShape
 
@@ -36,6 +37,7 @@ class QuantisedSequences:
         lengths: number of tokens of each sequence; multiples of 32 if keys are grouped by channel.
         starts: first page of each sequence, and the end of the last (S + 1), on the device; of no use if keys are
             grouped by token.
+        scales: of the keys' channels, with a sequence as a row, if keys are grouped by token.
     """
 
     keys: Groups
@@ -44,6 +46,7 @@ class QuantisedSequences:
     carried_T: Tensor | None
     lengths: Sequence[int]
     starts: Tensor
+    scales: ChannelScales | None = None
 
     @classmethod
     def of(
@@ -56,23 +59,42 @@ class QuantisedSequences:
         shape: KVShape,
         bits: int,
         keys_by_token: bool,
+        before: QuantisedSequences | None = None,
     ) -> QuantisedSequences:
-        """Quantise tokens, which lie sequence by sequence."""
-        kind: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+        """Quantise tokens, which lie sequence by sequence, and come after the tokens of `before`."""
         k_YH, v_YV = kv_YX.to(shape.dtype).split([shape.key_dim, shape.value_dim], dim=1)
-        keys = kind.of(k_YH[None, None], bits, sequences=len(lengths))
         values = TokenGroups.of(v_YV[None, None], bits, sequences=len(lengths))
-        return cls.holding(keys, values, positions_Y, carried_Y, lengths)
+        if not keys_by_token:
+            keys = ChannelGroups.of(k_YH[None, None], bits, sequences=len(lengths))
+            return cls.holding(keys, values, positions_Y, carried_Y, lengths)
+        parts = k_YH[None, None].split(list(lengths), dim=2)
+        scales = [ChannelScales.of(k_11SH) for k_11SH in parts]
+        if before is not None and before.scales is not None:
+            scales = [before.scales.row(row) if num else scales[row] for row, num in enumerate(before.lengths)]
+        by_token = TokenGroups.joined([each.groups(k_11SH, bits) for each, k_11SH in zip(scales, parts, strict=True)])
+        return cls.holding(by_token, values, positions_Y, carried_Y, lengths, ChannelScales.joined(scales))
 
     @classmethod
     def holding(
-        cls, keys: Groups, values: TokenGroups, positions_T: Tensor, carried_T: Tensor | None, lengths: Sequence[int]
+        cls,
+        keys: Groups,
+        values: TokenGroups,
+        positions_T: Tensor,
+        carried_T: Tensor | None,
+        lengths: Sequence[int],
+        scales: ChannelScales | None = None,
     ) -> QuantisedSequences:
         """Tokens that are quantised already."""
         num_pages = [length // GROUP for length in lengths]
         starts = row_values(list(accumulate(num_pages, initial=0)), positions_T.device).int()
         return cls(
-            keys=keys, values=values, positions_T=positions_T, carried_T=carried_T, lengths=lengths, starts=starts
+            keys=keys,
+            values=values,
+            positions_T=positions_T,
+            carried_T=carried_T,
+            lengths=lengths,
+            starts=starts,
+            scales=scales,
         )
 
     @property
@@ -83,7 +105,7 @@ class QuantisedSequences:
     def num_bytes(self) -> int:
         """Bytes of codes and scales, positions, what policies accumulate, and of where the sequences are."""
         carried = 0 if self.carried_T is None else self.carried_T.nbytes
-        codes = self.keys.num_bytes + self.values.num_bytes
+        codes = self.keys.num_bytes + self.values.num_bytes + (0 if self.scales is None else self.scales.num_bytes)
         return codes + self.positions_T.nbytes + carried + self.starts.nbytes
 
     @property
@@ -92,7 +114,7 @@ class QuantisedSequences:
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
     def grown(self, new: QuantisedSequences) -> QuantisedSequences:
-        """With the tokens of `new` after those of each sequence."""
+        """With the tokens of `new`, which were quantised as those after these, after those of each sequence."""
         pairs = zip(self.spans, new.spans, strict=True)
         parts = [(each, *span) for pair in pairs for each, span in zip((self, new), pair, strict=True)]
         parts = [(each, first, end) for each, first, end in parts if first < end]
@@ -107,6 +129,7 @@ class QuantisedSequences:
             torch.cat([each.positions_T[first:end] for each, first, end in parts]),
             carried_T,
             [sum(each) for each in zip(self.lengths, new.lengths, strict=True)],
+            new.scales,
         )
 
     def kept(self, index_Y: Tensor, lengths: Sequence[int]) -> QuantisedSequences:
@@ -114,14 +137,27 @@ class QuantisedSequences:
         assert isinstance(self.keys, TokenGroups), "a group of several tokens cannot lose one of them"
         carried_Y = None if self.carried_T is None else self.carried_T[index_Y]
         keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
-        return self.holding(keys, values, self.positions_T[index_Y], carried_Y, lengths)
+        return self.holding(keys, values, self.positions_T[index_Y], carried_Y, lengths, self.scales)
 
     def carrying(self, carried_T: Tensor) -> QuantisedSequences:
         return replace(self, carried_T=carried_T)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Keys and values (T, X) of all tokens, dequantised."""
-        return torch.cat([x.read(0, self.num_tokens, dtype)[0, 0] for x in (self.keys, self.values)], dim=1)
+        if self.scales is None:
+            keys_11TH = self.keys.read(0, self.num_tokens, dtype)
+        else:
+            parts = [self._read_keys(number, 0, num, dtype) for number, num in enumerate(self.lengths)]
+            keys_11TH = torch.cat(parts, dim=2)
+        return torch.cat([x[0, 0] for x in (keys_11TH, self.values.read(0, self.num_tokens, dtype))], dim=1)
+
+    def _read_keys(self, number: int, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """The keys (1, 1, Y, H) of the tokens [start, end) of a sequence."""
+        keys = self.keys.part(*self.spans[number])
+        if self.scales is None:
+            return keys.read(start, end, dtype)
+        assert isinstance(keys, TokenGroups)
+        return self.scales.row(number).read(keys, start, end, dtype)
 
     def attend(self, q_SGCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
         """Attention of new tokens to all tokens of their sequence, which come before them.
@@ -132,18 +168,15 @@ class QuantisedSequences:
         if q_SGCH.shape[2] == 1 and isinstance(self.keys, ChannelGroups):
             out_SGV, lse_SG = self._attend_one(self.keys, q_SGCH[:, :, 0], terms)
             return out_SGV.unsqueeze(2), lse_SG.unsqueeze(2)
-        parts = [
-            self._attend_blocks(q_1GCH, first, end, terms)
-            for q_1GCH, (first, end) in zip(q_SGCH.split(1), self.spans, strict=True)
-        ]
+        parts = [self._attend_blocks(number, q_1GCH, terms) for number, q_1GCH in enumerate(q_SGCH.split(1))]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    def _attend_blocks(self, q_1GCH: Tensor, first: int, end: int, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+    def _attend_blocks(self, number: int, q_1GCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
         """Attention to one sequence, of which a block is dequantised at a time."""
-        keys, values, total = self.keys.part(first, end), self.values.part(first, end), end - first
+        values, total = self.values.part(*self.spans[number]), self.lengths[number]
         found: tuple[Tensor, Tensor] | None = None
         for start, stop in blocks(total):
-            k, v = (x.read(start, stop, q_1GCH.dtype) for x in (keys, values))
+            k, v = self._read_keys(number, start, stop, q_1GCH.dtype), values.read(start, stop, q_1GCH.dtype)
             out, lse = attend(q_1GCH, k, v, terms, q_start=total, k_start=start)
             out = out.to(lse.dtype)
             found = (out, lse) if found is None else merge(*found, out, lse)
