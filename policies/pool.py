@@ -35,7 +35,7 @@ class Pool:
         victim: token that is replaced in a full pool.
 
     Raises:
-        ValueError: an invalid size or victim.
+        ValueError: an invalid size or victim, or a victim for a pool that is never full.
     """
 
     bytes: Any = None
@@ -45,6 +45,11 @@ class Pool:
         self.victim = choice("pool.victim", Victim, self.victim)
         if self.bytes is not None:
             self.bytes = num_bytes(self.bytes, "policy.pool.bytes")
+        elif self.victim is not Victim.counter:
+            raise ValueError(
+                f"policy.pool.victim={self.victim.value} is the token that a full pool replaces, and without a limit none "
+                "is full; set policy.pool.bytes, such as 2GiB, or leave policy.pool.victim out"
+            )
 
     @classmethod
     def of(cls, value: Any) -> Pool:

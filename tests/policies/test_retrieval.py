@@ -565,6 +565,7 @@ def test_what_cannot_be_combined_is_refused(policies: list[Policy], positions: P
         ({"pool": {"bytes": "3 apples"}}, "policy.pool.bytes=3 apples is no size"),
         ({"pool": {"bytes": 0}}, "policy.pool.bytes=0 is no size"),
         ({"pool": {"victim": "random"}}, "policy.pool.victim=random is not one of fifo, lru, counter"),
+        ({"pool": {"victim": "lru"}}, "policy.pool.victim=lru is the token .* set policy.pool.bytes"),
         ({"pool": "max"}, "policy.pool=max must have bytes and victim"),
         ({"skew": "not_there.safetensors"}, "there is no such file"),
     ],
