@@ -47,8 +47,8 @@ class Pool:
             self.bytes = num_bytes(self.bytes, "policy.pool.bytes")
         elif self.victim is not Victim.counter:
             raise ValueError(
-                f"policy.pool.victim={self.victim.value} is the token that a full pool replaces, and without a limit none "
-                "is full; set policy.pool.bytes, such as 2GiB, or leave policy.pool.victim out"
+                f"policy.pool.victim={self.victim.value} is the token that a full pool replaces, and without a limit "
+                "none is full; set policy.pool.bytes, such as 2GiB, or leave policy.pool.victim out"
             )
 
     @classmethod

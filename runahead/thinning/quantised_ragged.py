@@ -20,8 +20,8 @@ from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
 from runahead.cache.quantised.channel_scales import ChannelScales
-from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, narrowed
-from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, dtype_of_window
+from runahead.cache.quantised.groups import GROUP, Groups, TokenGroups, narrowed
+from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, code_bytes, dtype_of_window
 from runahead.cache.quantised.sequences import QuantisedSequences
 from runahead.cache.slabs import KVShape
 from runahead.thinning.ragged import DroppedTokens, RaggedLayer, SeenRagged, rows_of
@@ -243,16 +243,13 @@ def ragged_bytes(
     They are those of codes and scales, the windows with their room, positions, and of where the sequences are; with
     `compensates` those of the sums of dropped tokens, too.
     """
-    keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
     exact = (shape.key_dim + shape.value_dim) * dtype_of_window(shape, residual_bits).itemsize
     total = torch.int32.itemsize * (3 * len(lengths) + 2)
     if compensates:
         wide = torch.promote_types(shape.dtype, torch.float32).itemsize
         total += len(lengths) * (shape.key_dim + shape.value_dim + 1) * wide
-    if keys_by_token:
-        total += len(lengths) * ChannelScales.bytes_of(shape.key_dim)
     for length in lengths:
         num_coded = max(0, (length - residual) // GROUP * GROUP)
-        total += keys.bytes_of(num_coded, shape.key_dim, bits) + TokenGroups.bytes_of(num_coded, shape.value_dim, bits)
+        total += code_bytes(shape, num_coded, bits, keys_by_token=keys_by_token)
         total += (length - num_coded + room) * exact + (length + room) * torch.int32.itemsize
     return total

@@ -379,7 +379,9 @@ def _plain_values(default: object) -> SearchStrategy[str]:
         return st.integers(-1, 50).map(str) | st.sampled_from(["0.5", "2147483648", "9223372036854775807"])
     if isinstance(default, str | Enum):
         return st.sampled_from(WORDS)
-    return st.sampled_from(["{bytes:10KiB}", "{bytes:1}", "{bytes:20KiB,victim:lru}", "{bytes:20KiB,victim:fifo}", "avg"])
+    return st.sampled_from(
+        ["{bytes:10KiB}", "{bytes:1}", "{bytes:20KiB,victim:lru}", "{bytes:20KiB,victim:fifo}", "avg"]
+    )
 
 
 @st.composite

@@ -349,6 +349,14 @@ def dtype_of_window(shape: KVShape, residual_bits: int | None) -> torch.dtype:
     return shape.dtype if residual_bits is None else dtype_of_16_bits(shape.dtype)
 
 
+def code_bytes(shape: KVShape, num_tokens: int, bits: int, *, keys_by_token: bool) -> int:
+    """Bytes of the quantised tokens of one KV head of one row."""
+    keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
+    scales = ChannelScales.bytes_of(shape.key_dim) if keys_by_token else 0
+    values = TokenGroups.bytes_of(num_tokens, shape.value_dim, bits)
+    return keys.bytes_of(num_tokens, shape.key_dim, bits) + scales + values
+
+
 def quantised_bytes(
     shapes: Sequence[KVShape],
     num_tokens: int,
@@ -362,13 +370,9 @@ def quantised_bytes(
 ) -> int:
     """Bytes of a cache of prompts of `num_tokens` tokens: codes, scales, the window with its room, and positions."""
     num_quantised = max(0, (num_tokens - residual) // GROUP * GROUP)
-    keys: type[ChannelGroups | TokenGroups] = TokenGroups if keys_by_token else ChannelGroups
     total = 0
     for shape in shapes:
-        codes = keys.bytes_of(num_quantised, shape.key_dim, bits)
-        codes += TokenGroups.bytes_of(num_quantised, shape.value_dim, bits)
-        codes += ChannelScales.bytes_of(shape.key_dim) if keys_by_token else 0
-        total += batch * shape.num_kv_heads * codes
+        total += batch * shape.num_kv_heads * code_bytes(shape, num_quantised, bits, keys_by_token=keys_by_token)
         window = replace(shape, dtype=dtype_of_window(shape, residual_bits))
         total += (num_tokens - num_quantised + room) * window.bytes_per_token(batch)
         total += (num_tokens + room) * batch * torch.int32.itemsize
