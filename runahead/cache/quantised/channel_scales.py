@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runahead.cache.quantised.groups import SCALE_BYTES, TokenGroups, dtype_of_16_bits, narrowed
+from runahead.cache.quantised.groups import SCALE_BYTES, TokenGroups, blocks, dtype_of_16_bits, narrowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,10 @@ class ChannelScales:
         return ChannelScales(middle_BK1D=self.middle_BK1D[rows], scale_BK1D=self.scale_BK1D[rows])
 
     def groups(self, k_BKTD: Tensor, bits: int) -> TokenGroups:
-        """Quantise keys."""
-        return TokenGroups.of((_wide(k_BKTD) - self.middle_BK1D) / self.scale_BK1D, bits)
+        """Quantise keys, a block of tokens at a time."""
+        parts_BKSD = (k_BKTD[:, :, first:end] for first, end in blocks(k_BKTD.shape[2]))
+        scaled = ((_wide(each_BKSD) - self.middle_BK1D) / self.scale_BK1D for each_BKSD in parts_BKSD)
+        return TokenGroups.joined([TokenGroups.of(each_BKSD, bits) for each_BKSD in scaled])
 
     def read(self, keys: TokenGroups, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """The keys (B, K, S, D) of the tokens [start, end)."""

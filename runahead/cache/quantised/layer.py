@@ -85,9 +85,9 @@ class QuantisedRows:
 
     def read_keys(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """The keys (B, K, S, H) of the tokens [start, end)."""
-        if isinstance(self.keys, ChannelGroups):
+        if self.scales is None:
             return self.keys.read(start, end, dtype)
-        assert self.scales is not None
+        assert isinstance(self.keys, TokenGroups)
         return self.scales.read(self.keys, start, end, dtype)
 
     def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
