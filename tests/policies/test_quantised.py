@@ -16,7 +16,7 @@ from runahead import Conversation, Engine, GenerationOptions, PrefillOptions
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.quantised import groups
-from runahead.cache.quantised.groups import GROUP, TokenGroups
+from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.layer import QuantisedLayer, quantised_bytes
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Device, Positions, PrefillName, RanksOptions
@@ -31,6 +31,9 @@ RESIDUAL = 8
 LENGTHS = (77, 60, 7)
 FAMILIES = ["llama", "gpt2", "gpt_bigcode", "deepseek_v3", "gpt_oss", "gemma2"]
 every_bits = pytest.mark.parametrize("bits", [4, 2])
+by_channel_or_token = pytest.mark.parametrize(
+    "policies", [[], [StreamingLLM(budget=4096)]], ids=["keys by channel", "keys by token"]
+)
 
 
 def policies_of(
@@ -75,10 +78,14 @@ def generate(family: str, prompts: list[list[int]], policies: RankPolicies, num_
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [(77,), LENGTHS], ids=["alone", "padded"])
+@by_channel_or_token
 def test_attention_is_that_to_the_dequantised_tokens(
-    family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: tuple[int, ...], policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block by block, of generated tokens and of another turn's."""
+    """Block by block, of generated tokens and of another turn's.
+
+    Seen to fail: keys of a block without their scales.
+    """
     monkeypatch.setattr(groups, "BLOCK_TOKENS", GROUP)
     found = []
     for is_oracle in (False, True):
@@ -88,8 +95,9 @@ def test_attention_is_that_to_the_dequantised_tokens(
                 "seen",
                 lambda layer, q, tokens: SeenSlab.of(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
             )
-        talk = Talk(family, policies_of(), lengths)
+        talk = Talk(family, policies_of(*policies), lengths)
         assert talk.layer().parts[0].num_tokens == 2 * GROUP
+        assert isinstance(talk.layer().parts[0].keys, TokenGroups if policies else ChannelGroups)
         found.append([talk.follow(5, 7), talk.feed(3, 4, 5), talk.follow(9)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)  # float64
@@ -146,13 +154,16 @@ def test_the_tokens_of_a_turn_are_exact_to_each_other() -> None:
 
 @pytest.mark.parametrize(("bits", "residual_bits"), [(4, 16), (2, None)])
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "deepseek_v3"])
-def test_bytes_are_known_to_the_byte(family: str, bits: int, residual_bits: int | None) -> None:
+@by_channel_or_token
+def test_bytes_are_known_to_the_byte(family: str, bits: int, residual_bits: int | None, policies: list[Policy]) -> None:
+    """Seen to fail: without the scales of channels."""
     model, rows = tiny_model(family), [prompt(77), prompt(77, seed=1)]
-    policies = policies_of(bits=bits, residual_bits=residual_bits)
-    result: GenerationBatch = generate(family, rows, policies, num_new=2)
-    known = {"bits": bits, "residual": RESIDUAL, "residual_bits": residual_bits, "batch": 2}
+    storing = policies_of(*policies, bits=bits, residual_bits=residual_bits)
+    result: GenerationBatch = generate(family, rows, storing, num_new=2)
+    known: dict[str, Any] = {"bits": bits, "residual": RESIDUAL, "residual_bits": residual_bits, "batch": 2}
+    known["keys_by_token"] = bool(policies)
     assert result.ranks[0].kv_kept_bytes == quantised_bytes(model.kv_shapes, 77, room=1, **known)
-    conversation = Conversation(model, policies)
+    conversation = Conversation(model, storing)
     conversation.feed(torch.tensor(rows))
     assert conversation.kv_bytes == quantised_bytes(model.kv_shapes, 77, **known)
     slabs = sum(shape.bytes_per_token(2) * 77 for shape in model.kv_shapes)
