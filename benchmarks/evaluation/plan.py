@@ -46,6 +46,7 @@ class Plan:
         about: settings that must agree for two measurements to be compared.
         date, commit: when and by which code it was measured, for readers.
         done: lines of measurements made before.
+        across_hardware: measurements of different machines may be compared: nobody compares their times.
     """
 
     contenders: list[Contender]
@@ -54,9 +55,10 @@ class Plan:
     date: str
     commit: str | None
     done: list[Line]
+    across_hardware: bool = False
 
     @classmethod
-    def of(cls, run: EvaluateRun, ranks: Ranks) -> Plan:
+    def of(cls, run: EvaluateRun, ranks: Ranks, *, across_hardware: bool = False) -> Plan:
         """Check the options and the text, and plan the measurements.
 
         Raises:
@@ -97,7 +99,15 @@ class Plan:
             "device": ranks.device.type,
             "threads": None if ranks.device.type == "cuda" else torch.get_num_threads(),
         }
-        return cls(contenders=chosen, tasks=tasks, about=about, date=now(), commit=machine.commit(), done=done)
+        return cls(
+            contenders=chosen,
+            tasks=tasks,
+            about=about,
+            date=now(),
+            commit=machine.commit(),
+            done=done,
+            across_hardware=across_hardware,
+        )
 
     def missing(self) -> list[Step]:
         """Measurements that no line has yet. All policies take turns in a case, so that load affects all of them."""
@@ -121,8 +131,10 @@ class Plan:
     def _comparison(self, name: str) -> str:
         """Key that measurements of a task share if they can be compared."""
         task = self.tasks[name]
-        text = self.about["text"] if task.needs_text else None
-        return lines.key(self.about | {"text": text, "task": name, "settings": task.settings})
+        about = self.about | {"text": self.about["text"] if task.needs_text else None}
+        if self.across_hardware:
+            del about["hardware"]
+        return lines.key(about | {"task": name, "settings": task.settings})
 
     def _key(self, name: str, case: Case, contender: Contender) -> str:
         """Key of one measurement."""

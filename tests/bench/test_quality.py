@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.evaluation.contenders import contenders
+from benchmarks.harness import machine
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality import losses
 from benchmarks.studies.quality.__main__ import STUDY
@@ -154,7 +155,8 @@ def test_the_study_measures_goes_on_and_writes_its_page(
     assert "480 tokens**: 2 questions" in text and "2 keys**: 2 questions" in text
     kept = [each for each in found if (each["task"], each["case"]["sample"]) != ("ruler", 1)]
     lines.write_text("".join(json.dumps(each) + "\n" for each in kept))
-    STUDY.main(options)  # goes on after an interruption
+    monkeypatch.setattr(machine, "hardware", lambda: {"cpu": "another"})
+    STUDY.main(options)  # goes on after an interruption, on another machine too
     again = [json.loads(text) for text in lines.read_text().splitlines()]
     assert again[: len(kept)] == kept and [each["key"] for each in again[len(kept) :]] == [
         each["key"] for each in found if each not in kept

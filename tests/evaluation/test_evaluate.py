@@ -11,6 +11,7 @@ import pytest
 from benchmarks.evaluation import plot
 from benchmarks.evaluation.evaluate import evaluate
 from benchmarks.evaluation.plan import Plan
+from benchmarks.harness import machine
 from launch.evaluate import EVALUATE, main
 from runahead import Ranks
 
@@ -141,6 +142,19 @@ def test_what_decides_a_measurement_is_in_its_key(evaluated: Path, folder: Path,
     with Ranks.start(run.ranks) as ranks:
         missing = Plan.of(run, ranks).missing()
     assert [name for name, _, _ in missing] == ["perplexity"] * CONTENDERS
+
+
+def test_measurements_of_another_machine_are_comparable_only_where_times_are_not_compared(
+    evaluated: Path, folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = evaluated.with_suffix(".jsonl")
+    run = EVALUATE.compose(arguments(folder, text_file, evaluated, "tasks=[copy]", f"lines={lines}"))
+    with Ranks.start(run.ranks) as ranks:
+        here, anywhere = (Plan.of(run, ranks, across_hardware=across) for across in (False, True))
+        monkeypatch.setattr(machine, "hardware", lambda: {"cpu": "another"})
+        there, still_anywhere = (Plan.of(run, ranks, across_hardware=across) for across in (False, True))
+    assert here.missing() == [] and len(there.missing()) > 0
+    assert anywhere._steps().keys() == still_anywhere._steps().keys()
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def measure(run: Run) -> Iterator[Line]:
         try:
             evaluation = evaluation_of(run, protocol, length)
             with Ranks.start(evaluation.ranks) as ranks:
-                plan = Plan.of(evaluation, ranks)
+                # Its times are ratios to the full cache's, so it goes on on another machine of the same device type.
+                plan = Plan.of(evaluation, ranks, across_hardware=True)
                 # A run that is stopped early has about as many samples of each task.
                 missing = sorted(plan.missing(), key=lambda step: step[1]["sample"])
                 yield from measured(evaluation, ranks, plan, missing)
