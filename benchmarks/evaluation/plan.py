@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class Plan:
         about: settings that must agree for two measurements to be compared.
         date, commit: when and by which code it was measured, for readers.
         done: lines of measurements made before.
-        across_hardware: measurements of different machines may be compared: nobody compares their times.
+        across: fields of `about` that may differ: "hardware" where nobody compares times, "code" where what changed in
+            it changes no result.
     """
 
     contenders: list[Contender]
@@ -55,10 +56,10 @@ class Plan:
     date: str
     commit: str | None
     done: list[Line]
-    across_hardware: bool = False
+    across: Collection[str] = ()
 
     @classmethod
-    def of(cls, run: EvaluateRun, ranks: Ranks, *, across_hardware: bool = False) -> Plan:
+    def of(cls, run: EvaluateRun, ranks: Ranks, *, across: Collection[str] = ()) -> Plan:
         """Check the options and the text, and plan the measurements.
 
         Raises:
@@ -106,43 +107,48 @@ class Plan:
             date=now(),
             commit=machine.commit(),
             done=done,
-            across_hardware=across_hardware,
+            across=across,
         )
 
     def missing(self) -> list[Step]:
         """Measurements that no line has yet. All policies take turns in a case, so that load affects all of them."""
-        known = {line["key"] for line in self.done}
+        known = {self._key_of(line) for line in self.done}
         return [step for key, step in self._steps().items() if key not in known]
 
     def select(self, found: Sequence[Line]) -> list[Line]:
         """Lines of this plan, in its order."""
-        by_key = {line["key"]: line for line in found}
+        by_key = {self._key_of(line): line for line in found}
         return [by_key[key] for key in self._steps() if key in by_key]
 
     def _steps(self) -> dict[str, Step]:
         """All measurements by key, in order."""
+        comparisons = {name: self._comparison(name, task.settings, self.about) for name, task in self.tasks.items()}
         return {
-            self._key(name, case, contender): (name, case, contender)
+            self._key(comparisons[name], contender.settings, case): (name, case, contender)
             for name, task in self.tasks.items()
             for case in task.cases
             for contender in self.contenders
         }
 
-    def _comparison(self, name: str) -> str:
-        """Key that measurements of a task share if they can be compared."""
-        task = self.tasks[name]
-        about = self.about | {"text": self.about["text"] if task.needs_text else None}
-        if self.across_hardware:
-            del about["hardware"]
-        return lines.key(about | {"task": name, "settings": task.settings})
+    def _comparison(self, name: str, settings: object, about: Mapping[str, Any]) -> str:
+        """Key that measurements of a task share if this plan compares them."""
+        fields = {field: about.get(field) for field in self.about if field not in self.across}
+        text = fields["text"] if TASKS[name].needs_text else None
+        return lines.key(fields | {"text": text, "task": name, "settings": settings})
 
-    def _key(self, name: str, case: Case, contender: Contender) -> str:
+    def _key(self, comparison: str, policy: object, case: Case) -> str:
         """Key of one measurement."""
-        return lines.key({"comparison": self._comparison(name), "policy": contender.settings, "case": case})
+        return lines.key({"comparison": comparison, "policy": policy, "case": case})
+
+    def _key_of(self, line: Line) -> str:
+        """Key that this plan gives a line's measurement. The one in the line is of the plan that it was made by."""
+        comparison = self._comparison(line["task"], line.get("task_settings"), line)
+        return self._key(comparison, line.get("policy_settings"), line["case"])
 
     def line(self, name: str, case: Case, contender: Contender, outcome: Outcome, model: Model | LoadedWeights) -> Line:
         """JSON line of one measurement."""
         task = self.tasks[name]
+        comparison = self._comparison(name, task.settings, self.about)
         return {
             "task": name,
             "policy": contender.label,
@@ -158,8 +164,8 @@ class Plan:
             "details": outcome.details,
             "policy_settings": contender.settings,
             "task_settings": task.settings,
-            "key": self._key(name, case, contender),
-            "comparison": self._comparison(name),
+            "key": self._key(comparison, contender.settings, case),
+            "comparison": comparison,
             "model": model.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "date": self.date,

@@ -144,17 +144,17 @@ def test_what_decides_a_measurement_is_in_its_key(evaluated: Path, folder: Path,
     assert [name for name, _, _ in missing] == ["perplexity"] * CONTENDERS
 
 
-def test_measurements_of_another_machine_are_comparable_only_where_times_are_not_compared(
-    evaluated: Path, folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("field", "other"), [("hardware", {"cpu": "another"}), ("code", "another")])
+def test_measurements_of_another_machine_or_code_count_only_where_the_plan_says_so(
+    field: str, other: object, evaluated: Path, folder: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = evaluated.with_suffix(".jsonl")
     run = EVALUATE.compose(arguments(folder, text_file, evaluated, "tasks=[copy]", f"lines={lines}"))
+    monkeypatch.setattr(machine, field, lambda *packages: other)
     with Ranks.start(run.ranks) as ranks:
-        here, anywhere = (Plan.of(run, ranks, across_hardware=across) for across in (False, True))
-        monkeypatch.setattr(machine, "hardware", lambda: {"cpu": "another"})
-        there, still_anywhere = (Plan.of(run, ranks, across_hardware=across) for across in (False, True))
-    assert here.missing() == [] and len(there.missing()) > 0
-    assert anywhere._steps().keys() == still_anywhere._steps().keys()
+        strict, across = (Plan.of(run, ranks, across=fields) for fields in ([], [field]))
+    assert len(strict.missing()) == len(strict._steps()) > 0 and strict.select(strict.done) == []
+    assert across.missing() == [] and len(across.select(across.done)) == len(across._steps())
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def measure(run: Run) -> Iterator[Line]:
             evaluation = evaluation_of(run, protocol, length)
             with Ranks.start(evaluation.ranks) as ranks:
                 # Its times are ratios to the full cache's, so it goes on on another machine of the same device type.
-                plan = Plan.of(evaluation, ranks, across_hardware=True)
+                across = ["hardware", "code"] if run.options.across_code else ["hardware"]
+                plan = Plan.of(evaluation, ranks, across=across)
                 # A run that is stopped early has about as many samples of each task.
                 missing = sorted(plan.missing(), key=lambda step: step[1]["sample"])
                 yield from measured(evaluation, ranks, plan, missing)
@@ -132,6 +133,7 @@ STUDY = Study(
         "squad": option(None, "SQuAD 2.0's dev-v2.0.json, for qa_1"),
         "hotpotqa": option(None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2"),
         "text": option(None, "text in UTF-8 around the needles; by default that in examples/"),
+        "across-code": option(False, "go on from lines of other code too, where no change since affects a result"),
         "device": option("auto", choices=["auto", "cuda", "cpu"]),
         "threads": option(1, "threads of a CPU"),
     },
