@@ -151,7 +151,8 @@ class Study:
         run = Run(options, {} if self.replaces else machine.about(), self.key, {key_of(x, self.key) for x in found})
         made = []
         for line in self.measure(run):
-            made.append({**line, **run.shared})
+            # An evaluation's lines have a digest of code of their own, on which their keys depend.
+            made.append({**run.shared, **line})
             if is_first_rank() and not self.replaces:
                 with _errors_in_one_line():
                     lines.append(options.lines, made[-1:])
