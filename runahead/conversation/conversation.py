@@ -20,7 +20,7 @@ from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions, Speculate, check_speculation
 from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
-from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.forward import Forward, forward_in_turn, forward_over
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Speculator
 from runahead.decoding.speculative.verification import RowForwards
@@ -159,13 +159,10 @@ class Conversation:
         if self.cache is None:
             raise ValueError("there is nothing that tokens could follow; feed some first")
         given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, self._checked_pads(ids_BC, None))
-        forward = self._one_token_forward()
-        parts = []
-        for ids_B1 in ids_BC.split(1, dim=1):
-            parts.append(forward(ids_B1, self.num_tokens))
-            self.num_tokens += 1
-        self.logits_BV = parts[-1]
-        return torch.stack(parts[-given:], dim=1)
+        logits_BCV = self._forward_in_turn(ids_BC)
+        self.num_tokens += ids_BC.shape[1]
+        self.logits_BV = logits_BCV[:, -1]
+        return logits_BCV[:, -given:]
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
         """Generate an answer, greedily by default. Rows that have ended wait for the others.
@@ -229,6 +226,20 @@ class Conversation:
     def _one_token_forward(self) -> Forward:
         assert self.cache is not None
         return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
+
+    def _forward_in_turn(self, ids_BC: Tensor) -> Tensor:
+        """Logits (B, C, V) after each of these tokens, which are stored one at a time."""
+        assert self.cache is not None
+        if ids_BC.shape[1] > 1 and self.model.repeats_steps and self.rank_policies.retriever is None:
+            return forward_in_turn(
+                self.model, self.cache, self._while_decoding, ids_BC, start=self.num_tokens, pads=self.pads
+            )
+        return self._forward_one_by_one(ids_BC)
+
+    def _forward_one_by_one(self, ids_BC: Tensor) -> Tensor:
+        forward = self._one_token_forward()
+        steps = enumerate(ids_BC.split(1, dim=1), start=self.num_tokens)
+        return torch.stack([forward(ids_B1, index) for index, ids_B1 in steps], dim=1)
 
     def _choose(self) -> Choose:
         """The function that chooses generated tokens."""

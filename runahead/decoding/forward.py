@@ -1,6 +1,6 @@
-"""Forward of one new token per row, over whatever KV cache a prompt has left."""
+"""Forward of new tokens one at a time, over whatever KV cache a prompt has left."""
 
-# Legend: B batch, V vocabulary.
+# Legend: B batch, N query heads, K kv heads, C given tokens, H head dim, D model dim, V vocabulary or value dim.
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy, PromptPart
+from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
@@ -77,21 +78,88 @@ def forward_over(
             return logits_BV
 
         return over_all
-    kept_attention = ToldKeptAttention if is_told else KeptAttention
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
-        tokens = NewTokens(start, pads, Phase.decode)
-        steps = PolicySteps(
-            model,
-            policies,
-            tokens,
-            prompt_tokens=prompt_tokens if part is None else len(part.chunk),
-            room=NEW_ROOM,
-            part=part,
+        attention = kept_attention(
+            model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, is_told=is_told, part=part
         )
-        return _logits(model, ids_B1, kept_attention(cache, steps))
+        return _logits(model, ids_B1, attention)
 
     return over_what_is_kept
+
+
+def kept_attention(
+    model: Model,
+    cache: KVStore,
+    policies: Sequence[Policy],
+    *,
+    start: int,
+    pads: list[int],
+    prompt_tokens: int,
+    is_told: bool = False,
+    part: PromptPart | None = None,
+) -> KeptAttention:
+    """Attention of one generated token per row, after which policies decide; `start` is its index, else as above."""
+    steps = PolicySteps(
+        model,
+        policies,
+        NewTokens(start, pads, Phase.decode),
+        prompt_tokens=prompt_tokens if part is None else len(part.chunk),
+        room=NEW_ROOM,
+        part=part,
+    )
+    return (ToldKeptAttention if is_told else KeptAttention)(cache, steps)
+
+
+def forward_in_turn(
+    model: Model, cache: KVStore, policies: Sequence[Policy], ids_BC: Tensor, *, start: int, pads: list[int]
+) -> Tensor:
+    """Logits (B, C, V) after each of these tokens, as if they were generated one by one from index `start` on.
+
+    In each layer a token is stored, attends and lets policies decide before the next one is stored, so the result is
+    that of `forward_over`; all else is computed for all tokens at once, which reads the weights once.
+
+    Args:
+        model: its steps differ in tokens, positions and what is stored alone (`Model.repeats_steps`).
+        cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
+        policies, pads: as for `forward_over`.
+    """
+
+    def attention(index: int) -> CausalAttention:
+        if not policies:
+            return CausalAttention(cache, start=index, pads=pads, phase=Phase.decode)
+        return kept_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=start)
+
+    tokens = [attention(index) for index in range(start, start + ids_BC.shape[1])]
+    return model.forward(ids_BC, InTurn(tokens), start=start, pads=pads, all_logits=True)
+
+
+class InTurn(LayerAttention):
+    """Attention of several tokens, each by an attention of its own: in every layer one after the other."""
+
+    def __init__(self, tokens: Sequence[CausalAttention]) -> None:
+        super().__init__(start=tokens[0].start, pads=tokens[0].pads)
+        self._tokens = tokens
+
+    @property
+    def rotates(self) -> bool:
+        return self._tokens[0].rotates
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        return self._tokens[0].positions_BC(index_C)
+
+    def see_ids(self, ids_BC: Tensor) -> None:
+        for token, ids_B1 in zip(self._tokens, ids_BC.split(1, dim=1), strict=True):
+            token.see_ids(ids_B1)
+
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        for token, x_B1D in zip(self._tokens, x_BCD.split(1, dim=1), strict=True):
+            token.see_attention_input(layer, x_B1D)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        parts = (x.split(1, dim=2) for x in (q_BNCH, k_BKCH, v_BKCV))
+        each = zip(self._tokens, *parts, strict=True)
+        return torch.cat([token.attend(layer, *qkv, terms) for token, *qkv in each], dim=2)
 
 
 class ToldAttention(CausalAttention):

@@ -18,9 +18,11 @@ from policies.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
+from runahead import Conversation
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.thinning.ragged import RaggedLayer
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.policy_odd_tokens import OddTokens
@@ -117,6 +119,14 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
+def following(given: list[list[int]], num_tokens: int = 20) -> list[int]:
+    """Tokens of an answer, more than the 16 after which most policies cut back.
+
+    None is in the prompts: in the first layer equal tokens may have equal scores, between which rounding would decide.
+    """
+    return [token for token in range(5, 97) if not any(token in ids for ids in given)][:num_tokens]
+
+
 def test_every_policy_is_in_the_matrix() -> None:
     """Those that retrieve have one of their own, test_retrieval.py; what needs a model that marks tokens, test_dms.py.
 
@@ -183,6 +193,33 @@ def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
         start += chunk_BC.shape[1]
     for a, b in zip(ours, full, strict=True):
         assert torch.equal(a, b)
+
+
+@every_family
+@every_policy
+@every_batch
+@pytest.mark.sampled(4)
+def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
+    name: str, family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: all tokens of a layer stored before the first one attends."""
+    model = tiny_model(family)
+    longest = max(lengths)
+    pads = [longest - length for length in lengths]
+    given = prompts(lengths)
+    ids_BS = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, given, strict=True)])
+    found = []
+    for in_one in (True, False):
+        if not in_one:
+            monkeypatch.setattr(Conversation, "_forward_in_turn", Conversation._forward_one_by_one)
+        with throughout(model.dtype):
+            conversation = Conversation(model, RankPolicies.everywhere([policy(name)]))
+            conversation.feed(ids_BS, pads=pads)
+            logits_BCV = conversation.follow(torch.tensor([following(given)] * len(lengths)))
+            logits_BV = conversation.feed(torch.tensor([[19, 23]] * len(lengths)))
+        found.append((logits_BCV, logits_BV, torch.tensor(conversation.kept_tokens), conversation.num_tokens))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)  # float64
 
 
 @every_family
