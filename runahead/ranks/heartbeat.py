@@ -31,6 +31,10 @@ PERIOD_S = 0.25
 ANNOUNCE_S = 1.5
 """Seconds that a failing rank spends at most on announcing it: a store whose host is stalled blocks its callers."""
 
+CLOSE_S = 60.0
+"""Most seconds that closing waits for the thread: a request may take seconds on a busy machine, and a thread that comes
+back from the store while the interpreter ends aborts the process."""
+
 FAILURE = "failure"
 
 
@@ -172,7 +176,7 @@ class Heartbeat:
         self._closed.set()
         self._announcer.close()
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * PERIOD_S)
+            self._thread.join(timeout=CLOSE_S)
 
     def _run(self) -> None:
         while not self._closed.wait(PERIOD_S):
