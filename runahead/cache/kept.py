@@ -11,7 +11,7 @@ needs no mask. Keeping some slots copies them and frees the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class KeptLayer(LayerStore):
             the same tokens.
         pads: slots on the left of each row that are padding.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
-        carried_TBK: values that a policy accumulates per slot.
+        carried: values (T, B, K) that policies accumulate per slot, by class of policy.
         queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
@@ -52,7 +52,7 @@ class KeptLayer(LayerStore):
     pads: list[int]
     num_slots: int = 0
     first: int = 0
-    carried_TBK: Tensor | None = None
+    carried: dict[type, Tensor] = field(default_factory=dict)
     queries: QueryMoments | None = None
     rotary: Rotary | None = None
 
@@ -78,7 +78,7 @@ class KeptLayer(LayerStore):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated: keys and values, positions, and what policies accumulate."""
-        carried = 0 if self.carried_TBK is None else self.carried_TBK.nbytes
+        carried = sum(each_TBK.nbytes for each_TBK in self.carried.values())
         queries = 0 if self.queries is None else self.queries.num_bytes
         return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried + queries
 
@@ -139,8 +139,8 @@ class KeptLayer(LayerStore):
         self.num_slots = end
         self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
         self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
-        if self.carried_TBK is not None:
-            self.carried_TBK[end - num_new : end] = 0
+        for each_TBK in self.carried.values():
+            each_TBK[end - num_new : end] = 0
 
     def _reserve(self, num_new: int) -> None:
         """Make room for new tokens."""
@@ -152,15 +152,17 @@ class KeptLayer(LayerStore):
         slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=0)
         slab.write(self.num_slots, k_BKCH, v_BKCV)
 
-    def carry(self, values_BKn: Tensor) -> None:
-        """Store one value per slot; it stays with the slot's token when slots are dropped."""
-        if self.carried_TBK is None:
+    def carry(self, values_BKn: Tensor, policy: type) -> None:
+        """Store a policy's value of each slot; it stays with the slot's token when slots are dropped."""
+        if policy not in self.carried:
             shape = len(self.positions_TBK), *self.slab_TBKX.shape[1:3]
-            self.carried_TBK = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
-        self.carried_TBK[: self.num_slots] = values_BKn.permute(2, 0, 1)
+            self.carried[policy] = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
+        self.carried[policy][: self.num_slots] = values_BKn.permute(2, 0, 1)
 
-    def carried_BKn(self) -> Tensor | None:  # noqa: N802
-        return None if self.carried_TBK is None else self.carried_TBK[: self.num_slots].permute(1, 2, 0)
+    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+        """What a policy has stored by `carry`, 0 for newer slots; None if it has not."""
+        carried_TBK = self.carried.get(policy)
+        return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
 
     def keep(self, slots_BKm: Tensor, *, room: int) -> None:
         assert self.first == 0, self.first
@@ -174,8 +176,7 @@ class KeptLayer(LayerStore):
         if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
             self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
         self.positions_TBK = taken(self.positions_TBK, slots_mBK, room)
-        if self.carried_TBK is not None:
-            self.carried_TBK = taken(self.carried_TBK, slots_mBK, room)
+        self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
         self.num_slots, self.pads = num_kept, kept_pads
         self.queries = None
 
@@ -274,7 +275,7 @@ class KeptLayer(LayerStore):
             self,
             slab_TBKX=self.slab_TBKX[:n],
             positions_TBK=self.positions_TBK[:n],
-            carried_TBK=None if self.carried_TBK is None else self.carried_TBK[:n],
+            carried={policy: each_TBK[:n] for policy, each_TBK in self.carried.items()},
         )
 
     def copy_out(self, *, room: int) -> None:
@@ -285,8 +286,9 @@ class KeptLayer(LayerStore):
     def _resize_positions(self, room: int) -> None:
         """Move positions and carried values to new memory, with room for `room` more tokens."""
         self.positions_TBK = _with_room(self.positions_TBK[: self.num_slots], room)
-        if self.carried_TBK is not None:
-            self.carried_TBK = _with_room(self.carried_TBK[: self.num_slots], room)
+        self.carried = {
+            policy: _with_room(each_TBK[: self.num_slots], room) for policy, each_TBK in self.carried.items()
+        }
 
     def overwrite(self, slots_BK: Tensor, k_BK1H: Tensor, v_BK1V: Tensor, positions_B1: Tensor) -> None:
         """Store a new token in place of an old one, or of the last padding of its row, in every row and KV head.
@@ -303,8 +305,8 @@ class KeptLayer(LayerStore):
         heads_K = torch.arange(heads, device=slots_BK.device)
         self._put(slots_BK, rows_B1, heads_K, torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
         self.positions_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
-        if self.carried_TBK is not None:
-            self.carried_TBK[slots_BK, rows_B1, heads_K] = 0
+        for each_TBK in self.carried.values():
+            each_TBK[slots_BK, rows_B1, heads_K] = 0
         self.pads = [max(0, pad - 1) for pad in self.pads]
 
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:

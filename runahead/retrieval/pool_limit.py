@@ -55,7 +55,7 @@ class PoolLimit:
 
     def note_choice(self, kept: KeptLayer, slots_BKm: Tensor, step: int) -> None:
         """Record that slots were chosen in a decoding step; the first is 1."""
-        note_choice(self._policy.pool.victim, _use_of(kept), slots_BKm, SIMULATED_STEPS + step)
+        note_choice(self._policy.pool.victim, self._use_of(kept), slots_BKm, SIMULATED_STEPS + step)
 
     def cut_back(self, found: LayerRetrieval, kept: KeptLayer, q_BNCH: Tensor, slots: Slots) -> None:
         """Drop tokens for which there is no room, by how the prompt's last queries would have used them.
@@ -65,10 +65,10 @@ class PoolLimit:
             slots: those of the layer, for the token after them.
         """
         victim, num_new = self._policy.pool.victim, q_BNCH.shape[2]
-        if kept.carried_TBK is None:
+        if type(self._policy) not in kept.carried:
             shape = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots
-            kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device))
-        use_BKn = _use_of(kept)
+            kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device), type(self._policy))
+        use_BKn = self._use_of(kept)
         simulated = min(num_simulated(self._policy), num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
             choice = self._policy.choose(found.index, q_BNCH[:, :, token], slots)
@@ -98,11 +98,10 @@ class PoolLimit:
         """The `count` slots (B, K, count) of each row and KV head to replace or drop."""
         sinks, keep_from_B = self._policy.sinks, next_B - self._policy.recent
         victim, positions_BKn = self._policy.pool.victim, kept.positions_BKn()
-        return victims(victim, _use_of(kept), positions_BKn, count, sinks=sinks, keep_from_B=keep_from_B)
+        return victims(victim, self._use_of(kept), positions_BKn, count, sinks=sinks, keep_from_B=keep_from_B)
 
-
-def _use_of(kept: KeptLayer) -> Tensor:
-    """Use statistics (B, K, n) of the slots of a layer in a limited pool, as the policy carries them along."""
-    use_BKn = kept.carried_BKn()
-    assert use_BKn is not None
-    return use_BKn
+    def _use_of(self, kept: KeptLayer) -> Tensor:
+        """Use statistics (B, K, n) of the slots of a layer in a limited pool, as the policy carries them along."""
+        use_BKn = kept.carried_BKn(type(self._policy))
+        assert use_BKn is not None
+        return use_BKn

@@ -32,7 +32,7 @@ class QuantisedRagged(RaggedLayer, InFewBits):
     """One layer, of which each sequence has quantised tokens, and after them a window of its newest ones.
 
     Attributes:
-        slab_TBKX, positions_TBK, carried_TBK, lengths, starts, room: of the tokens in the windows.
+        slab_TBKX, positions_TBK, carried, lengths, starts, room: of the tokens in the windows.
         coded: all tokens before these.
         bits: of a code.
         residual: a sequence has at least so many tokens in its window, if it has so many and none is dropped later.
@@ -64,7 +64,7 @@ class QuantisedRagged(RaggedLayer, InFewBits):
             positions_TBK=layer.positions_TBK[layer.start : num_slots],
             pads=[],
             num_slots=num_slots - layer.start,
-            carried_TBK=None if layer.carried_TBK is None else layer.carried_TBK[layer.start : num_slots],
+            carried={policy: each_TBK[layer.start : num_slots] for policy, each_TBK in layer.carried.items()},
         )
         batch = len(layer.pads)
         by_row = {row: part for part in layer.parts for row in range(batch)[part.rows]}
@@ -82,7 +82,7 @@ class QuantisedRagged(RaggedLayer, InFewBits):
             Groups.joined([part.keys.in_line() for part in layer.parts]),
             TokenGroups.joined([part.values.in_line() for part in layer.parts]),
             flat(layer.positions_TBK),
-            None if layer.carried_TBK is None else flat(layer.carried_TBK),
+            {policy: flat(each_TBK) for policy, each_TBK in layer.carried.items()},
             [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
             ChannelScales.joined(scales) if scales else None,
         )
@@ -146,19 +146,19 @@ class QuantisedRagged(RaggedLayer, InFewBits):
         dtype = self.shape.dtype
         return self._whole(self.coded.read(dtype), self.slab_TBKX[:, 0, 0].to(dtype), 0)
 
-    def carried_BKn(self) -> Tensor | None:  # noqa: N802
-        if self.carried_TBK is None or self.coded.carried_T is None:
+    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+        if policy not in self.carried:
             return None
-        return self._whole(self.coded.carried_T, self.carried_TBK[:, 0, 0], 0)
+        return self._whole(self.coded.carried[policy], self.carried[policy][:, 0, 0], 0)
 
-    def carry(self, values_BKn: Tensor) -> None:
-        super().carry(values_BKn)
+    def carry(self, values_BKn: Tensor, policy: type) -> None:
+        super().carry(values_BKn, policy)
         ends = [self.num_slots - length for length in self.lengths]
         of_coded = [
             values_n[end - num : end]
             for values_n, end, num in zip(values_BKn.flatten(0, 1), ends, self.coded.lengths, strict=True)
         ]
-        self.coded = self.coded.carrying(torch.cat(of_coded))
+        self.coded = self.coded.carrying(torch.cat(of_coded), policy)
 
     def _whole(self, coded_T: Tensor, exact_T: Tensor, padding: int) -> Tensor:
         """The values of all tokens (B, K, n, ...), padded on the left."""
@@ -218,7 +218,7 @@ def _coded(
     return QuantisedSequences.of(
         layer.slab_TBKX[rows_Y, 0, 0],
         layer.positions_TBK[rows_Y, 0, 0],
-        None if layer.carried_TBK is None else layer.carried_TBK[rows_Y, 0, 0],
+        {policy: each_TBK[rows_Y, 0, 0] for policy, each_TBK in layer.carried.items()},
         counts,
         shape=layer.shape,
         bits=bits,

@@ -122,7 +122,7 @@ class RaggedLayer(KeptLayer):
             shape=layer.shape,
             slab_TBKX=taken(layer.slab_TBKX),
             positions_TBK=taken(layer.positions_TBK),
-            carried_TBK=None if layer.carried_TBK is None else taken(layer.carried_TBK),
+            carried={policy: taken(each_TBK) for policy, each_TBK in layer.carried.items()},
             pads=[],
             lengths=lengths,
             starts=starts,
@@ -140,13 +140,13 @@ class RaggedLayer(KeptLayer):
             new[: len(kept_mBK)] = kept_mBK
             return new
 
-        positions_TBK, carried_BKn = taken(self.positions_BKn()), self.carried_BKn()
+        positions_TBK = taken(self.positions_BKn())
         num_kept = slots_BKm.shape[2]
         return KeptLayer(
             shape=self.shape,
             slab_TBKX=taken(self.kv_BKnX()),
             positions_TBK=positions_TBK,
-            carried_TBK=None if carried_BKn is None else taken(carried_BKn),
+            carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
             pads=(positions_TBK[:num_kept, :, 0] < 0).sum(dim=0).tolist(),
             num_slots=num_kept,
         )
@@ -203,8 +203,8 @@ class RaggedLayer(KeptLayer):
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         return self._padded(self.slab_TBKX[:, 0, 0], 0)
 
-    def carried_BKn(self) -> Tensor | None:  # noqa: N802
-        return None if self.carried_TBK is None else self._padded(self.carried_TBK[:, 0, 0], 0)
+    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+        return self._padded(self.carried[policy][:, 0, 0], 0) if policy in self.carried else None
 
     def _padded(self, values_T: Tensor, padding: int) -> Tensor:
         """A copy of the values of all sequences (B, K, n, ...), padded on the left."""
@@ -213,11 +213,11 @@ class RaggedLayer(KeptLayer):
             out_n[self.num_slots - length :] = values_T[start : start + length]
         return out_Sn.unflatten(0, (-1, self.shape.num_kv_heads))
 
-    def carry(self, values_BKn: Tensor) -> None:
+    def carry(self, values_BKn: Tensor, policy: type) -> None:
         carried_T = values_BKn.new_zeros(len(self.slab_TBKX))
         for values_n, start, length in zip(values_BKn.flatten(0, 1), self.starts, self.lengths, strict=False):
             carried_T[start : start + length] = values_n[self.num_slots - length :]
-        self.carried_TBK = carried_T[:, None, None]
+        self.carried[policy] = carried_T[:, None, None]
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         heads, num_new, device = self.shape.num_kv_heads, k_BKCH.shape[2], k_BKCH.device
@@ -241,8 +241,8 @@ class RaggedLayer(KeptLayer):
             self._used_S += num_new
         self.slab_TBKX[:, 0, 0].index_copy_(0, rows_Y, kv_YX)
         self.positions_TBK[:, 0, 0].index_copy_(0, rows_Y, positions_Y.int())
-        if self.carried_TBK is not None:
-            self.carried_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
+        for each_TBK in self.carried.values():
+            each_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
         self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
         self.room -= num_new
         self._count()
@@ -282,13 +282,12 @@ class RaggedLayer(KeptLayer):
             return new
 
         self.slab_TBKX, self.positions_TBK = moved(self.slab_TBKX), moved(self.positions_TBK)
-        if self.carried_TBK is not None:
-            self.carried_TBK = moved(self.carried_TBK)
+        self.carried = {policy: moved(each_TBK) for policy, each_TBK in self.carried.items()}
         self.starts, self.room = starts, room
         self._place()
 
     def fork(self, *, copy: bool) -> RaggedLayer:
-        other = replace(self, room=0)
+        other = replace(self, room=0, carried=dict(self.carried))
         if copy:
             other.copy_out(room=0)
         return other

@@ -281,6 +281,7 @@ class RankPolicies:
                         f"{error}, but policy {type(policy).__name__} scores tokens by these; use another policy, such "
                         "as snapkv"
                     ) from error
+        self._check_steps()
         self._check_deciding()
         self._check_merging(model)
         self._check_ragged()
@@ -322,6 +323,14 @@ class RankPolicies:
             model.require_unmarked(f"cache.bits={self.storage.bits}", "use cache.bits=null")
         if self.positions is Positions.reencoded:
             model.require_unmarked("policy.positions=reencoded", "use policy.positions=original")
+
+    def _check_steps(self) -> None:
+        """Check that no policy comes twice on a rank, since what one accumulates is stored by its class."""
+        for policies in (self.last, self.others):
+            names = [type(policy).__name__ for policy in policies]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"policy {twice} is in a sequence twice; leave out one of the two")
 
     def _check_deciding(self) -> None:
         """Check that a policy that decides after the prompt finds all of it."""

@@ -65,7 +65,7 @@ def decide_on_prompt(
         return
     assert all(layer.end == ids_BS.shape[1] for layer in kept.layers), "a part of the prompt is not stored"
     if policy.replay is None:
-        scores = [_taken_scores(layer) for layer in kept.layers]
+        scores = [_taken_scores(layer, policy) for layer in kept.layers]
     else:
         score = partial(score_prompt, model, policy, kept, ids_BS, pads, on_layer=on_layer)
         scores = score() if answers is None else answers.get((type(policy), policy.replay), score)
@@ -81,10 +81,10 @@ def decide_on_prompt(
         kept.put(layer, cut_back(kept.layers[layer], own_BKm[..., own_BKm.shape[2] - most :], room=room))
 
 
-def _taken_scores(layer: KeptLayer) -> Tensor | None:
-    """Take from a layer what its tokens carry, minus infinity on padding; None if they carry nothing."""
-    carried_BKn = layer.carried_BKn()
-    layer.carried_TBK = None
+def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
+    """Take from a layer what a policy has stored in it, minus infinity on padding; None if it has stored nothing."""
+    carried_BKn = layer.carried_BKn(type(policy))
+    layer.carried.pop(type(policy), None)
     return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 
 

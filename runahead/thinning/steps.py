@@ -125,7 +125,7 @@ class PolicySteps:
                 positions_BKn=kept.positions_BKn(),
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
-                carried_BKn=kept.carried_BKn(),
+                carried_BKn=kept.carried_BKn(type(policy)),
                 signals=self._with_readers(
                     seen,
                     QuerySignals(
@@ -230,7 +230,7 @@ class PolicySteps:
         """Run one policy. Returns the slots (B, K, m) or (B, 1, m) that it kept, None if it kept all, and the layer."""
         carried_BKn = policy.carry(view)
         if carried_BKn is not None:
-            kept.carry(carried_BKn)
+            kept.carry(carried_BKn, type(policy))
             view = replace(view, carried_BKn=carried_BKn)
         slots_BKm = policy.keep(view) if self.evicts else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None

@@ -195,6 +195,20 @@ def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "scissorhands", "snapkv", "r_kv", "tova"])
+@every_batch
+def test_a_step_that_does_nothing_leaves_a_later_one_what_it_accumulates(name: str, lengths: tuple[int, ...]) -> None:
+    """Seen to fail: one place per slot for what all policies of a sequence accumulate."""
+    idle = PyramidInfer(**OPTIONS["pyramidinfer"], mean_keep=1.0)  # votes, and keeps all tokens of the prompt
+    found = []
+    for steps in ([policy(name)], [idle, policy(name)]):
+        run = Run(tiny_model("llama"), steps, prompts(lengths))
+        logits = [run.prefill([25, 15]), *(run.decode(token) for token in range(5, 25))]
+        found.append([*logits, *(layer.positions_BKn().expand(-1, 2, -1) for layer in run.kept.layers)])
+    for alone, after in zip(*found, strict=True):
+        assert torch.equal(alone, after)
+
+
 @every_family
 @every_policy
 @every_batch

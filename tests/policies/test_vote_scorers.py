@@ -201,8 +201,8 @@ class TestKeyformer:
         ours, theirs = self.run(plain), self.run(H2O(budget=14, recent_share=0.3, evict_every=8))
         for a, b in zip(ours.kept.layers, theirs.kept.layers, strict=True):
             assert torch.equal(a.positions_BKn(), b.positions_BKn())
-            assert a.carried_TBK is not None and b.carried_TBK is not None
-            assert torch.equal(a.carried_TBK[: a.num_slots], b.carried_TBK[: b.num_slots])
+            [a_TBK], [b_TBK] = a.carried.values(), b.carried.values()
+            assert torch.equal(a_TBK[: a.num_slots], b_TBK[: b.num_slots])
 
     def test_the_same_seed_keeps_the_same_tokens_and_another_one_others(self) -> None:
         kept_by = [

@@ -117,7 +117,7 @@ def test_the_engine_and_a_conversation_decide_once() -> None:
         assert sum(int((layer.positions_BKn() >= 0).sum()) for layer in talk.cache.layers) == 3 * 2 * BUDGET
         talk.feed(torch.tensor([prompt(8, seed=2)]))
         assert talk.kept_tokens == [tokens + 8 for tokens in first]
-        assert all(layer.carried_TBK is None for layer in talk.cache.layers)
+        assert all(layer.carried == {} for layer in talk.cache.layers)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import Phase
+from policies.base import Phase, Policy
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
@@ -209,11 +209,11 @@ def test_what_is_carried_stays_with_its_token() -> None:
     text = Text(2, 2, 1, keys_by_token=True)
     for at in range(3):
         positions_BKn = text.layer.positions_BKn()
-        text.layer.carry(positions_BKn * 10)
+        text.layer.carry(positions_BKn * 10, Policy)
         for _ in range(15 * at):
             text.append(1)
         text.layer = cut_back(text.layer, text.slots(0.7), room=2)
-        carried_BKn, positions_BKn = text.layer.carried_BKn(), text.layer.positions_BKn()
+        carried_BKn, positions_BKn = text.layer.carried_BKn(Policy), text.layer.positions_BKn()
         assert carried_BKn is not None
         before_B11 = text.num_tokens - 15 * at - torch.tensor(text.pads)[:, None, None]
         known = (positions_BKn >= 0) & (positions_BKn < before_B11)

@@ -234,7 +234,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
             return other
         n = self.num_slots
         other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
-        other.carried_TBK = None if self.carried_TBK is None else self.carried_TBK[:n]
+        other.carried = {policy: each_TBK[:n] for policy, each_TBK in self.carried.items()}
         return other
 
     def free(self, *, room: int) -> None:

@@ -12,7 +12,7 @@ dequantised head by head, a block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -33,7 +33,7 @@ class QuantisedSequences:
     Attributes:
         keys, values: of all tokens, as those of one KV head of one row.
         positions_T: position of each token in its row.
-        carried_T: a value that a policy accumulates for each token.
+        carried: a value (T) that a policy accumulates for each token, by class of policy.
         lengths: number of tokens of each sequence; multiples of 32 if keys are grouped by channel.
         starts: first page of each sequence, and the end of the last (S + 1), on the device; of no use if keys are
             grouped by token.
@@ -43,7 +43,7 @@ class QuantisedSequences:
     keys: Groups
     values: TokenGroups
     positions_T: Tensor
-    carried_T: Tensor | None
+    carried: Mapping[type, Tensor]
     lengths: Sequence[int]
     starts: Tensor
     scales: ChannelScales | None = None
@@ -53,7 +53,7 @@ class QuantisedSequences:
         cls,
         kv_YX: Tensor,
         positions_Y: Tensor,
-        carried_Y: Tensor | None,
+        carried: Mapping[type, Tensor],
         lengths: Sequence[int],
         *,
         shape: KVShape,
@@ -66,13 +66,13 @@ class QuantisedSequences:
         values = TokenGroups.of(v_YV[None, None], bits, sequences=len(lengths))
         if not keys_by_token:
             keys = ChannelGroups.of(k_YH[None, None], bits, sequences=len(lengths))
-            return cls.holding(keys, values, positions_Y, carried_Y, lengths)
+            return cls.holding(keys, values, positions_Y, carried, lengths)
         parts = k_YH[None, None].split(list(lengths), dim=2)
         scales = [ChannelScales.of(k_11SH) for k_11SH in parts]
         if before is not None and before.scales is not None:
             scales = [before.scales.row(row) if num else scales[row] for row, num in enumerate(before.lengths)]
         by_token = TokenGroups.joined([each.groups(k_11SH, bits) for each, k_11SH in zip(scales, parts, strict=True)])
-        return cls.holding(by_token, values, positions_Y, carried_Y, lengths, ChannelScales.joined(scales))
+        return cls.holding(by_token, values, positions_Y, carried, lengths, ChannelScales.joined(scales))
 
     @classmethod
     def holding(
@@ -80,7 +80,7 @@ class QuantisedSequences:
         keys: Groups,
         values: TokenGroups,
         positions_T: Tensor,
-        carried_T: Tensor | None,
+        carried: Mapping[type, Tensor],
         lengths: Sequence[int],
         scales: ChannelScales | None = None,
     ) -> QuantisedSequences:
@@ -91,7 +91,7 @@ class QuantisedSequences:
             keys=keys,
             values=values,
             positions_T=positions_T,
-            carried_T=carried_T,
+            carried=carried,
             lengths=lengths,
             starts=starts,
             scales=scales,
@@ -104,7 +104,7 @@ class QuantisedSequences:
     @property
     def num_bytes(self) -> int:
         """Bytes of codes and scales, positions, what policies accumulate, and of where the sequences are."""
-        carried = 0 if self.carried_T is None else self.carried_T.nbytes
+        carried = sum(each_T.nbytes for each_T in self.carried.values())
         codes = self.keys.num_bytes + self.values.num_bytes + (0 if self.scales is None else self.scales.num_bytes)
         return codes + self.positions_T.nbytes + carried + self.starts.nbytes
 
@@ -118,16 +118,14 @@ class QuantisedSequences:
         pairs = zip(self.spans, new.spans, strict=True)
         parts = [(each, *span) for pair in pairs for each, span in zip((self, new), pair, strict=True)]
         parts = [(each, first, end) for each, first, end in parts if first < end]
-        carried_T: Tensor | None = None
-        if self.carried_T is not None:
-            carried_T = torch.cat(
-                [each.carried_T[first:end] for each, first, end in parts if each.carried_T is not None]
-            )
+        carried = {
+            policy: torch.cat([each.carried[policy][first:end] for each, first, end in parts]) for policy in new.carried
+        }
         return self.holding(
             Groups.joined([each.keys.part(first, end) for each, first, end in parts]),
             TokenGroups.joined([each.values.part(first, end) for each, first, end in parts]),
             torch.cat([each.positions_T[first:end] for each, first, end in parts]),
-            carried_T,
+            carried,
             [sum(each) for each in zip(self.lengths, new.lengths, strict=True)],
             new.scales,
         )
@@ -135,12 +133,13 @@ class QuantisedSequences:
     def kept(self, index_Y: Tensor, lengths: Sequence[int]) -> QuantisedSequences:
         """Some tokens, by their places in memory, in order; the codes stay as they are."""
         assert isinstance(self.keys, TokenGroups), "a group of several tokens cannot lose one of them"
-        carried_Y = None if self.carried_T is None else self.carried_T[index_Y]
+        carried = {policy: each_T[index_Y] for policy, each_T in self.carried.items()}
         keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
-        return self.holding(keys, values, self.positions_T[index_Y], carried_Y, lengths, self.scales)
+        return self.holding(keys, values, self.positions_T[index_Y], carried, lengths, self.scales)
 
-    def carrying(self, carried_T: Tensor) -> QuantisedSequences:
-        return replace(self, carried_T=carried_T)
+    def carrying(self, carried_T: Tensor, policy: type) -> QuantisedSequences:
+        """With a policy's value of each token."""
+        return replace(self, carried={**self.carried, policy: carried_T})
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """Keys and values (T, X) of all tokens, dequantised."""
