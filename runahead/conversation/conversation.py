@@ -227,16 +227,18 @@ class Conversation:
         assert self.cache is not None
         return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
 
+    @property
+    def follows_at_once(self) -> bool:
+        """Whether `follow` computes several tokens in one forward; its time then is not that of as many steps."""
+        return self.model.repeats_steps and self.rank_policies.retriever is None
+
     def _forward_in_turn(self, ids_BC: Tensor) -> Tensor:
         """Logits (B, C, V) after each of these tokens, which are stored one at a time."""
         assert self.cache is not None
-        if ids_BC.shape[1] > 1 and self.model.repeats_steps and self.rank_policies.retriever is None:
+        if ids_BC.shape[1] > 1 and self.follows_at_once:
             return forward_in_turn(
                 self.model, self.cache, self._while_decoding, ids_BC, start=self.num_tokens, pads=self.pads
             )
-        return self._forward_one_by_one(ids_BC)
-
-    def _forward_one_by_one(self, ids_BC: Tensor) -> Tensor:
         forward = self._one_token_forward()
         steps = enumerate(ids_BC.split(1, dim=1), start=self.num_tokens)
         return torch.stack([forward(ids_B1, index) for index, ids_B1 in steps], dim=1)

@@ -147,8 +147,9 @@ class ShardedConversation(Conversation):
 
         return stored_somewhere
 
-    def _forward_in_turn(self, ids_BC: Tensor) -> Tensor:
-        return self._forward_one_by_one(ids_BC)  # each token has a rank that stores it
+    @property
+    def follows_at_once(self) -> bool:
+        return False  # each token has a rank that stores it
 
     def _choose(self) -> Choose:
         return choose_together(self._gathering(1))

@@ -225,7 +225,7 @@ def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
     found = []
     for in_one in (True, False):
         if not in_one:
-            monkeypatch.setattr(Conversation, "_forward_in_turn", Conversation._forward_one_by_one)
+            monkeypatch.setattr(Conversation, "follows_at_once", False)
         with throughout(model.dtype):
             conversation = Conversation(model, RankPolicies.everywhere([policy(name)]))
             conversation.feed(ids_BS, pads=pads)

@@ -199,7 +199,7 @@ def ask(conversation: Conversation, policies: RankPolicies, question: Sequence[i
 def logits_along(conversation: Conversation, policies: RankPolicies, ids: Sequence[int]) -> tuple[Along, Conversation]:
     """Logits along given tokens as if the model had generated them, and the fork of the conversation that has them.
 
-    One forward, unless a policy acts after each generated token.
+    One forward, unless a policy retrieves for each token, or the family's steps differ.
     """
     before_BV, ids_1S = conversation.logits_BV, torch.tensor([ids])
     assert before_BV is not None
@@ -208,7 +208,8 @@ def logits_along(conversation: Conversation, policies: RankPolicies, ids: Sequen
     if acts:
         began_s = now_s(conversation.model.device)
         after_BSV = fork.follow(ids_1S)
-        token_s = (now_s(conversation.model.device) - began_s) / len(ids)
+        if not fork.follows_at_once:
+            token_s = (now_s(conversation.model.device) - began_s) / len(ids)
     else:
         after_BSV = fork.peek(ids_1S)
     return Along(logits_SV=torch.cat([before_BV, after_BSV[0]]), token_s=token_s), fork
