@@ -147,8 +147,11 @@ class Conversation:
         return self._unthinned().feed(ids_BC, all_logits=True)
 
     @torch.inference_mode()
-    def follow(self, ids_BC: Tensor) -> Tensor:
+    def follow(self, ids_BC: Tensor, *, at_once: bool = False) -> Tensor:
         """Append these tokens one at a time, as if the model had generated them.
+
+        Args:
+            at_once: compute them in one forward if `follows_at_once`, with the same result but for rounding.
 
         Returns:
             logits (B, C, V) after each of them, in at least float32.
@@ -159,7 +162,7 @@ class Conversation:
         if self.cache is None:
             raise ValueError("there is nothing that tokens could follow; feed some first")
         given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, self._checked_pads(ids_BC, None))
-        logits_BCV = self._forward_in_turn(ids_BC)
+        logits_BCV = self._forward_in_turn(ids_BC, at_once=at_once and self.follows_at_once)
         self.num_tokens += ids_BC.shape[1]
         self.logits_BV = logits_BCV[:, -1]
         return logits_BCV[:, -given:]
@@ -229,13 +232,13 @@ class Conversation:
 
     @property
     def follows_at_once(self) -> bool:
-        """Whether `follow` computes several tokens in one forward; its time then is not that of as many steps."""
+        """Whether `follow` can compute its tokens in one forward."""
         return self.model.repeats_steps and self.rank_policies.retriever is None
 
-    def _forward_in_turn(self, ids_BC: Tensor) -> Tensor:
+    def _forward_in_turn(self, ids_BC: Tensor, *, at_once: bool) -> Tensor:
         """Logits (B, C, V) after each of these tokens, which are stored one at a time."""
         assert self.cache is not None
-        if ids_BC.shape[1] > 1 and self.follows_at_once:
+        if at_once:
             return forward_in_turn(
                 self.model, self.cache, self._while_decoding, ids_BC, start=self.num_tokens, pads=self.pads
             )

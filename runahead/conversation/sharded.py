@@ -109,11 +109,11 @@ class ShardedConversation(Conversation):
         self._require_same("the turn", (ids_BC.tolist(), pads, all_logits), "every rank must feed the same tokens")
         return super().feed(ids_BC, pads=pads, all_logits=all_logits, cut_back=cut_back)
 
-    def follow(self, ids_BC: Tensor) -> Tensor:
+    def follow(self, ids_BC: Tensor, *, at_once: bool = False) -> Tensor:
         """As `Conversation.follow`; the same logits on every rank."""
         self._require_same("the tokens", ids_BC.tolist(), "every rank must give the same tokens")
         with self.ranks.announcing_failure():
-            return super().follow(ids_BC)
+            return super().follow(ids_BC, at_once=at_once)
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
         """As `Conversation.generate`; the same answer on every rank."""

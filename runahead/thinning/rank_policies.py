@@ -281,11 +281,11 @@ class RankPolicies:
                         f"{error}, but policy {type(policy).__name__} scores tokens by these; use another policy, such "
                         "as snapkv"
                     ) from error
-        self._check_steps()
         self._check_deciding()
         self._check_merging(model)
         self._check_ragged()
         self._check_retrieval(model)
+        self._check_steps()
         self._require_files(policies, model)
         has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
         for policy in policies:

@@ -214,7 +214,7 @@ def test_a_step_that_does_nothing_leaves_a_later_one_what_it_accumulates(name: s
 @every_batch
 @pytest.mark.sampled(4)
 def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
-    name: str, family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, family: str, lengths: tuple[int, ...]
 ) -> None:
     """Seen to fail: all tokens of a layer stored before the first one attends."""
     model = tiny_model(family)
@@ -223,13 +223,11 @@ def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
     given = prompts(lengths)
     ids_BS = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, given, strict=True)])
     found = []
-    for in_one in (True, False):
-        if not in_one:
-            monkeypatch.setattr(Conversation, "follows_at_once", False)
+    for at_once in (True, False):
         with throughout(model.dtype):
             conversation = Conversation(model, RankPolicies.everywhere([policy(name)]))
             conversation.feed(ids_BS, pads=pads)
-            logits_BCV = conversation.follow(torch.tensor([following(given)] * len(lengths)))
+            logits_BCV = conversation.follow(torch.tensor([following(given)] * len(lengths)), at_once=at_once)
             logits_BV = conversation.feed(torch.tensor([[19, 23]] * len(lengths)))
         found.append((logits_BCV, logits_BV, torch.tensor(conversation.kept_tokens), conversation.num_tokens))
     for ours, theirs in zip(*found, strict=True):

@@ -207,7 +207,7 @@ def logits_along(conversation: Conversation, policies: RankPolicies, ids: Sequen
     fork, token_s = conversation.fork(), None
     if acts:
         began_s = now_s(conversation.model.device)
-        after_BSV = fork.follow(ids_1S)
+        after_BSV = fork.follow(ids_1S, at_once=True)
         if not fork.follows_at_once:
             token_s = (now_s(conversation.model.device) - began_s) / len(ids)
     else:
