@@ -10,7 +10,7 @@ needs no mask. Keeping some slots copies them and frees the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,7 +40,8 @@ class KeptLayer(LayerStore):
             the same tokens.
         pads: slots on the left of each row that are padding.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
-        carried: values (T, B, K) that policies accumulate per slot, by class of policy.
+        carried: values (T, B, K) that policies accumulate per slot, by class of policy. Forks may share the
+            mapping, so a policy is added to a new one.
         queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
@@ -52,7 +53,7 @@ class KeptLayer(LayerStore):
     pads: list[int]
     num_slots: int = 0
     first: int = 0
-    carried: dict[type, Tensor] = field(default_factory=dict)
+    carried: Mapping[type, Tensor] = field(default_factory=dict)
     queries: QueryMoments | None = None
     rotary: Rotary | None = None
 
@@ -156,7 +157,8 @@ class KeptLayer(LayerStore):
         """Store a policy's value of each slot; it stays with the slot's token when slots are dropped."""
         if policy not in self.carried:
             shape = len(self.positions_TBK), *self.slab_TBKX.shape[1:3]
-            self.carried[policy] = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
+            zeros_TBK = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
+            self.carried = {**self.carried, policy: zeros_TBK}
         self.carried[policy][: self.num_slots] = values_BKn.permute(2, 0, 1)
 
     def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802

@@ -217,7 +217,7 @@ class RaggedLayer(KeptLayer):
         carried_T = values_BKn.new_zeros(len(self.slab_TBKX))
         for values_n, start, length in zip(values_BKn.flatten(0, 1), self.starts, self.lengths, strict=False):
             carried_T[start : start + length] = values_n[self.num_slots - length :]
-        self.carried[policy] = carried_T[:, None, None]
+        self.carried = {**self.carried, policy: carried_T[:, None, None]}
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         heads, num_new, device = self.shape.num_kv_heads, k_BKCH.shape[2], k_BKCH.device
@@ -287,7 +287,7 @@ class RaggedLayer(KeptLayer):
         self._place()
 
     def fork(self, *, copy: bool) -> RaggedLayer:
-        other = replace(self, room=0, carried=dict(self.carried))
+        other = replace(self, room=0)
         if copy:
             other.copy_out(room=0)
         return other

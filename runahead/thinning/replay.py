@@ -84,7 +84,7 @@ def decide_on_prompt(
 def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
     """Take from a layer what a policy has stored in it, minus infinity on padding; None if it has stored nothing."""
     carried_BKn = layer.carried_BKn(type(policy))
-    layer.carried.pop(type(policy), None)
+    layer.carried = {each: values for each, values in layer.carried.items() if each is not type(policy)}
     return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 
 
