@@ -56,6 +56,10 @@ class AdaKV(Policy):
     def needs_attention_input(self) -> bool:  # type: ignore[override]
         return self.scorer.needs_attention_input
 
+    @property
+    def reads(self) -> str | None:
+        return self.scorer.reads
+
     def require(self, model: ModelFacts) -> None:
         self.scorer.require(model)
 

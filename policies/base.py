@@ -354,6 +354,11 @@ class Policy:
         """The layers that share what they store, for a policy that merges layers; None: each stores its own."""
         return None
 
+    @property
+    def reads(self) -> str | None:
+        """The file or folder with what the policy knows of a model, whose content decides what it does; None: none."""
+        return None
+
     def require(self, model: ModelFacts) -> None:
         """Check that the policy works with a model, and read the file that it has for it. Raises: ValueError."""
 

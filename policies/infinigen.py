@@ -133,6 +133,10 @@ class InfiniGen(Retriever):
     def looks_ahead_on(self, device: torch.device) -> bool:
         return device.type != "cpu" if self.ahead is None else self.ahead
 
+    @property
+    def reads(self) -> str | None:
+        return None if self.skew in ("auto", "none") else self.skew
+
     def require(self, model: ModelFacts) -> None:
         if self.skew not in ("auto", "none"):
             self._skew = Skew.load(self.skew, model.fingerprint).of_share(model.share, model.num_shares)

@@ -60,6 +60,10 @@ class KVzap(Scorer):
     def keeps_ragged(self) -> bool:  # type: ignore[override]
         return self.threshold is not None
 
+    @property
+    def reads(self) -> str | None:
+        return self.predictor
+
     def require(self, model: ModelFacts) -> None:
         assert self.predictor is not None
         maps = ScoreMaps.load(self.predictor, model.fingerprint).of_share(model.share, model.num_shares)

@@ -52,6 +52,10 @@ class StreamingHeads(Policy, ABC):
     def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
         """Number of first and of last tokens that streaming heads keep of a prompt of this length and what follows."""
 
+    @property
+    def reads(self) -> str | None:
+        return self.heads
+
     def require(self, model: ModelFacts) -> None:
         if self.heads is None:
             raise ValueError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from launch.inputs.policies import options_of, policies_of
@@ -28,12 +30,14 @@ class Contender:
         label: the policy for readers, without the budget.
         budget: None where the policy has none, or has its own among its options.
         settings: name and options that it was made of.
+        files: digest of what it reads, by path.
     """
 
     label: str
     budget: Budget | None
     settings: dict[str, Any]
     policies: RankPolicies
+    files: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -78,7 +82,14 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> C
         policies = _policies(settings)
     except ValueError as error:
         raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
-    return Contender(label=label, budget=budget, settings=settings, policies=policies)
+    files = {path: _digest(Path(path)) for policy in policies.last if (path := policy.reads) is not None}
+    return Contender(label=label, budget=budget, settings=settings, policies=policies, files=files)
+
+
+def _digest(path: Path) -> str:
+    """Digest of a file, or of the files of a folder."""
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in files)).hexdigest()[:16]
 
 
 def _policies(settings: dict[str, Any]) -> RankPolicies:

@@ -124,7 +124,7 @@ class Plan:
         """All measurements by key, in order."""
         comparisons = {name: self._comparison(name, task.settings, self.about) for name, task in self.tasks.items()}
         return {
-            self._key(comparisons[name], contender.settings, case): (name, case, contender)
+            self._key(comparisons[name], contender.settings, contender.files, case): (name, case, contender)
             for name, task in self.tasks.items()
             for case in task.cases
             for contender in self.contenders
@@ -136,14 +136,15 @@ class Plan:
         text = fields["text"] if TASKS[name].needs_text else None
         return lines.key(fields | {"text": text, "task": name, "settings": settings})
 
-    def _key(self, comparison: str, policy: object, case: Case) -> str:
+    def _key(self, comparison: str, policy: object, files: object, case: Case) -> str:
         """Key of one measurement."""
-        return lines.key({"comparison": comparison, "policy": policy, "case": case})
+        read = {"files": files} if files else {}
+        return lines.key({"comparison": comparison, "policy": policy, "case": case, **read})
 
     def _key_of(self, line: Line) -> str:
         """Key that this plan gives a line's measurement. The one in the line is of the plan that it was made by."""
         comparison = self._comparison(line["task"], line.get("task_settings"), line)
-        return self._key(comparison, line.get("policy_settings"), line["case"])
+        return self._key(comparison, line.get("policy_settings"), line.get("policy_files"), line["case"])
 
     def line(self, name: str, case: Case, contender: Contender, outcome: Outcome, model: Model | LoadedWeights) -> Line:
         """JSON line of one measurement."""
@@ -163,8 +164,9 @@ class Plan:
             "tpot_s": outcome.tpot_s,
             "details": outcome.details,
             "policy_settings": contender.settings,
+            "policy_files": contender.files,
             "task_settings": task.settings,
-            "key": self._key(comparison, contender.settings, case),
+            "key": self._key(comparison, contender.settings, contender.files, case),
             "comparison": comparison,
             "model": model.name,
             "dtype": str(model.dtype).removeprefix("torch."),

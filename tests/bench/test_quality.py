@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks.evaluation.contenders import contenders
+from benchmarks.evaluation.plan import Plan
+from benchmarks.evaluation.tasks.base import KVUse, Outcome
 from benchmarks.harness import machine
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality import losses
@@ -21,7 +24,8 @@ from benchmarks.studies.quality.paired import Difference, rows, settings
 from benchmarks.studies.quality.recall_picture import recall_picture
 from benchmarks.studies.quality.tables import tables
 from launch.evaluate import EVALUATE
-from runahead import Model
+from policies.duo_table import GATES
+from runahead import Model, Ranks
 from tests.families import build
 from tests.unit.tokenizers_for_tests import byte_level
 
@@ -171,6 +175,30 @@ def test_a_mistake_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     options = ["--model", str(tiny_model), "--lines", str(tmp_path / "q.jsonl"), "--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="ruler.tasks has qa_1, which needs ruler.squad=<dev-v2.0.json"):
         STUDY.main([*options, "--tasks", "qa_1"])
+
+
+def test_files_of_a_model_are_known_by_their_content(tiny_model: Path, tmp_path: Path) -> None:
+    """A line is missing, and of another row, where a policy read another file of the same name."""
+    entry = f"{{name:duo_attention,heads:{tmp_path},sinks:4,recent:8}}"
+    task = ["tasks=[ruler]", "ruler.tasks=[niah_single_1]", "ruler.lengths=[480]", "ruler.samples=2"]
+    model_options = ["model=hf", f"model.path={tiny_model}", "ranks.device=cpu"]
+    run = EVALUATE.compose([f"policies=[full,{entry}]", *task, "ruler.new_tokens=8", *model_options])
+    ranks = Ranks.start(run.ranks)
+    model = Model.load(run.model, ranks.device)
+    use = KVUse(kv_bytes=50, full_kv_bytes=100, num_tokens=480, kept_tokens=[240])
+    outcome = Outcome(score=1.0, seen_share=1.0, kv=use, ttft_s=1.0, tpot_s=None, details={"nll": 0.0})
+
+    def measured(gates: str, done: list[Line]) -> list[Line]:
+        (tmp_path / GATES).write_text(gates)
+        plan = replace(Plan.of(run, ranks), done=done)
+        return [plan.line(*step, outcome, model) for step in plan.missing()]
+
+    first = measured("0.5\t0.5\n", [])
+    assert len(first) == 4 and measured("0.5\t0.5\n", first) == []
+    again = measured("0.5\t0.6\n", first)
+    assert [line["case"] for line in again] == [line["case"] for line in first if line["policy"] != "full"]
+    [group] = settings([*first, again[0]]).values()
+    assert group == [first[0], again[0], first[2]]
 
 
 def loss_line(task: str, settings: dict[str, Any], sample: int, nll: float, **more: Any) -> Line:

@@ -77,14 +77,21 @@ class PolicyRow:
 def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
     """Lines by setting; of a question that was asked twice under a policy, the newest line.
 
-    Lists of keys about which nothing but methods of `methods.py` were asked are left out: `losses.py` compares those.
+    Lines of a policy that read another file of the model than in its newest line are left out, and lists of keys about
+    which nothing but methods of `methods.py` were asked: `losses.py` compares those.
     """
     asked = [line for line in found if line["task"] != "copy"]
-    newest = {(setting_of(line), question_of(line), line["policy"], str(line["budget"])): line for line in asked}
+    newest = {(*_row_of(line), question_of(line)): line for line in asked}
+    files = {_row_of(line): line.get("policy_files") for line in asked}
     groups: dict[Setting, list[Line]] = {}
-    for (setting, *_), line in newest.items():
-        groups.setdefault(setting, []).append(line)
+    for line in newest.values():
+        if line.get("policy_files") == files[_row_of(line)]:
+            groups.setdefault(setting_of(line), []).append(line)
     return {setting: group for setting, group in groups.items() if not _is_of_methods(group)}
+
+
+def _row_of(line: Line) -> tuple[Setting, str, str]:
+    return setting_of(line), line["policy"], str(line["budget"])
 
 
 def _is_of_methods(group: Sequence[Line]) -> bool:
