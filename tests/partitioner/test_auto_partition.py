@@ -90,8 +90,9 @@ def test_ranks_split_alike_and_the_next_run_goes_on_from_the_file(rank_pools: Ra
     [path] = files(tmp_path)
     assert sentence == f"partition=auto: timed a few layers for the first split; kept in {path}"
     assert second.told == [] and second.prompts is None
-    assert first.prompts is not None and first.prompts >= 3
-    assert len(json.loads(path.read_text())["prompts"]) == first.prompts
+    # Two prompts that agree on a changed machine, as load may make them, forget those before them.
+    kept = [prompt["tokens"] for prompt in json.loads(path.read_text())["prompts"]]
+    assert len(kept) == first.prompts and kept in ([60, 90, 90, 2], [90, 90, 2], [90, 2])
 
     before = json.loads(path.read_text())
     again, _ = rank_pools.run(2, run, tmp_path, [[60]])
