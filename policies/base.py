@@ -10,7 +10,7 @@ policy that declares it (`keeps_ragged`) may keep different numbers of tokens in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol, Self, TypeVar
@@ -185,6 +185,7 @@ class LayerView:
         prompt_tokens: length of the padded prompt so far, which a budget that is a share refers to.
         num_generated: number of tokens generated since the prompt, this one included; 0 in a prompt.
         pads: number of padding slots on the left of each row.
+        head_pads: number of them in each KV head of each row, where heads store different numbers of tokens; else None.
         positions_BKn: positions of all slots in their rows, below 0 on padding; (B, 1, n) if the same in all heads.
             On a rank that does not know which of earlier ranks' tokens are left, any positions before its own.
         k_BKnH, v_BKnV: stored keys, rotated as the new queries see them, and values.
@@ -230,6 +231,7 @@ class LayerView:
     new_kinds_BC: Tensor | None = None
     input_BCD: Tensor | None = None
     unseen_BKn: Tensor | None = None
+    head_pads: Sequence[Sequence[int]] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -247,6 +249,14 @@ class LayerView:
     def sinks(self, num_sinks: int) -> list[int]:
         """Number of the first `num_sinks` tokens of each row that are stored here, in the first slots after padding."""
         return [num_sinks] * len(self.pads) if self.part is None else self.part.sinks(num_sinks)
+
+    def heads_by_pad(self) -> Iterator[tuple[int, slice, int]]:
+        """The KV heads of each row that have equally many padding slots: the row, these heads, and that number."""
+        for row, pad in enumerate(self.pads):
+            if self.head_pads is None:
+                yield row, slice(None), pad
+            else:
+                yield from ((row, slice(head, head + 1), each) for head, each in enumerate(self.head_pads[row]))
 
     def is_token_BKn(self, after: Sequence[int] | None = None) -> Tensor:  # noqa: N802
         """Whether each slot (B, K, n), or (B, 1, n) for all heads alike, has a token rather than padding.

@@ -32,11 +32,11 @@ class ChunkKV(SnapKV):
 
     def score(self, view: LayerView) -> Tensor:
         votes_BKn, before = super().score(view), max(0, view.num_slots - self.window)
-        for row, pad in enumerate(view.pads):
+        for row, heads, pad in view.heads_by_pad():
             whole = max(0, before - pad) // self.chunk
             end = pad + whole * self.chunk
-            chunks_KPc = votes_BKn[row, :, pad:end].unflatten(1, (whole, self.chunk))
+            chunks_KPc = votes_BKn[row, heads, pad:end].unflatten(1, (whole, self.chunk))
             chunks_KPc[:] = chunks_KPc.mean(dim=-1, keepdim=True)
             if end < before:
-                votes_BKn[row, :, end:before] = votes_BKn[row, :, end:before].mean(dim=-1, keepdim=True)
+                votes_BKn[row, heads, end:before] = votes_BKn[row, heads, end:before].mean(dim=-1, keepdim=True)
         return votes_BKn

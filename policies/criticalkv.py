@@ -75,13 +75,14 @@ class CriticalKV(Policy):
         lengths_BKn = view.by_kv_head(view.signals.projected_lengths()).float()
         weighed_BKn = (scores_BKn + self.epsilon) * lengths_BKn
         m, num_slots = self.scorer.slots(view), view.num_slots
-        for row, (pad, num_sinks) in enumerate(zip(view.pads, view.sinks(self.scorer.sinks), strict=True)):
-            sinks = min(num_sinks, m)
+        num_sinks = view.sinks(self.scorer.sinks)
+        for row, heads, pad in view.heads_by_pad():
+            sinks = min(num_sinks[row], m)
             recent = min(self.scorer.recent_of(m), m - sinks)
             first, last = min(pad + sinks, num_slots), max(pad, num_slots - recent)
             num_alone = min(int(self.first_share * (m - sinks - recent)), max(0, last - first))
             if num_alone > 0:
-                best_first_Kn = scores_BKn[row, :, first:last].sort(dim=-1, descending=True, stable=True).indices
+                best_first_Kn = scores_BKn[row, heads, first:last].sort(dim=-1, descending=True, stable=True).indices
                 alone_Ka = first + best_first_Kn[:, :num_alone]
-                weighed_BKn[row].scatter_(-1, alone_Ka, torch.finfo(weighed_BKn.dtype).max)
+                weighed_BKn[row, heads].scatter_(-1, alone_Ka, torch.finfo(weighed_BKn.dtype).max)
         return weighed_BKn

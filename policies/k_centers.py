@@ -48,10 +48,11 @@ class KCenters(Scorer):
         num_sinks = view.sinks(self.sinks)
         recent = min(self.recent_of(m), m - min(m, max(num_sinks)))
         nearest_BKn = k_BKnH.new_full(k_BKnH.shape[:3], math.inf)
-        for row, (pad, sinks) in enumerate(zip(view.pads, num_sinks, strict=True)):
-            self._add(nearest_BKn[row], k_BKnH[row], range(pad, min(pad + sinks, n)))
-            self._add(nearest_BKn[row], k_BKnH[row], range(max(pad, n - recent), n))
-            nearest_BKn[row, :, :pad] = -math.inf
+        for row, heads, pad in view.heads_by_pad():
+            nearest_Kn, k_KnH = nearest_BKn[row, heads], k_BKnH[row, heads]
+            self._add(nearest_Kn, k_KnH, range(pad, min(pad + num_sinks[row], n)))
+            self._add(nearest_Kn, k_KnH, range(max(pad, n - recent), n))
+            nearest_Kn[:, :pad] = -math.inf
         scores_BKn = torch.zeros_like(nearest_BKn)
         for place in range(m - recent):
             # The first one of equals. What is a centre is not chosen again while there are others.
@@ -63,7 +64,7 @@ class KCenters(Scorer):
         return scores_BKn
 
     def _add(self, nearest_Kn: Tensor, k_KnH: Tensor, centers: range) -> None:
-        """Make tokens of a row centres, in place."""
+        """Make tokens of some heads centres, in place."""
         step = max(1, BLOCK_DISTANCES // nearest_Kn.numel())
         for first in range(centers.start, centers.stop, step):
             found_Kn = distances(k_KnH, k_KnH[:, first : min(first + step, centers.stop)]).amin(dim=-1)

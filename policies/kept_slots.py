@@ -10,18 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from policies.base import LayerView
 
-def best_slots(score_BKn: Tensor, num_kept: int, *, sinks: Sequence[int], recent: int, pads: list[int]) -> Tensor:
+
+def best_slots(score_BKn: Tensor, num_kept: int, view: LayerView, *, sinks: Sequence[int], recent: int) -> Tensor:
     """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last.
 
     Args:
+        score_BKn: (B, 1, n) for all KV heads alike.
         sinks: number of sink tokens of each row.
     """
+    if view.head_pads is not None:
+        score_BKn = score_BKn.expand(-1, view.num_kv_heads, -1)
     score_BKn = score_BKn.clone()
     score_BKn[..., score_BKn.shape[-1] - recent :] = math.inf
-    for row, (pad, num_sinks) in enumerate(zip(pads, sinks, strict=True)):
-        score_BKn[row, :, :pad] = -math.inf
-        score_BKn[row, :, pad : pad + num_sinks] = math.inf
+    for row, heads, pad in view.heads_by_pad():
+        score_BKn[row, heads, :pad] = -math.inf
+        score_BKn[row, heads, pad : pad + sinks[row]] = math.inf
     # A stable sort keeps the earlier of two equal (pooled) scores, wherever padding has moved them.
     best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
     return best_first[..., :num_kept].sort(dim=-1).values

@@ -46,18 +46,19 @@ class LagKV(Scorer):
     def score(self, view: LayerView) -> Tensor:
         n = view.num_slots
         scores_BKn = torch.arange(1.0, n + 1, device=view.k_BKnH.device).repeat(len(view.pads), view.num_kv_heads, 1)
-        # Partitions start at a row's own first token, wherever padding has moved it.
-        for row, (pad, num_sinks) in enumerate(zip(view.pads, view.sinks(self.sinks), strict=True)):
-            first = pad + num_sinks
+        # Partitions start at the first token of a row, or head, wherever padding has moved it.
+        num_sinks = view.sinks(self.sinks)
+        for row, heads, pad in view.heads_by_pad():
+            first = pad + num_sinks[row]
             partitions = (n - first) // self.lag
             if partitions < 2:
                 continue
             end = first + partitions * self.lag
-            parts = [x[row, :, first:end].unflatten(1, (partitions, self.lag)) for x in (view.k_BKnH, view.v_BKnV)]
+            parts = [x[row, heads, first:end].unflatten(1, (partitions, self.lag)) for x in (view.k_BKnH, view.v_BKnV)]
             deviation_KPL = sum((deviations(part_KPLH) for part_KPLH in parts), start=torch.zeros(()))
             best_first_KPL = deviation_KPL.sort(dim=-1, descending=True, stable=True).indices
             place_KPL = best_first_KPL.argsort(dim=-1)
-            scores_BKn[row, :, first : end - self.lag] = (1 - (place_KPL + 1) / self.lag).flatten(1)
+            scores_BKn[row, heads, first : end - self.lag] = (1 - (place_KPL + 1) / self.lag).flatten(1)
         return scores_BKn
 
 

@@ -208,7 +208,8 @@ class PyramidInfer(Policy):
         if view.num_slots <= m + patience or view.carried_BKn is None:
             return None
         sinks = view.sinks(self.sinks)
-        return best_slots(view.carried_BKn[:, :1], m, sinks=sinks, recent=recent, pads=view.pads)
+        votes_BKn = view.carried_BKn if view.head_pads is not None else view.carried_BKn[:, :1]  # alike in all heads
+        return best_slots(votes_BKn, m, view, sinks=sinks, recent=recent)
 
     def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
         voters = recent if self.voters is None else min(recent, self.voters)

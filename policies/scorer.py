@@ -113,4 +113,4 @@ class Scorer(Policy, ABC):
         m = self.slots(view)
         sinks = [min(num, m) for num in view.sinks(self.sinks)]
         recent = min(self.recent_of(m), m - max(sinks))
-        return best_slots(score(view).float(), m, sinks=sinks, recent=recent, pads=view.pads)
+        return best_slots(score(view).float(), m, view, sinks=sinks, recent=recent)

@@ -103,7 +103,7 @@ class StreamingHeads(Policy, ABC):
         places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
         if not any(retrieving) and not self.compensates:  # all heads alike, in dense memory
             newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
-            return best_slots(newest_B1n, max(kept_B), sinks=view.sinks(sinks), recent=0, pads=view.pads)
+            return best_slots(newest_B1n, max(kept_B), view, sinks=view.sinks(sinks), recent=0)
         goes_BKn = view.is_token_BKn(after=view.sinks(sinks))
         goes_BKn[..., view.num_slots - recent :] = False
         streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]

@@ -224,7 +224,6 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         ValueError: as `rank_policies`.
     """
     from launch.inputs.policy_file import policy_class
-    from policies.base import Policy
 
     if isinstance(step, str):
         step = {"name": step}
@@ -237,13 +236,8 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         if not isinstance(steps, list) or not steps or settings:
             raise ValueError(f"{option}=sequence needs steps and nothing else, such as policy.steps=[pyramidinfer,h2o]")
         found = [policy for each in steps for policy in policies_of(each, f"{option}.steps")]
-        votes = [policy for policy in found if type(policy).carry is not Policy.carry]
-        queries = [policy for policy in found if policy.queries_from is not None]
-        for accumulated, which in (("votes", votes), ("queries", queries)):
-            if len(which) > 1:
-                raise ValueError(
-                    f"{option}.steps has more than one policy that accumulates {accumulated}; use one of them"
-                )
+        if sum(policy.queries_from is not None for policy in found) > 1:
+            raise ValueError(f"{option}.steps has more than one policy that accumulates queries; use one of them")
         return found
     if name == "file":
         file = _made(name, FileOptions, settings, option)

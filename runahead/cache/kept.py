@@ -102,6 +102,11 @@ class KeptLayer(LayerStore):
         return [[self.num_slots - pad] * self.shape.num_kv_heads for pad in self.pads]
 
     @property
+    def head_pads(self) -> list[list[int]] | None:
+        """Padding slots on the left of each row and KV head, where heads store different numbers of tokens."""
+        return None
+
+    @property
     def end(self) -> int:
         """Number of the next slot."""
         return self.first + self.num_slots

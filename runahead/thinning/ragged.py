@@ -171,6 +171,10 @@ class RaggedLayer(KeptLayer):
         heads, stored = self.shape.num_kv_heads, self.stored
         return [list(stored[first : first + heads]) for first in range(0, len(stored), heads)]
 
+    @property
+    def head_pads(self) -> list[list[int]]:
+        return [[self.num_slots - tokens for tokens in tokens_K] for tokens_K in self.tokens_BK]
+
     def _count(self) -> None:
         """Update the number of slots, and those on the left of each row that are padding in all heads."""
         longest = [max(tokens_K) for tokens_K in self.tokens_BK]

@@ -283,7 +283,7 @@ class RankPolicies:
                     ) from error
         self._check_deciding()
         self._check_merging(model)
-        self._check_ragged()
+        self._check_ragged(model)
         self._check_retrieval(model)
         self._check_steps()
         self._require_files(policies, model)
@@ -363,20 +363,45 @@ class RankPolicies:
                 "policy.start_share, or another policy"
             )
 
-    def _check_ragged(self) -> None:
-        """Check that a policy whose heads keep different numbers of tokens has nothing to share them with."""
+    def _check_ragged(self, model: Model) -> None:
+        """Check that a policy whose heads keep different numbers of tokens goes with its positions and with others."""
         for policies in (self.last, self.others):
             for policy in policies:
                 if not policy.keeps_ragged:
                     continue
                 name = type(policy).__name__
                 if len(policies) > 1:
-                    raise ValueError(f"policy {name} must be the only one, since others take heads of equal length")
+                    self._check_ragged_step(policy, policies, model)
                 if self.positions is Positions.reencoded:
                     raise ValueError(
                         f"policy {name} keeps other tokens in each head, at their positions; use "
                         "policy.positions=original"
                     )
+
+    def _check_ragged_step(self, policy: Policy, policies: Sequence[Policy], model: Model) -> None:
+        """Check a policy whose heads keep different numbers of tokens as a step of a sequence."""
+        name = type(policy).__name__
+        retriever = next((type(each).__name__ for each in policies if isinstance(each, Retriever)), None)
+        if retriever is not None:
+            raise ValueError(
+                f"policy {name} leaves heads of different lengths, and {retriever} retrieves from heads of equal "
+                "length; leave out one of the two"
+            )
+        if policy is self.deciding:
+            raise ValueError(
+                f"policy {name} decides on the whole prompt, of which others in a sequence drop tokens; it must be the "
+                "only one"
+            )
+        if policy.compensates:
+            raise ValueError(
+                f"policy {name} stands in for the tokens that it drops, and not for those that others in a sequence "
+                "drop; use policy.compensate=false"
+            )
+        if model.num_shards > 1:
+            raise ValueError(
+                f"policy {name} in a sequence leaves other numbers of tokens on each of the {model.num_shards} ranks "
+                "that share the heads, which have to decide alike; use it alone, or ranks.tensor=1"
+            )
 
     def _check_retrieval(self, model: Model) -> None:
         """Check that at most one policy retrieves, that it comes last, and that the model supports it."""

@@ -122,6 +122,7 @@ class PolicySteps:
                 new_positions_BC=positions_BC,
                 prompt_tokens=self.prompt_tokens,
                 pads=kept.pads,
+                head_pads=kept.head_pads,
                 positions_BKn=kept.positions_BKn(),
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
@@ -157,7 +158,8 @@ class PolicySteps:
             if slots_BKm is not None and policy is not self.policies[-1]:
                 if k_BKnH.is_meta:
                     slots_BKm = slots_BKm.to("meta")
-                k_BKnH, v_BKnV = (x.take_along_dim(slots_BKm[..., None], dim=2) for x in (k_BKnH, v_BKnV))
+                at_BKm1 = slots_BKm.clamp_min(0)[..., None]  # padding of a head may have any key
+                k_BKnH, v_BKnV = (x.take_along_dim(at_BKm1, dim=2) for x in (k_BKnH, v_BKnV))
         return kept
 
     @staticmethod
@@ -235,10 +237,20 @@ class PolicySteps:
         slots_BKm = policy.keep(view) if self.evicts else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
-            if policy.keeps_ragged:
+            if view.head_pads is not None and not policy.keeps_ragged:
+                slots_BKm = _without_padding(slots_BKm, view)
+            if policy.keeps_ragged or view.head_pads is not None:
                 kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
             else:
                 kept.keep(slots_BKm, room=self.room)
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)
         return slots_BKm, kept
+
+
+def _without_padding(slots_BKm: Tensor, view: LayerView) -> Tensor:
+    """Slots that a policy chose in all heads alike, as `Policy.keep` returns them where heads have fewer tokens."""
+    slots_BKm = slots_BKm.expand(-1, view.num_kv_heads, -1)
+    is_token_BKm = view.is_token_BKn().take_along_dim(slots_BKm, dim=2)
+    slots_BKm = slots_BKm.masked_fill(~is_token_BKm, -1).sort(dim=-1).values
+    return slots_BKm[..., slots_BKm.shape[2] - int(is_token_BKm.sum(dim=-1).max()) :]

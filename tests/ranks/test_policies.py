@@ -47,7 +47,7 @@ from tests.ranks.tasks import tiny_model
 NUM_TOKENS = 60
 TOLERANCE = 1e-9  # float64; as in test_exactness
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=8)
-EVICTING = [
+EVICTING: list[Policy | list[Policy]] = [
     StreamingLLM(budget=16),
     SnapKV(budget=16, window=4),
     PyramidKV(budget=16, window=4),
@@ -62,6 +62,7 @@ EVICTING = [
     Scissorhands(budget=16, recent=3, window=4),
     KCenters(budget=16, evict_every=4),
     CriticalKV(scorer=SnapKV(budget=16, window=4)),
+    [AdaKV(scorer=SnapKV(budget=20, window=4)), StreamingLLM(budget=16, sinks=2)],
 ]
 
 
@@ -99,12 +100,13 @@ def assert_same_answer(ours: GenerationBatch, theirs: GenerationBatch) -> None:
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 1, 59, 60), (0, 0, 40, 60)])
 @pytest.mark.sampled(4)
 def test_evicting_on_the_last_rank_is_what_one_rank_does(
-    rank_pools: RankPools, policy: Policy, bounds: tuple[int, ...]
+    rank_pools: RankPools, policy: Policy | list[Policy], bounds: tuple[int, ...]
 ) -> None:
     """It has all K,V, and the queries of the window that votes if that is within its chunk."""
-    if bounds[-1] - bounds[-2] < getattr(getattr(policy, "scorer", policy), "window", 1):
+    steps = policy if isinstance(policy, list) else [policy]
+    if bounds[-1] - bounds[-2] < max(getattr(getattr(step, "scorer", step), "window", 1) for step in steps):
         pytest.skip("part of the window is another rank's")
-    policies = RankPolicies.everywhere([policy])
+    policies = RankPolicies.everywhere(steps)
     prompts = [prompt(NUM_TOKENS), prompt(44, seed=3)]
     alone = generate(rank_pools, (0, NUM_TOKENS), policies, num_new=24, prompts=prompts)
     together = generate(rank_pools, bounds, policies, num_new=24, prompts=prompts)

@@ -77,11 +77,15 @@ EVICTING: dict[str, Policy] = {
     "expected_attention": ExpectedAttention(budget=20, sinks=2, evict_every=4, future_tokens=16),
     "kvzap": MadeUpKVzap(budget=20, sinks=2, recent=3, evict_every=2),
 }
-RAGGED: dict[str, Policy] = {
+RAGGED: dict[str, Policy | list[Policy]] = {
     "adakv": AdaKV(scorer=SnapKV(budget=20, window=6, kernel=3), alpha=0.1),
     "kvzap": MadeUpKVzap(threshold=0.5, sinks=2, recent=3, evict_every=2),
     "fastgen": FastGen(window=6, sinks=2, frequent=6, local=8, recovered=0.6),
     "streaming heads": MadeUpStreaming(evict_every=2),
+    "adakv, then h2o": [
+        AdaKV(scorer=SnapKV(budget=24, window=6, kernel=3), alpha=0.1),
+        H2O(budget=20, sinks=2, evict_every=2),
+    ],
 }
 """Heads keep different numbers of tokens."""
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=4)
@@ -115,7 +119,7 @@ ROOMY: dict[str, Policy] = {
 
 def run(
     rank_pools: RankPools,
-    policies: RankPolicies | Policy,
+    policies: RankPolicies | Policy | list[Policy],
     bounds: tuple[int, ...],
     *,
     family: str = "llama",
@@ -125,8 +129,8 @@ def run(
     decode: DecodeName = DecodeName.sharded,
 ) -> list[Seen]:
     """Contents of each rank's cache."""
-    if isinstance(policies, Policy):
-        policies = RankPolicies.everywhere([policies])
+    if not isinstance(policies, RankPolicies):
+        policies = RankPolicies.everywhere(policies if isinstance(policies, list) else [policies])
     arguments = (family, prompts or BATCH, bounds, policies, options, prefill, decode)
     seen = rank_pools.run(len(bounds) - 1, sharded_policy_tasks.generate, *arguments)
     assert all(each.batch.generations == seen[0].batch.generations for each in seen)

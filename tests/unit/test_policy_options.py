@@ -124,6 +124,8 @@ def test_a_sequence_has_steps_with_options_of_their_own() -> None:
     steps = "policy.steps=[pyramidinfer,{name:streaming_llm,budget:64,sinks:2}]"
     expected = [PyramidInfer(), StreamingLLM(budget=64, sinks=2)]
     assert policies("policy=sequence", steps) == RankPolicies.everywhere(expected)
+    both_accumulate = policies("policy=sequence", "policy.steps=[h2o,pyramidinfer]")
+    assert both_accumulate == RankPolicies.everywhere([H2O(), PyramidInfer()])
 
 
 def test_ranks_may_differ() -> None:
@@ -157,7 +159,10 @@ def test_ranks_may_differ() -> None:
         (["policy=adakv", "policy.scorer=retro"], "policy.scorer=retro is not one of"),
         (["policy=adakv", "policy.alpha=1.5"], "policy.alpha=1.5 must be a share"),
         (["policy=adakv", "policy.budget=64"], "adakv has no option budget; it has scorer, alpha"),
-        (["policy=sequence", "policy.steps=[h2o,pyramidinfer]"], "more than one policy that accumulates"),
+        (
+            ["policy=sequence", "policy.steps=[expected_attention,{name:adakv,scorer:expected_attention}]"],
+            "more than one policy that accumulates queries",
+        ),
         (["policy=sequence", "policy.steps=[magicpig]"], "policy.steps=magicpig is not one of"),
         (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
