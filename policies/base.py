@@ -186,6 +186,7 @@ class LayerView:
         num_generated: number of tokens generated since the prompt, this one included; 0 in a prompt.
         pads: number of padding slots on the left of each row.
         head_pads: number of them in each KV head of each row, where heads store different numbers of tokens; else None.
+        alike: whether a slot has the same token in all KV heads of the model.
         positions_BKn: positions of all slots in their rows, below 0 on padding; (B, 1, n) if the same in all heads.
             On a rank that does not know which of earlier ranks' tokens are left, any positions before its own.
         k_BKnH, v_BKnV: stored keys, rotated as the new queries see them, and values.
@@ -232,6 +233,7 @@ class LayerView:
     input_BCD: Tensor | None = None
     unseen_BKn: Tensor | None = None
     head_pads: Sequence[Sequence[int]] | None = None
+    alike: bool = True
 
     @property
     def num_slots(self) -> int:
@@ -279,6 +281,10 @@ class LayerView:
         """Mean (B, K, n) over the query heads that share a KV head."""
         return x_BNn.unflatten(1, (self.num_kv_heads, -1)).mean(dim=2)
 
+    def over_heads(self, x_BNn: Tensor) -> Tensor:
+        """Mean (B, 1, n) over all query heads of the model; (B, K, n) by KV head if slots have other tokens in each."""
+        return self.mean_over_heads(x_BNn)[:, None] if self.alike else self.by_kv_head(x_BNn)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
@@ -321,6 +327,9 @@ class Policy:
 
     keeps_ragged: ClassVar[bool] = False
     """Whether `keep` may keep other numbers of tokens in different KV heads."""
+
+    chooses_alike: ClassVar[bool] = False
+    """Whether `keep` keeps the same tokens in all KV heads of the model, if these have the same ones before."""
 
     while_decoding: ClassVar[bool] = True
     """Whether it decides on generated tokens, too."""

@@ -88,6 +88,7 @@ class PyramidInfer(Policy):
     evict_every: int = 16
 
     narrows: ClassVar[bool] = True
+    chooses_alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.schedule = choice("schedule", Schedule, self.schedule)
@@ -146,7 +147,8 @@ class PyramidInfer(Policy):
         if view.layer == view.num_layers - 1:
             return None
         recent = self.recent(view.chunk_tokens)
-        votes_BC = self._votes_Bn(view, recent)[:, -view.num_new :].clone()
+        # New tokens are in the same slots of all heads, whatever these have kept of those before.
+        votes_BC = view.mean_over_heads(self._votes(view, recent))[:, -view.num_new :].clone()
         positions_BC = view.new_positions_BC
         votes_BC[positions_BC < 0] = -math.inf
         votes_BC[(positions_BC >= 0) & (positions_BC < self.sinks)] = math.inf
@@ -193,11 +195,11 @@ class PyramidInfer(Policy):
     def carry(self, view: LayerView) -> Tensor | None:
         """Votes so far (B, K, n): of the recent tokens during prefill, then of each new token; older votes decay."""
         _, recent = self._kept(view)
-        votes_Bn = self._votes_Bn(view, recent if view.phase is Phase.prefill else view.num_new)
+        votes_BKn = view.over_heads(self._votes(view, recent if view.phase is Phase.prefill else view.num_new))
         fading = (1 - 1 / recent) ** view.chunk_tokens
         if view.carried_BKn is None:
-            return votes_Bn[:, None].expand(-1, view.num_kv_heads, -1)
-        return fading * view.carried_BKn + (1 - fading) * votes_Bn[:, None]
+            return votes_BKn.expand(-1, view.num_kv_heads, -1)
+        return fading * view.carried_BKn + (1 - fading) * votes_BKn
 
     def keep(self, view: LayerView) -> Tensor | None:
         """Keep N_l tokens with a budget; else, while decoding, as many as the layer had after the prompt."""
@@ -208,12 +210,12 @@ class PyramidInfer(Policy):
         if view.num_slots <= m + patience or view.carried_BKn is None:
             return None
         sinks = view.sinks(self.sinks)
-        votes_BKn = view.carried_BKn if view.head_pads is not None else view.carried_BKn[:, :1]  # alike in all heads
+        votes_BKn = view.carried_BKn[:, :1] if view.alike else view.carried_BKn
         return best_slots(votes_BKn, m, view, sinks=sinks, recent=recent)
 
-    def _votes_Bn(self, view: LayerView, recent: int) -> Tensor:  # noqa: N802
-        voters = recent if self.voters is None else min(recent, self.voters)
-        return view.mean_over_heads(view.signals.votes(voters, self.newest_weight))
+    def _votes(self, view: LayerView, recent: int) -> Tensor:
+        """Votes (B, N, n) of the last `recent` queries, or of fewer."""
+        return view.signals.votes(recent if self.voters is None else min(recent, self.voters), self.newest_weight)
 
     def _with_share(self, best_first_BC: Tensor, layer: int) -> int:
         """Number of tokens that have this layer's share of the votes; the maximum over rows."""

@@ -24,8 +24,9 @@ class TOVA(Scorer):
     """
 
     scores_attention: ClassVar[bool] = True
+    chooses_alike: ClassVar[bool] = True
 
     evict_every: int = 1
 
     def score(self, view: LayerView) -> Tensor:
-        return view.mean_over_heads(view.signals.votes(1))[:, None]
+        return view.over_heads(view.signals.votes(1))

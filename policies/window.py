@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from policies.scorer import Scorer
 @dataclass(kw_only=True)
 class Window(Scorer):
     """Score: the position of the token."""
+
+    chooses_alike: ClassVar[bool] = True
 
     def score(self, view: LayerView) -> Tensor:
         slots_n = torch.arange(view.num_slots, device=view.k_BKnH.device)

@@ -39,6 +39,7 @@ class KeptLayer(LayerStore):
         positions_TBK: position of each slot's token in its row, below 0 on padding; (T, B, 1) while all KV heads hold
             the same tokens.
         pads: slots on the left of each row that are padding.
+        alike: whether a slot has the same token in all KV heads of the model, those of other ranks included.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
         carried: values (T, B, K) that policies accumulate per slot, by class of policy. Forks may share the
             mapping, so a policy is added to a new one.
@@ -51,6 +52,7 @@ class KeptLayer(LayerStore):
     slab_TBKX: Tensor
     positions_TBK: Tensor
     pads: list[int]
+    alike: bool = True
     num_slots: int = 0
     first: int = 0
     carried: Mapping[type, Tensor] = field(default_factory=dict)

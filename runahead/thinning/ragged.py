@@ -124,6 +124,7 @@ class RaggedLayer(KeptLayer):
             positions_TBK=taken(layer.positions_TBK),
             carried={policy: taken(each_TBK) for policy, each_TBK in layer.carried.items()},
             pads=[],
+            alike=False,
             lengths=lengths,
             starts=starts,
             room=room,
@@ -148,6 +149,7 @@ class RaggedLayer(KeptLayer):
             positions_TBK=positions_TBK,
             carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
             pads=(positions_TBK[:num_kept, :, 0] < 0).sum(dim=0).tolist(),
+            alike=False,
             num_slots=num_kept,
         )
 

@@ -325,12 +325,19 @@ class RankPolicies:
             model.require_unmarked("policy.positions=reencoded", "use policy.positions=original")
 
     def _check_steps(self) -> None:
-        """Check that no policy comes twice on a rank, since what one accumulates is stored by its class."""
+        """Check that no policy comes twice on a rank, since what one accumulates is stored by its class, and that one
+        that narrows finds all new tokens."""
         for policies in (self.last, self.others):
             names = [type(policy).__name__ for policy in policies]
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"policy {twice} is in a sequence twice; leave out one of the two")
+            for policy in policies[1:]:
+                if policy.narrows:
+                    raise ValueError(
+                        f"policy {type(policy).__name__} narrows what deeper layers compute, by votes on all new "
+                        f"tokens, not after {names[0]} has dropped some; make it the first step of the sequence"
+                    )
 
     def _check_deciding(self) -> None:
         """Check that a policy that decides after the prompt finds all of it."""

@@ -123,6 +123,7 @@ class PolicySteps:
                 prompt_tokens=self.prompt_tokens,
                 pads=kept.pads,
                 head_pads=kept.head_pads,
+                alike=kept.alike,
                 positions_BKn=kept.positions_BKn(),
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
@@ -243,6 +244,7 @@ class PolicySteps:
                 kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
             else:
                 kept.keep(slots_BKm, room=self.room)
+            kept.alike = kept.alike and policy.chooses_alike
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)
         return slots_BKm, kept

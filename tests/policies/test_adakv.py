@@ -122,6 +122,7 @@ def test_scorers_over_which_it_shares_nothing_out_are_known_by_name(monkeypatch:
         if all(torch.equal(score_BKn, score_BKn[:, :1].expand_as(score_BKn)) for score_BKn in scored):
             alike.add(name)
     assert alike == ALIKE
+    assert alike == {name for name, kind in POLICIES.items() if issubclass(kind, Scorer) and kind.chooses_alike}
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.9])

@@ -68,6 +68,7 @@ EVEN: list[Policy] = [
     Keyformer(budget=11, tau_tokens=3),
     ExpectedAttention(budget=11, sinks=2, future_tokens=16),
     CriticalKV(scorer=SnapKV(budget=11, sinks=3, window=4, kernel=1), first_share=0.8),
+    TOVA(budget=11),
     PyramidInfer(budget=11, mean_keep=1.0, min_tokens=1, sinks=2),
 ]
 
@@ -134,6 +135,7 @@ class TestAView:
             prompt_tokens=70,
             pads=[min(of_row) for of_row in pads] if pad is None else [0],
             head_pads=pads if pad is None else None,
+            alike=False,
             positions_BKn=positions_BKn,
             k_BKnH=k_BKnH,
             v_BKnV=v_BKnV,
@@ -143,11 +145,11 @@ class TestAView:
 
     @every_even
     def test_a_policy_keeps_in_each_head_what_it_keeps_of_that_head_alone(self, even: Policy) -> None:
-        """Seen to fail: sinks of a row where a head has padding; chunks, runs and centres from there on."""
+        """Seen to fail: sinks of a row where a head has padding; chunks, runs and centres from there on; votes of all
+        heads about a slot that has another token in each."""
 
         def kept(view: LayerView) -> list[list[list[int]]]:
-            # PyramidInfer's votes are those of all heads, whatever it is given here.
-            carried_BKn = None if isinstance(even, PyramidInfer) else even.carry(view)
+            carried_BKn = even.carry(view)
             slots_BKm = even.keep(view if carried_BKn is None else replace(view, carried_BKn=carried_BKn))
             if slots_BKm is None:
                 return view.positions_BKn.tolist()
@@ -164,6 +166,23 @@ class TestAView:
                     assert len(found) == self.NUM_SLOTS - pad  # its first new tokens are none of its queries
                 else:
                     assert found == alone[0][0], (row, head)
+
+
+@pytest.mark.parametrize(
+    ("second", "alike"),
+    [(Window(budget=16), True), (TOVA(budget=16), True), (H2O(budget=16), False), (ADAKV, False)],
+    ids=lambda value: type(value).__name__ if isinstance(value, Policy) else "",
+)
+def test_heads_vote_together_while_they_have_the_same_tokens(second: Policy, alike: bool) -> None:
+    """Else those of each KV head alone. Seen to fail: votes of all heads, when each had cut back by its own."""
+    run = Run(model_with(4), [PyramidInfer(mean_keep=1.0), second], prompts()[:1])
+    run.prefill()
+    for token in range(5, 30):
+        run.decode(token)
+    for layer in run.kept.fork().layers:
+        carried_BKn = layer.carried_BKn(PyramidInfer)
+        assert layer.alike == alike and carried_BKn is not None
+        assert all(torch.equal(of_head, carried_BKn[0, 0]) for of_head in carried_BKn[0]) == alike
 
 
 @every_ragged
@@ -285,6 +304,10 @@ def test_with_a_budget_shared_alike_a_sequence_is_that_of_the_scorer(num_kv_head
     [
         ([ADAKV, Quest()], "AdaKV leaves heads of different lengths, and Quest retrieves from heads of equal length"),
         ([KVzip(budget=16), Window(budget=8)], "KVzip decides on the whole prompt, .* it must be the only one"),
+        (
+            [Window(budget=8), PyramidInfer()],
+            "PyramidInfer narrows .* after Window has dropped some; .* the first step",
+        ),
         ([Window(budget=8), Razor()], "Razor stands in for the tokens that it drops, .* use policy.compensate=false"),
     ],
 )

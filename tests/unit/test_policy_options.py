@@ -124,8 +124,8 @@ def test_a_sequence_has_steps_with_options_of_their_own() -> None:
     steps = "policy.steps=[pyramidinfer,{name:streaming_llm,budget:64,sinks:2}]"
     expected = [PyramidInfer(), StreamingLLM(budget=64, sinks=2)]
     assert policies("policy=sequence", steps) == RankPolicies.everywhere(expected)
-    both_accumulate = policies("policy=sequence", "policy.steps=[h2o,pyramidinfer]")
-    assert both_accumulate == RankPolicies.everywhere([H2O(), PyramidInfer()])
+    both_accumulate = policies("policy=sequence", "policy.steps=[pyramidinfer,h2o]")
+    assert both_accumulate == RankPolicies.everywhere([PyramidInfer(), H2O()])
 
 
 def test_ranks_may_differ() -> None:
