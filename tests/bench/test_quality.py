@@ -56,6 +56,7 @@ def line(policy: str, sample: int, score: float, *, budget: float | None = None,
         "tpot_s": None,
         "model": "m",
         "commit": "abc",
+        "date": more.get("date", "2026-11-25T10:00:00Z"),
         "task_settings": {"question": more.get("question", "separate")},
     }
 
@@ -72,6 +73,15 @@ def test_scores_are_compared_question_by_question() -> None:
     assert snapkv.score.interval is not None
     low, high = snapkv.score.interval
     assert -0.9 < low < -0.5 < high < -0.1
+
+
+def test_times_of_different_runs_are_not_compared() -> None:
+    """They may be of different machines."""
+    found = [line("full", sample, 1.0) for sample in range(3)]
+    found += [line("snapkv", sample, 1.0) | {"ttft_s": 1.5} for sample in range(2)]
+    found += [line("snapkv", 2, 1.0, date="later") | {"ttft_s": 9.0}, line("tova", 0, 1.0, date="later")]
+    _, snapkv, tova = rows(found)
+    assert (snapkv.ttft, tova.ttft) == (1.5, None) and (snapkv.pairs, tova.pairs) == (3, 1)
 
 
 def test_the_newest_line_of_a_question_counts_and_settings_stay_apart() -> None:

@@ -56,7 +56,8 @@ class PolicyRow:
         score, loss: differences to the reference (the full cache, or a wrapper's scorer): of scores, and of the loss of
             a right answer in nats per token.
         pairs: number of questions.
-        ttft: median time to first token, over that of the reference with the same question.
+        ttft: median time to first token, over that of the reference with the same question in the same run; None if
+            they were measured in different ones, perhaps on other machines.
     """
 
     policy: str
@@ -67,7 +68,7 @@ class PolicyRow:
     score: Difference
     loss: Difference
     pairs: int
-    ttft: float
+    ttft: float | None
 
     @property
     def name(self) -> str:
@@ -146,6 +147,7 @@ def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
     kinds: dict[str, list[float]] = {}
     for line in group:
         kinds.setdefault(kind_of(line), []).append(line["score"])
+    ratios = [line["ttft_s"] / other["ttft_s"] for line, other in pairs if line["date"] == other["date"]]
     return PolicyRow(
         policy=policy,
         budget=budget,
@@ -155,7 +157,7 @@ def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
         score=Difference.of([line["score"] - other["score"] for line, other in pairs]),
         loss=Difference.of([_loss(line) - _loss(other) for line, other in pairs]),
         pairs=len(pairs),
-        ttft=median(line["ttft_s"] / other["ttft_s"] for line, other in pairs),
+        ttft=median(ratios) if ratios else None,
     )
 
 

@@ -39,7 +39,8 @@ def table(of_setting: Sequence[PolicyRow]) -> Rows:
     made: Rows = [("policy", "budget", "kept", "saw", *kinds, "score over full", "loss over full", "prompt", "n")]
     for row in of_setting:
         scores = (f"{row.scores[kind]:.0%}" if kind in row.scores else "-" for kind in kinds)
-        over = ("", "", "") if row.policy == FULL else (points(row.score), nats(row.loss), f"{row.ttft:.1f} x")
+        prompt = "-" if row.ttft is None else f"{row.ttft:.1f} x"
+        over = ("", "", "") if row.policy == FULL else (points(row.score), nats(row.loss), prompt)
         shares = f"{row.kept_share:.0%}", f"{row.seen_share:.0%}"
         made.append((f"`{row.policy}`", budget_text(row.budget), *shares, *scores, *over, str(row.pairs)))
     return made
