@@ -166,6 +166,7 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_timer()
             self._end_write_timer()
+            self._unset_keepalive_if_required()  # uvicorn does not after a reset, and its timer holds the request
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:

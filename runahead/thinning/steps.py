@@ -251,7 +251,7 @@ class PolicySteps:
 
 
 def _without_padding(slots_BKm: Tensor, view: LayerView) -> Tensor:
-    """Slots that a policy chose in all heads alike, as `Policy.keep` returns them where heads have fewer tokens."""
+    """Slots of which a policy chose equally many in each head, as `Policy.keep` returns them: -1 for padding, first."""
     slots_BKm = slots_BKm.expand(-1, view.num_kv_heads, -1)
     is_token_BKm = view.is_token_BKn().take_along_dim(slots_BKm, dim=2)
     slots_BKm = slots_BKm.masked_fill(~is_token_BKm, -1).sort(dim=-1).values

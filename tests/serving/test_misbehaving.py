@@ -234,6 +234,17 @@ def num_exchanges() -> int:
     return sum(isinstance(each, (Exchange, RequestResponseCycle)) for each in gc.get_objects())
 
 
+def test_a_reset_after_an_answer_leaves_nothing(served: Served) -> None:
+    """Seen to fail: a connection is held until its time for another request is over."""
+    others = num_exchanges()
+    connection = connect(served)
+    send(connection, request_of(b'{"prompt": "x", "max_tokens": 2}'))
+    read_until(connection, b'"completion_tokens":2')
+    reset(connection)
+    nothing_is_left(served)
+    until(lambda: num_exchanges() <= others)
+
+
 def test_memory_threads_and_files_are_back_afterwards(served: Served) -> None:
     held, others = list[tuple[int, int]](), num_exchanges()
     for _ in range(2):
