@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from policies.reuse import GivenPrompt as GivenPrompt
@@ -456,6 +457,13 @@ class Policy:
         Deeper layers neither compute nor store the others. Called during prefill only.
         """
         return None
+
+
+def marked_slots(stays_BKn: Tensor) -> Tensor:
+    """The slots that stay in each head, as `Policy.keep` returns them: -1 in the first places of those with fewer."""
+    num_slots, most = stays_BKn.shape[-1], int(stays_BKn.sum(dim=-1).max())
+    slots_n = torch.arange(num_slots, device=stays_BKn.device)
+    return torch.where(stays_BKn, slots_n, -1).sort(dim=-1).values[..., num_slots - most :]
 
 
 E = TypeVar("E", bound=Enum)

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, require_least
+from policies.base import LayerView, Phase, Policy, marked_slots, require_least
 
 
 @dataclass(kw_only=True)
@@ -41,6 +40,4 @@ class DMS(Policy):
         if int(view.unseen_BKn.sum(dim=-1).max()) < least:
             return None
         kept_BKn = view.is_token_BKn() & ~view.unseen_BKn
-        most = int(kept_BKn.sum(dim=-1).max())
-        slots_n = torch.arange(view.num_slots, device=kept_BKn.device)
-        return torch.where(kept_BKn, slots_n, -1).sort(dim=-1).values[..., view.num_slots - most :]
+        return marked_slots(kept_BKn)

@@ -24,6 +24,7 @@ from policies.base import (
     TokenKind,
     budget_tokens,
     check_budget,
+    marked_slots,
     require,
     require_least,
 )
@@ -85,13 +86,7 @@ class FastGen(Policy):
             lost_BKG = (votes_BKGn * ~kept_BKn[:, :, None]).sum(dim=-1)
             recovers_BK1 = (lost_BKG <= (1 - self.recovered) * here_BKG).all(dim=-1, keepdim=True)
             stays_BKn = torch.where(recovers_BK1, kept_BKn & is_token_BKn, stays_BKn)
-        counts_BK, tokens_BK = stays_BKn.sum(dim=-1), is_token_BKn.sum(dim=-1)
-        if torch.equal(counts_BK, tokens_BK):
-            return None
-        slots_BKn = (
-            torch.arange(view.num_slots, device=stays_BKn.device).masked_fill(~stays_BKn, -1).sort(dim=-1).values
-        )
-        return slots_BKn[..., view.num_slots - int(counts_BK.max()) :]
+        return None if torch.equal(stays_BKn, is_token_BKn) else marked_slots(stays_BKn)
 
     def rules(self, view: LayerView, votes_BKn: Tensor) -> list[Tensor]:
         """Slots that each rule but the last keeps (B, K, n), the cheapest rule first; the newest token is among them.

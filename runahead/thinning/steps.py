@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, PromptPart, Signals
+from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_slots
 from policies.retriever import Retriever
 from runahead.attention.answers import Answers
 from runahead.attention.marked import marked_keys
@@ -252,7 +252,6 @@ class PolicySteps:
 
 def _without_padding(slots_BKm: Tensor, view: LayerView) -> Tensor:
     """Slots of which a policy chose equally many in each head, as `Policy.keep` returns them: -1 for padding, first."""
-    slots_BKm = slots_BKm.expand(-1, view.num_kv_heads, -1)
-    is_token_BKm = view.is_token_BKn().take_along_dim(slots_BKm, dim=2)
-    slots_BKm = slots_BKm.masked_fill(~is_token_BKm, -1).sort(dim=-1).values
-    return slots_BKm[..., slots_BKm.shape[2] - int(is_token_BKm.sum(dim=-1).max()) :]
+    is_token_BKn = view.is_token_BKn()
+    chosen_BKn = torch.zeros_like(is_token_BKn).scatter_(2, slots_BKm.expand(-1, view.num_kv_heads, -1), True)
+    return marked_slots(chosen_BKn & is_token_BKn)

@@ -61,7 +61,9 @@ def kept_by(run: Run, layer: int, row: int) -> list[list[int]]:
     stored = run.kept.layers[layer]
     heads = stored.shape.num_kv_heads
     positions_Kn = stored.positions_BKn()[row].expand(heads, -1)
-    return [[at for at in of_head if at >= 0] for of_head in positions_Kn.tolist()]
+    kept = [[at for at in of_head if at >= 0] for of_head in positions_Kn.tolist()]
+    assert [len(of_head) for of_head in kept] == stored.tokens_BK[row], "no padding is stored"
+    return kept
 
 
 @pytest.mark.parametrize(("kv_heads", "alpha"), [(4, 1.0), (2, 1.0), (1, 0.2)])

@@ -41,12 +41,12 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.running import Duo, Razor, Run, model_with
+from tests.policies.test_adakv import LENGTHS, kept_by, prompts
 from tests.ranks.tasks import tiny_model
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored tokens, H head dim.
 
 TOLERANCE = 1e-9  # float64
-LENGTHS = (40, 31, 9)
 ADAKV = AdaKV(scorer=SnapKV(budget=16, window=4, kernel=3), alpha=0.0)
 RAGGED = [
     ADAKV,
@@ -74,18 +74,6 @@ EVEN: list[Policy] = [
 
 every_ragged = pytest.mark.parametrize("ragged", RAGGED, ids=lambda policy: type(policy).__name__)
 every_even = pytest.mark.parametrize("even", EVEN, ids=lambda policy: type(policy).__name__)
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
-
-
-def kept_by(layer: KeptLayer, row: int = 0) -> list[list[int]]:
-    """Positions of the tokens that each KV head keeps."""
-    positions_Kn = layer.positions_BKn()[row].expand(layer.shape.num_kv_heads, -1)
-    kept = [[at for at in of_head if at >= 0] for of_head in positions_Kn.tolist()]
-    assert [len(of_head) for of_head in kept] == layer.tokens_BK[row], "no padding is stored"
-    return kept
 
 
 class TestAView:
@@ -198,7 +186,7 @@ def test_a_first_step_that_does_nothing_leaves_heads_as_they_are_without_it(
         assert any(isinstance(layer, RaggedLayer) for layer in run.kept.layers)
         logits += [run.decode(token) for token in range(5, 12)]
         logits += [run.next_prompt(prompt(9, seed=5)), *(run.decode(token) for token in range(12, 19))]
-        kept = [kept_by(layer, row) for layer in run.kept.layers for row in range(len(lengths))]
+        kept = [kept_by(run, layer, row) for layer in range(3) for row in range(len(lengths))]
         found.append((logits, kept))
     (alone, kept_alone), (after, kept_after) = found
     assert kept_after == kept_alone and all(map(torch.equal, alone, after))
@@ -211,18 +199,18 @@ def test_a_step_keeps_the_newest_of_what_is_left_in_each_head(ragged: Policy) ->
     first.prefill()
     both.prefill()
     lengths = set()
-    for of_first, of_both in zip(first.kept.layers, both.kept.layers, strict=True):
+    for layer in range(3):
         for row in range(len(LENGTHS)):
-            kept = kept_by(of_both, row)
-            assert kept == [head[-10:] for head in kept_by(of_first, row)]
+            kept = kept_by(both, layer, row)
+            assert kept == [head[-10:] for head in kept_by(first, layer, row)]
             lengths |= set(map(len, kept))
     assert len(lengths) > 1, "some heads had fewer"
     for token in range(5, 45):
         both.decode(token)
     assert max(layer.num_slots for layer in both.kept.layers) <= 25  # cut back every 16 tokens
     both.next_prompt(prompt(9, seed=5))
-    for layer in both.kept.layers:
-        assert all(head[-1] == 88 and len(head) <= 10 for head in kept_by(layer))
+    for layer in range(3):
+        assert all(head[-1] == 88 and len(head) <= 10 for head in kept_by(both, layer, 0))
 
 
 def test_sinks_are_those_of_each_head() -> None:
@@ -231,11 +219,11 @@ def test_sinks_are_those_of_each_head() -> None:
     first, both = Run(model_with(4), steps[:1], prompts()), Run(model_with(4), steps, prompts())
     first.prefill()
     both.prefill()
-    for of_first, of_both in zip(first.kept.layers, both.kept.layers, strict=True):
+    for layer in range(3):
         for row in range(len(LENGTHS)):
-            expected = [head if len(head) <= 8 else head[:3] + head[-5:] for head in kept_by(of_first, row)]
-            assert kept_by(of_both, row) == expected
-    assert not all(head[0] == 0 for head in kept_by(both.kept.layers[0]))
+            expected = [head if len(head) <= 8 else head[:3] + head[-5:] for head in kept_by(first, layer, row)]
+            assert kept_by(both, layer, row) == expected
+    assert not all(head[0] == 0 for head in kept_by(both, 0, 0))
 
 
 SEQUENCES: list[list[Policy]] = [
@@ -264,8 +252,8 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(steps: list[Policy]) -> 
         alone = Run(model, steps, prompts()[row : row + 1])
         expected = [alone.prefill(), *(alone.decode(token) for token in range(5, 8))]
         expected += [alone.next_prompt(prompt(9, seed=5)), alone.decode(7)]
-        for layer, of_alone in zip(together.kept.layers, alone.kept.layers, strict=True):
-            assert kept_by(layer, row) == kept_by(of_alone)
+        for layer in range(3):
+            assert kept_by(together, layer, row) == kept_by(alone, layer, 0)
         for ours, theirs in zip(answers, expected, strict=True):
             torch.testing.assert_close(ours[row], theirs[0], atol=TOLERANCE, rtol=0)
 
