@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -56,6 +57,12 @@ def written(folder: Path) -> set[str]:
 
 def runs_torchrun(process: int) -> bool:
     return b"torch.distributed.run" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def has_pending(process: int, number: signal.Signals) -> bool:
+    """Whether a process that is halted has been sent a signal, which it gets when it goes on."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return bool(int(fields["ShdPnd"], 16) >> (number - 1) & 1)
 
 
 def submit_long(cluster: Cluster, model: list[str], folder: Path) -> Job:
@@ -160,19 +167,23 @@ def test_scancel_leaves_nothing_behind(cluster: Cluster, model: list[str], tmp_p
 
 @pytest.mark.slow
 def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
-    # So many repeats that it is interrupted long before its first entry.
     options = ("table=mine.json", "search.lengths=[96,192]", "search.ranks=[2]", "search.repeats=40")
     script = (SCRIPTS / "search.sbatch", *model, *options, "search.probe_layers=1", "search.min_stride=8")
     job = cluster.submit(*SMALL, *script, folder=tmp_path)
     points = tmp_path / "mine.json.points.jsonl"
-    wait_until(lambda: job.ended or points.exists(), "the first point")
+    wait_until(lambda: points.exists() or job.ended, "the first point")
+    # However long the signal takes on a busy machine, the search gets no further.
+    [halted] = itertools.filterfalse(runs_torchrun, job.processes("n2"))
+    os.kill(halted, signal.SIGSTOP)
     # What --signal=B:USR1@... makes SLURM do.
     cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+    wait_until(lambda: has_pending(halted, signal.SIGTERM), "the end of the ranks")
+    os.kill(halted, signal.SIGCONT)
     wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
     assert not job.ended, job.log
     job.start_again()
     before = points.read_text().splitlines()
-    assert not (tmp_path / "mine.json").exists(), "it came too far before it was interrupted"
+    assert not (tmp_path / "mine.json").exists()
     assert job.wait() == ("COMPLETED", 0), job.log
     assert "the job is queued again and continues from what is kept" in job.log
     after = points.read_text().splitlines()
