@@ -46,7 +46,8 @@ class Signals(Protocol):
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.
 
-        Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding do not count.
+        Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding do not count, nor in a
+        KV head those that see none of its tokens, since steps before have dropped these.
         """
         ...
 
@@ -274,6 +275,17 @@ class LayerView:
                 found_BKn[row] &= numbers_BKn[row] > num_first
         return found_BKn
 
+    def with_new(self, new_BKC: Tensor, before_BKn: Tensor) -> Tensor:
+        """Values (B, K, n) of all slots: `new_BKC` of the new tokens that are left, `before_BKn` of the others.
+
+        Steps before may have dropped some of the new tokens, so these are found by their positions.
+        """
+        positions_BKn = self.positions_BKn.expand(-1, self.num_kv_heads, -1).contiguous()
+        new_positions_BKC = self.new_positions_BC[:, None].expand_as(new_BKC).to(positions_BKn.dtype).contiguous()
+        at_BKn = torch.searchsorted(new_positions_BKC, positions_BKn).clamp_max_(new_BKC.shape[2] - 1)
+        is_new_BKn = new_positions_BKC.gather(2, at_BKn) == positions_BKn
+        return torch.where(is_new_BKn, new_BKC.gather(2, at_BKn), before_BKn)
+
     def mean_over_heads(self, x_BNn: Tensor) -> Tensor:
         """Mean (B, n) over all query heads of the model, those of other ranks that share it included."""
         return self.mean_over_shares(x_BNn.mean(dim=1))
@@ -340,6 +352,9 @@ class Policy:
 
     decides_on_all: ClassVar[bool] = False
     """Whether `keep_in_all` decides on all layers after a prompt, by what `carry` returned for each."""
+
+    votes_over_heads: ClassVar[bool] = False
+    """Whether what is kept depends on `LayerView.over_heads`."""
 
     compares_by_kv_head: ClassVar[bool] = False
     """Whether what is kept or fetched for a KV head depends on all query heads that share it."""

@@ -73,8 +73,8 @@ class FastGen(Policy):
         kinds_BKn = torch.zeros(shape, dtype=torch.int8, device=view.k_BKnH.device) if kinds_BKn is None else kinds_BKn
         if view.new_kinds_BC is None:
             return kinds_BKn
-        before_BKn = kinds_BKn[..., : view.num_slots - view.num_new]
-        return torch.cat([before_BKn, view.new_kinds_BC[:, None].expand(-1, shape[1], -1).to(torch.int8)], dim=-1)
+        new_BKC = view.new_kinds_BC[:, None].expand(-1, view.num_kv_heads, -1).to(torch.int8)
+        return view.with_new(new_BKC, kinds_BKn)
 
     def keep(self, view: LayerView) -> Tensor | None:
         votes_BKGn = view.signals.votes(self.window).unflatten(1, (view.num_kv_heads, -1))

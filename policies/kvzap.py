@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from policies.base import Budget, LayerView, ModelFacts, Phase, PromptPart, require
@@ -94,17 +93,13 @@ class KVzap(Scorer):
         return self._maps.scores(view.layer, view.input_BCD)
 
     def carry(self, view: LayerView) -> Tensor:
-        """Scores of all slots: those of new tokens, found by their positions, and of the others as they are."""
+        """Scores of all slots: those that are predicted of new tokens, and of the others as they are."""
         new_BKC = self.predicted(view)
-        positions_BKn = view.positions_BKn.expand(-1, view.num_kv_heads, -1).contiguous()
-        new_positions_BKC = view.new_positions_BC[:, None].expand(-1, view.num_kv_heads, -1).to(positions_BKn.dtype)
-        at_BKn = torch.searchsorted(new_positions_BKC.contiguous(), positions_BKn).clamp_max_(new_BKC.shape[2] - 1)
-        is_new_BKn = new_positions_BKC.gather(2, at_BKn) == positions_BKn
         before_BKn = view.carried_BKn
         if before_BKn is None:
             assert view.part is not None or view.num_slots <= view.num_new, "tokens of other ranks have no scores"
             before_BKn = new_BKC.new_zeros(())
-        return torch.where(is_new_BKn, new_BKC.gather(2, at_BKn), before_BKn)
+        return view.with_new(new_BKC, before_BKn)
 
     def score(self, view: LayerView) -> Tensor:
         assert view.carried_BKn is not None

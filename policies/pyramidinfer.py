@@ -89,6 +89,7 @@ class PyramidInfer(Policy):
 
     narrows: ClassVar[bool] = True
     chooses_alike: ClassVar[bool] = True
+    votes_over_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.schedule = choice("schedule", Schedule, self.schedule)

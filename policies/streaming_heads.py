@@ -101,7 +101,7 @@ class StreamingHeads(Policy, ABC):
         if not self._exceeds(retrieving, tokens_BK, [kept + room for kept in kept_B]):
             return None
         places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
-        if not any(retrieving) and not self.compensates:  # all heads alike, in dense memory
+        if not any(retrieving) and not self.compensates and view.head_pads is None:  # all heads alike, in dense memory
             newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
             return best_slots(newest_B1n, max(kept_B), view, sinks=view.sinks(sinks), recent=0)
         goes_BKn = view.is_token_BKn(after=view.sinks(sinks))

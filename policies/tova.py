@@ -25,6 +25,7 @@ class TOVA(Scorer):
 
     scores_attention: ClassVar[bool] = True
     chooses_alike: ClassVar[bool] = True
+    votes_over_heads: ClassVar[bool] = True
 
     evict_every: int = 1
 

@@ -291,12 +291,15 @@ def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool 
         has_turns: whether later turns follow a prompt, as in a `Conversation`.
     """
     sentences = []
+    sequences = [step["steps"] for step in steps_of(policy) if isinstance(step.get("steps"), list)]
+    later = [step for steps in sequences for step in steps[1:]]
     for step in steps_of(policy):
         # A prompt that a policy with clamped distances takes in chunks is indexed after each of them, as after a turn.
         if step.get("turn_tokens") and not has_turns and not clamps(step):
             sentences.append(f"{option}.turn_tokens has no effect here: only a Conversation in Python has later turns")
         scorer = next(names_of(step.get("scorer")), None)
-        if step.get("name") == "adakv" and scorer in ALIKE:
+        by_head = scorer == "tova" and step in later  # where a step before has chosen by head
+        if step.get("name") == "adakv" and scorer in ALIKE and not by_head:
             sentences.append(
                 f"{option}=adakv shares nothing out over {scorer}, whose scores are the same in all KV heads; use a "
                 "scorer that tells heads apart, such as snapkv"

@@ -8,7 +8,7 @@ These are recomputed from queries and keys, a few queries at a time, since fused
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -69,6 +69,21 @@ class QuerySignals:
     def num_kv_heads(self) -> int:
         return self._k_BKnH.shape[1]
 
+    @cached_property
+    def _voters(self) -> Tensor:
+        """Whether a query counts in a head: if it is none of padding, and sees a key that is left.
+
+        (B, 1, C) for all heads alike. By the log-sum-exp of all its scores a query gives nothing to keys elsewhere.
+        """
+        queries_B1C = self._queries_BC[:, None]
+        if self._lse_BNC is not None:
+            return queries_B1C >= 0
+        none = torch.iinfo(self._keys_BKn.dtype).max
+        first_BK1 = self._keys_BKn.masked_fill(self._keys_BKn < 0, none).amin(dim=-1, keepdim=True)
+        counts_BKC = queries_B1C >= first_BK1
+        group = self._q_BNCH.shape[1] // self.num_kv_heads
+        return counts_BKC if counts_BKC.shape[1] == 1 else counts_BKC.repeat_interleave(group, dim=1)
+
     def of_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms) -> QuerySignals:
         """Signals of the queries of another layer, of the last of these tokens, about the same keys."""
         queries_BC = self._queries_BC[:, -q_BNCH.shape[2] :]
@@ -83,8 +98,8 @@ class QuerySignals:
         weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
         if num_queries == 1:
             weights_w.fill_(newest)
-        voters_B = (weights_w * (self._queries_BC[:, -num_queries:] >= 0)).sum(dim=1)
-        return self._sum_over(weights_w) / voters_B.clamp_min(torch.finfo().tiny)[:, None, None]
+        voters_BN1 = (weights_w * self._voters[..., -num_queries:]).sum(dim=-1, keepdim=True)
+        return self._sum_over(weights_w) / voters_BN1.clamp_min(torch.finfo().tiny)
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""
@@ -124,8 +139,7 @@ class QuerySignals:
         """Implements `policies.base.Signals.highest`."""
         highest_BNn = self._zeros()
         for first, last in self._blocks(0):
-            voting_Bq = self._queries_BC[:, first:last] >= 0
-            attention_BNqn = self._probabilities(first, last).mul_(voting_Bq[:, None, :, None])
+            attention_BNqn = self._probabilities(first, last).mul_(self._voters[..., first:last, None])
             if weights_BC is not None:
                 attention_BNqn.mul_(weights_BC[:, None, first:last, None])
             highest_BNn = torch.maximum(highest_BNn, attention_BNqn.amax(dim=2))
@@ -159,10 +173,9 @@ class QuerySignals:
         """
         total_BNn, before = self._zeros(), self._q_BNCH.shape[2] - len(weights_w)
         for first, last in self._blocks(before, cost):
-            voting_Bq = self._queries_BC[:, first:last] >= 0
-            weights_Bq = weights_w[first - before : last - before] * voting_Bq
+            weights_BNq = weights_w[first - before : last - before] * self._voters[..., first:last]
             values_BNqn = what(self._probabilities(first, last), first, last)
-            total_BNn += (weights_Bq[:, None, None].to(values_BNqn.dtype) @ values_BNqn).squeeze(2)
+            total_BNn += (weights_BNq[:, :, None].to(values_BNqn.dtype) @ values_BNqn).squeeze(2)
         return total_BNn
 
     def _zeros(self) -> Tensor:
@@ -181,7 +194,7 @@ class QuerySignals:
         return (keys_BKn[:, :, None] <= queries_Bq[:, None, :, None]) & (keys_BKn >= 0)[:, :, None]
 
     def _probabilities(self, first: int, last: int) -> Tensor:
-        """Attention probabilities (B, N, q, n) of the new tokens [first, last); arbitrary for padding."""
+        """Attention probabilities (B, N, q, n) of the new tokens [first, last); arbitrary where these do not count."""
         num_kv_heads, terms = self._k_BKnH.shape[1], self._terms
         q_BKGqH = self._q_BNCH[:, :, first:last].unflatten(1, (num_kv_heads, -1)) * terms.scaling
         scores_BKXn = q_BKGqH.flatten(2, 3) @ self._k_BKnH.transpose(-1, -2)  # X: a group's heads x queries

@@ -314,6 +314,7 @@ class KeptLayer(LayerStore):
         heads_K = torch.arange(heads, device=slots_BK.device)
         self._put(slots_BK, rows_B1, heads_K, torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
         self.positions_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
+        self.alike = False
         for each_TBK in self.carried.values():
             each_TBK[slots_BK, rows_B1, heads_K] = 0
         self.pads = [max(0, pad - 1) for pad in self.pads]

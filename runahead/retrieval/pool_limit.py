@@ -82,6 +82,7 @@ class PoolLimit:
         stays_BKn = torch.ones(use_BKn.shape, dtype=torch.bool, device=use_BKn.device).scatter_(2, gone_BKe, False)
         slots_BKm = stays_BKn.nonzero()[:, 2].view(*stays_BKn.shape[:2], self.max_slots)
         kept.keep(slots_BKm, room=0)
+        kept.alike = False
         found.index.keep(slots_BKm, *kept.slab().read(0, self.max_slots))
         found.evicted += excess
 

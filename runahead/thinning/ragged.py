@@ -143,12 +143,14 @@ class RaggedLayer(KeptLayer):
 
         positions_TBK = taken(self.positions_BKn())
         num_kept = slots_BKm.shape[2]
+        pads_BK = (positions_TBK[:num_kept] < 0).sum(dim=0).tolist()
+        assert all(len(set(pads_K)) == 1 for pads_K in pads_BK), "heads of a dense layer have the same padding"
         return KeptLayer(
             shape=self.shape,
             slab_TBKX=taken(self.kv_BKnX()),
             positions_TBK=positions_TBK,
             carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
-            pads=(positions_TBK[:num_kept, :, 0] < 0).sum(dim=0).tolist(),
+            pads=[pads_K[0] for pads_K in pads_BK],
             alike=False,
             num_slots=num_kept,
         )

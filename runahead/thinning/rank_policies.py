@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -248,11 +248,11 @@ class RankPolicies:
             if policy.narrows or isinstance(policy, Retriever) or policy.layer_pairs is not None:
                 remedy = "use a policy that only evicts, such as snapkv"
                 model.require_own_kv(f"policy {type(policy).__name__}", remedy)
-        for policy in policies:
-            if policy.compares_by_kv_head and model.copies_kv_heads:
+        for compares in self._comparing_by_kv_head():
+            if model.copies_kv_heads:
                 kv_heads = model.config.num_key_value_heads
                 raise ValueError(
-                    f"policy {type(policy).__name__} compares what all query heads of a KV head attend to, and with "
+                    f"policy {compares} compares what all query heads of a KV head attend to, and with "
                     f"{model.num_shards} ranks that share the {kv_heads} KV heads of model {model.name} these are on "
                     f"different ranks; use at most ranks.tensor={kv_heads}, or another policy"
                 )
@@ -323,6 +323,18 @@ class RankPolicies:
             model.require_unmarked(f"cache.bits={self.storage.bits}", "use cache.bits=null")
         if self.positions is Positions.reencoded:
             model.require_unmarked("policy.positions=reencoded", "use policy.positions=original")
+
+    def _comparing_by_kv_head(self) -> Iterator[str]:
+        """Names of policies that decide by what all query heads of a KV head attend to.
+
+        Those that vote with all heads of the model do, once another has chosen by head (`LayerView.over_heads`).
+        """
+        for policies in (self.last, self.others):
+            evicting = [policy for policy in policies if not isinstance(policy, Retriever)]
+            alike = all(policy.chooses_alike for policy in evicting)
+            for policy in policies:
+                if policy.compares_by_kv_head or (policy.votes_over_heads and not alike):
+                    yield type(policy).__name__
 
     def _check_steps(self) -> None:
         """Check that no policy comes twice on a rank, since what one accumulates is stored by its class, and that one

@@ -112,6 +112,7 @@ class PolicySteps:
         q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, self._keys_and_values(kept, seen)
         lse_BNC = None if self.part is None else seen.lse()
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
+        new_kinds_BC = self._new_kinds()  # of these tokens, before a policy narrows those of the next layer
         for policy in self.policies:
             view = LayerView(
                 layer=layer,
@@ -151,7 +152,7 @@ class PolicySteps:
                 num_shares=self._model.num_shards,
                 part=self.part,
                 num_generated=self._num_generated,
-                new_kinds_BC=self._new_kinds(),
+                new_kinds_BC=new_kinds_BC,
                 input_BCD=self.input_BCD,
                 unseen_BKn=self._unseen(k_BKnH, kept.positions_BKn(), positions_BC, terms),
             )

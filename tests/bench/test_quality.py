@@ -209,6 +209,9 @@ def test_files_of_a_model_are_known_by_their_content(tiny_model: Path, tmp_path:
     assert [line["case"] for line in again] == [line["case"] for line in first if line["policy"] != "full"]
     [group] = settings([*first, again[0]]).values()
     assert group == [first[0], again[0], first[2]]
+    older = {name: value for name, value in first[0].items() if name != "policy_files"}  # from before these were told
+    [group] = settings([older, *first[1:]]).values()
+    assert group == [older, *first[1:]]
 
 
 def loss_line(task: str, settings: dict[str, Any], sample: int, nll: float, **more: Any) -> Line:

@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from policies.adakv import AdaKV
@@ -226,12 +228,15 @@ def test_sinks_are_those_of_each_head() -> None:
     assert not all(head[0] == 0 for head in kept_by(both, 0, 0))
 
 
+FASTGEN = FastGen(window=4, sinks=2, frequent=4, local=5, recovered=0.3)
 SEQUENCES: list[list[Policy]] = [
     [ADAKV, StreamingLLM(budget=12, sinks=3)],
     [H2O(budget=24), ADAKV],
     [ADAKV, TOVA(budget=12, evict_every=5)],
     [ADAKV, LagKV(budget=12, sinks=2, lag=3, evict_every=6)],
     [ADAKV, Duo(sinks=1, recent=6, evict_every=4)],
+    [Window(budget=20), FASTGEN],
+    [ADAKV, FASTGEN],
     [PyramidInfer(mean_keep=0.6, min_tokens=8, budget=18), ADAKV],
 ]
 every_sequence = pytest.mark.parametrize(
@@ -273,6 +278,89 @@ def test_a_conversation_goes_on_and_forks(steps: list[Policy], bits: int | None)
         peeked = talk.peek(torch.tensor([prompt(5, seed=3)]))
         torch.testing.assert_close(talk.feed(torch.tensor([prompt(5, seed=3)])), peeked[:, -1], atol=TOLERANCE, rtol=0)
         assert max(talk.kept_tokens) < 60
+
+
+OTHERS = [policy for policy in EVEN if not isinstance(policy, PyramidInfer)]
+MODELS = {num_kv_heads: model_with(num_kv_heads) for num_kv_heads in (1, 2, 4)}
+
+
+@pytest.mark.hypothesis
+@given(
+    num_kv_heads=st.sampled_from(sorted(MODELS)),
+    narrows=st.sampled_from([None, 0.6, 1.0]),
+    steps=st.lists(st.sampled_from(RAGGED) | st.sampled_from(OTHERS), min_size=2, max_size=3, unique_by=type),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    decoded=st.integers(0, 12),
+)
+def test_any_steps_leave_tokens_of_their_rows_in_order(
+    num_kv_heads: int, narrows: float | None, steps: list[Policy], lengths: list[int], decoded: int
+) -> None:
+    """And rows of a batch are what they are alone after a prompt. Seen to fail: kinds of tokens in the slots of others;
+    heads of different lengths in dense memory."""
+    first = [] if narrows is None else [PyramidInfer(mean_keep=narrows, min_tokens=4, budget=20)]
+    ids = [prompt(length, seed=row) for row, length in enumerate(lengths)]
+    run = Run(MODELS[num_kv_heads], [*first, *steps], ids)
+    run.prefill()
+    in_order(run)
+    for row in range(len(ids)) if not first else ():  # PyramidInfer's chunk is that of the longest row
+        alone = Run(MODELS[num_kv_heads], steps, ids[row : row + 1])
+        alone.prefill()
+        assert all(kept_by(run, layer, row) == kept_by(alone, layer, 0) for layer in range(3))
+    for token in range(decoded):
+        run.decode(5 + token)
+    in_order(run)
+    run.next_prompt(prompt(6, seed=5))
+    in_order(run)
+
+
+def in_order(run: Run) -> None:
+    for layer in range(3):
+        for row, length in enumerate(run.seen - pad for pad in run.pads):
+            for kept in kept_by(run, layer, row):
+                assert kept == sorted(set(kept)) and all(at < length for at in kept)
+
+
+def test_kinds_are_those_of_the_tokens_that_are_left() -> None:
+    """Of new tokens that a step before has dropped in some heads, in chunks of which the last one is short."""
+    model = model_with(4)
+    ids = prompt(40)
+    run = Run(model, [SnapKV(budget=14, window=2, kernel=3), replace(FASTGEN, recovered=1.0)], [ids])
+    kinds_V = vars(model)["token_kinds"] = torch.arange(model.vocab_size) % 3
+    run.chunk(30, evicts=False)
+    run.chunk(10)
+    for layer in run.kept.layers:
+        kinds_BKn = layer.carried_BKn(FastGen)
+        assert kinds_BKn is not None
+        expected_BKn = kinds_V[torch.tensor(ids)][layer.positions_BKn().long()]
+        assert torch.equal(kinds_BKn.long(), expected_BKn)
+
+
+def test_queries_whose_tokens_were_all_dropped_give_nothing_to_others() -> None:
+    """So what a row's tokens have received is what it is alone, however long the other rows' heads are."""
+    steps = [ADAKV, H2O(budget=14)]
+    together = Run(model_with(4), steps, prompts())
+    together.prefill()
+    for row in range(len(LENGTHS)):
+        alone = Run(model_with(4), steps, prompts()[row : row + 1])
+        alone.prefill()
+        for ours, theirs in zip(together.kept.layers, alone.kept.layers, strict=True):
+            ours_BKn, theirs_BKn = ours.carried_BKn(H2O), theirs.carried_BKn(H2O)
+            assert ours_BKn is not None and theirs_BKn is not None
+            sums_K, expected_K = ours_BKn[row].sum(dim=-1), theirs_BKn[0].sum(dim=-1)
+            torch.testing.assert_close(sums_K, expected_K, atol=1e-4, rtol=0)
+
+
+def test_a_query_counts_in_the_heads_where_it_sees_a_token() -> None:
+    q_BNCH, k_BKnH = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 3, 8)
+    keys_BKn = torch.tensor([[[-1, 4, 9], [0, 7, 8]]])
+    signals = QuerySignals(
+        q_BNCH, k_BKnH, AttentionTerms(scaling=1.0), queries_BC=torch.arange(-1, 9)[None], keys_BKn=keys_BKn
+    )
+    counted_N = torch.tensor([5.0, 5.0, 9.0, 9.0])  # positions from 4 and from 0 to 8
+    torch.testing.assert_close(signals.received().sum(dim=-1)[0], counted_N)
+    torch.testing.assert_close(signals.votes(7).sum(dim=-1)[0], torch.ones(4))
+    assert signals.received()[0, 0, 0] == signals.received()[0, 0, 2] == 0  # padding, and what comes later
+    assert bool((signals.highest()[0, 2:, 0] == 1).all())  # the first query sees itself alone
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])

@@ -77,11 +77,11 @@ def tokens_of_shares(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tup
 
 
 def refused_policies(ranks: Ranks, options: ModelOptions, names: list[str]) -> list[str]:
-    """Which of these policies do not run on this rank's share."""
+    """Which of these policies, or of steps a+b, do not run on this rank's share."""
     model, refused = shared_model(options, ranks), []
     for name in names:
         try:
-            RankPolicies(last=[POLICIES[name]()]).check(model)
+            RankPolicies(last=[POLICIES[step]() for step in name.split("+")]).check(model)
         except ValueError as error:
             assert re.search(r"heads of a|KV head", str(error)) and "ranks.tensor=" in str(error), error
             refused.append(name)

@@ -114,8 +114,10 @@ def test_policies_that_need_all_queries_of_a_kv_head(
 ) -> None:
     options = saved(tmp_path, hidden_size=64, num_attention_heads=8, num_key_value_heads=kv_heads)
     refused = ["snapkv", "pyramidkv", "chunkkv", "r_kv", "h2o", "keyformer", "scissorhands"]
-    refused += ["expected_attention", "quest", "kvzip", "zigzagkv", "fastgen"]
+    # The last two vote by KV head after a step that chooses by head, and else with all heads of the model.
+    refused += ["expected_attention", "quest", "kvzip", "zigzagkv", "fastgen", "keydiff+tova", "pyramidinfer+lagkv"]
     names = [*refused, "streaming_llm", "window", "keydiff", "tova", "lagkv", "k_centers", "pyramidinfer", "offload"]
+    names += ["window+tova", "pyramidinfer+tova", "tova+offload"]
     if not are_refused:
         refused = []
     assert rank_pools.run(4, tasks.refused_policies, options, names) == [refused] * 4

@@ -206,6 +206,10 @@ TURNS = "policy.turn_tokens has no effect here: only a Conversation in Python ha
         ({"name": "quest"}, None),
         ({"name": "infllm", "turn_tokens": 64}, None),  # chunks of a prompt are turns, see test_infllm.py
         ({"name": "adakv", "scorer": "h2o"}, None),
+        # TOVA's scores are by head where a step before has chosen by head.
+        ({"name": "sequence", "steps": ["keydiff", {"name": "adakv", "scorer": "tova"}]}, None),
+        ({"name": "sequence", "steps": [{"name": "adakv", "scorer": "tova"}, "h2o"]}, "policy=adakv shares nothing"),
+        ({"name": "sequence", "steps": 5}, None),  # which is refused elsewhere
     ],
 )
 def test_policy_options_without_effect_are_told(policy: dict[str, Any], said: str | None) -> None:

@@ -83,16 +83,21 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
     """
     asked = [line for line in found if line["task"] != "copy"]
     newest = {(*_row_of(line), question_of(line)): line for line in asked}
-    files = {_row_of(line): line.get("policy_files") for line in asked}
+    files = {_row_of(line): _files_of(line) for line in asked}
     groups: dict[Setting, list[Line]] = {}
     for line in newest.values():
-        if line.get("policy_files") == files[_row_of(line)]:
+        if _files_of(line) == files[_row_of(line)]:
             groups.setdefault(setting_of(line), []).append(line)
     return {setting: group for setting, group in groups.items() if not _is_of_methods(group)}
 
 
 def _row_of(line: Line) -> tuple[Setting, str, str]:
     return setting_of(line), line["policy"], str(line["budget"])
+
+
+def _files_of(line: Line) -> dict[str, str]:
+    """Digests of the files that the line's policy read; lines from before these were written have none."""
+    return line.get("policy_files") or {}
 
 
 def _is_of_methods(group: Sequence[Line]) -> bool:
