@@ -181,7 +181,7 @@ class LayerView:
     Attributes:
         layer, num_layers: index of this layer, and number of layers.
         phase: phase of the new tokens.
-        num_new: number of new tokens, which are in the last slots.
+        num_new: number of new tokens. Those that steps before have not dropped are in the last slots.
         chunk_tokens: number of new tokens before any layer narrowed them.
         new_positions_BC: positions of the new tokens in their rows, below 0 on padding.
         prompt_tokens: length of the padded prompt so far, which a budget that is a share refers to.

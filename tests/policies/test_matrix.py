@@ -170,7 +170,7 @@ def _without_windows(request: pytest.FixtureRequest) -> None:
 )
 @every_policy
 @every_batch
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
     name: str, family: str, lengths: tuple[int, ...], budget: int | float
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_step_that_does_nothing_leaves_a_later_one_what_it_accumulates(name: s
 @every_family
 @every_policy
 @every_batch
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
     name: str, family: str, lengths: tuple[int, ...]
 ) -> None:
