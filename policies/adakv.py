@@ -53,6 +53,10 @@ class AdaKV(Policy):
         return self.scorer.queries_from
 
     @property
+    def carries_generated(self) -> bool:  # type: ignore[override]
+        return self.scorer.carries_generated
+
+    @property
     def needs_attention_input(self) -> bool:  # type: ignore[override]
         return self.scorer.needs_attention_input
 

@@ -347,6 +347,9 @@ class Policy:
     while_decoding: ClassVar[bool] = True
     """Whether it decides on generated tokens, too."""
 
+    carries_generated: ClassVar[bool] = False
+    """Whether a later turn's decision needs what `carry` returns for each generated token, if it decides on none."""
+
     follows_marks: ClassVar[bool] = False
     """Whether it evicts what the model has marked, and needs a model that marks tokens."""
 

@@ -44,6 +44,7 @@ class FastGen(Policy):
 
     keeps_ragged: ClassVar[bool] = True
     while_decoding: ClassVar[bool] = False
+    carries_generated: ClassVar[bool] = True
     compares_by_kv_head: ClassVar[bool] = True
     needs_token_kinds: ClassVar[bool] = True
 
@@ -70,7 +71,8 @@ class FastGen(Policy):
         """The kind of every token."""
         shape = len(view.pads), view.num_kv_heads, view.num_slots
         kinds_BKn = view.carried_BKn
-        kinds_BKn = torch.zeros(shape, dtype=torch.int8, device=view.k_BKnH.device) if kinds_BKn is None else kinds_BKn
+        if kinds_BKn is None:
+            kinds_BKn = torch.zeros(shape, dtype=torch.int8, device=view.positions_BKn.device)
         if view.new_kinds_BC is None:
             return kinds_BKn
         new_BKC = view.new_kinds_BC[:, None].expand(-1, view.num_kv_heads, -1).to(torch.int8)

@@ -34,6 +34,7 @@ class KVzap(Scorer):
     """
 
     needs_keys: ClassVar[bool] = False
+    carries_generated: ClassVar[bool] = True
     needs_attention_input: ClassVar[bool] = True
 
     budget: Budget = 1024

@@ -284,8 +284,12 @@ class KeptLayer(LayerStore):
             self,
             slab_TBKX=self.slab_TBKX[:n],
             positions_TBK=self.positions_TBK[:n],
-            carried={policy: each_TBK[:n] for policy, each_TBK in self.carried.items()},
+            carried=self.forked_carried(),
         )
+
+    def forked_carried(self) -> dict[type, Tensor]:
+        """Copies of what policies carry, for a fork: values of present slots change, unlike keys and values."""
+        return {policy: each_TBK[: self.num_slots].clone() for policy, each_TBK in self.carried.items()}
 
     def copy_out(self, *, room: int) -> None:
         """Move to newly allocated memory, with room for `room` more tokens."""

@@ -67,7 +67,7 @@ class Conversation:
         policies = policies or RankPolicies()
         policies.check(model)
         self.model, self.policies = model, policies.of(is_last=True)
-        self._while_decoding, self.rank_policies = policies.while_decoding, policies
+        self._between_turns, self.rank_policies = policies.between_turns, policies
         self._speculator = Speculator(model, draft, on_layer=nothing)
         self.speculation: SpeculationReport | None = None
         self.pads: list[int] = []
@@ -228,7 +228,7 @@ class Conversation:
 
     def _one_token_forward(self) -> Forward:
         assert self.cache is not None
-        return forward_over(self.model, self.cache, self._while_decoding, pads=self.pads, prompt_tokens=self.num_tokens)
+        return forward_over(self.model, self.cache, self._between_turns, pads=self.pads, prompt_tokens=self.num_tokens)
 
     @property
     def follows_at_once(self) -> bool:
@@ -240,7 +240,7 @@ class Conversation:
         assert self.cache is not None
         if at_once:
             return forward_in_turn(
-                self.model, self.cache, self._while_decoding, ids_BC, start=self.num_tokens, pads=self.pads
+                self.model, self.cache, self._between_turns, ids_BC, start=self.num_tokens, pads=self.pads
             )
         forward = self._one_token_forward()
         steps = enumerate(ids_BC.split(1, dim=1), start=self.num_tokens)
@@ -253,7 +253,7 @@ class Conversation:
     def _unthinned(self) -> Conversation:
         """A fork without policies, so that no more tokens are dropped."""
         other = self.fork()
-        other.policies, other._while_decoding = [], []
+        other.policies, other._between_turns = [], []
         return other
 
     def _forward(self, ids_BC: Tensor, *, all_logits: bool, cut_back: bool) -> Tensor:

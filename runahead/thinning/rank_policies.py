@@ -136,6 +136,12 @@ class RankPolicies:
         return [policy for policy in self.last if policy.while_decoding] if self.retriever is None else []
 
     @property
+    def between_turns(self) -> list[Policy]:
+        """Those, and the ones that carry something of each generated token to the next turn."""
+        running = [policy for policy in self.last if policy.while_decoding or policy.carries_generated]
+        return running if self.retriever is None else []
+
+    @property
     def replaying(self) -> Policy | None:
         """The policy that decides on all layers after a prompt was repeated, on the rank that decodes."""
         return next((policy for policy in self.last if policy.replay is not None), None)
@@ -202,8 +208,9 @@ class RankPolicies:
         """An exact layer in few bits."""
         storage = self.storage
         assert storage.bits is not None
-        is_ragged = isinstance(layer, RaggedLayer)
-        make: Callable[..., KeptLayer] = QuantisedRagged.of_exact if is_ragged else QuantisedLayer.of
+        make: Callable[..., KeptLayer] = partial(QuantisedLayer.of, becomes_ragged=self.ragged)
+        if isinstance(layer, RaggedLayer):
+            make = QuantisedRagged.of_exact
         return make(
             layer,
             bits=storage.bits,

@@ -21,6 +21,7 @@ from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
 from runahead.thinning.cutting import cut_back
@@ -63,7 +64,7 @@ class PolicySteps:
         is_given = tokens.phase is Phase.prefill
         # What retrieves drops and scores nothing: the cache has its index.
         chosen = [policy for policy in policies if not isinstance(policy, Retriever)]
-        self.policies = [policy for policy in chosen if is_given or policy.while_decoding]
+        self.policies = [policy for policy in chosen if is_given or policy.while_decoding or policy.carries_generated]
         self.tokens, self.prompt_tokens = tokens, prompt_tokens
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
         self._model = model
@@ -99,6 +100,10 @@ class PolicySteps:
             self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
         return kept
 
+    def _decides(self, policy: Policy) -> bool:
+        """Whether a policy decides on these tokens, rather than only carries something of them."""
+        return self.tokens.phase is Phase.prefill or policy.while_decoding
+
     def _rests(self, layer: int, kept: KeptLayer) -> bool:
         """Whether no policy has anything to do, so that the keys of a ragged layer, say, need not be copied."""
         if self.tokens.phase is Phase.prefill:
@@ -114,6 +119,8 @@ class PolicySteps:
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
         new_kinds_BC = self._new_kinds()  # of these tokens, before a policy narrows those of the next layer
         for policy in self.policies:
+            if not kept.num_slots:  # a step before has dropped all that is here
+                break
             view = LayerView(
                 layer=layer,
                 num_layers=self._model.num_layers,
@@ -180,7 +187,7 @@ class PolicySteps:
 
     def _keys_and_values(self, kept: KeptLayer, seen: SeenKV) -> tuple[Tensor, Tensor]:
         """Keys (B, K, n, H) and values (B, K, n, V) of a layer's slots; their shapes alone if no policy needs more."""
-        if any(policy.needs_keys for policy in self.policies):
+        if any(policy.needs_keys and self._decides(policy) for policy in self.policies):
             k_BKnH, v_BKnV = seen.read()
             if self.part is not None:  # the queries have seen tokens of other ranks, too, before these
                 k_BKnH, v_BKnV = (x[:, :, x.shape[2] - kept.num_slots :] for x in (k_BKnH, v_BKnV))
@@ -236,12 +243,13 @@ class PolicySteps:
         if carried_BKn is not None:
             kept.carry(carried_BKn, type(policy))
             view = replace(view, carried_BKn=carried_BKn)
-        slots_BKm = policy.keep(view) if self.evicts else None
+        slots_BKm = policy.keep(view) if self.evicts and self._decides(policy) else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
             if view.head_pads is not None and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)
-            if policy.keeps_ragged or view.head_pads is not None:
+            becomes_ragged = isinstance(kept, QuantisedLayer) and kept.becomes_ragged
+            if policy.keeps_ragged or view.head_pads is not None or becomes_ragged:
                 kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
             else:
                 kept.keep(slots_BKm, room=self.room)

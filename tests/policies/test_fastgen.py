@@ -11,9 +11,10 @@ from torch import Tensor
 from policies.base import TokenKind
 from policies.fastgen import FastGen
 from policies.full import Full
-from runahead import Model
+from runahead import Conversation, Model
 from runahead.model.token_kinds import token_kinds
 from runahead.thinning.ragged import RaggedLayer
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run
 from tests.policies.test_adakv import kept_by
@@ -170,6 +171,23 @@ def test_punctuation_is_kept_whatever_chunk_it_came_in() -> None:
     for layer in range(3):
         assert kept_by(whole, layer, 0) == [expected] * 2
         assert isinstance(whole.kept.layers[layer], RaggedLayer)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_punctuation_of_an_answer_is_kept_in_a_later_turn(at_once: bool) -> None:
+    tokenizer = byte_level()
+    with throughout(torch.float64):
+        model = Model(build("llama", vocab_size=len(tokenizer)), tokenizer)
+        talk = Conversation(model, RankPolicies.everywhere([Punctuated(**vars(fastgen(0.0)))]))
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a letter", "x, y; z", "more")]
+        talk.feed(torch.tensor(ids[:1]))
+        talk.follow(torch.tensor(ids[1:2]), at_once=at_once)
+        talk.feed(torch.tensor(ids[2:]))
+    before, answer = len(ids[0]), ids[1]
+    marks = [before + at for at, token in enumerate(answer) if tokenizer.decode([token]).strip() in list(",;")]
+    assert len(marks) == 2 and talk.cache is not None
+    for layer in talk.cache.layers:
+        assert layer.positions_BKn()[0, 0].tolist() == [0, 1, *marks, sum(map(len, ids)) - 1]
 
 
 class Punctuated(FastGen):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import Policy
+from policies.base import LayerView, Policy
 from policies.kvzap import KVzap
 from policies.score_maps import FILES, ScoreMaps
 from policies.streaming_llm import StreamingLLM
@@ -103,6 +103,28 @@ def test_each_head_keeps_the_tokens_above_the_threshold(family: str, chunks: lis
     tokens = sum(len(head) for layer in range(3) for row in range(3) for head in kept_by(run, layer, row))
     assert sum(layer.slab_TBKX.nbytes for layer in run.kept.layers) == tokens * 2 * 8 * 8
     assert all(isinstance(layer, RaggedLayer) for layer in run.kept.layers)
+
+
+def test_generated_tokens_have_scores_in_a_later_turn_under_adakv() -> None:
+    """Whose answers are all kept until then. Seen to fail: those of an answer were 0, which beats most logarithms."""
+
+    class Lower(MadeUpKVzap):
+        def predicted(self, view: LayerView) -> Tensor:
+            return super().predicted(view) - 20
+
+    found = []
+    scorer = Lower(budget=30, sinks=2, recent=3, evict_every=1000)
+    for policy in (AdaKV(scorer=scorer, alpha=1.0), scorer):
+        talk = Conversation(tiny_model("llama"), RankPolicies.everywhere([policy]))
+        with throughout(torch.float64):
+            talk.feed(torch.tensor([prompt(60)]))
+            talk.follow(torch.tensor([range(3, 27)]))
+            talk.feed(torch.tensor([[9, 8, 7]]))
+        assert talk.cache is not None
+        found.append([layer.positions_BKn().expand(-1, 2, -1) for layer in talk.cache.layers])
+    assert all(map(torch.equal, *found))
+    answer = [int(((positions >= 60) & (positions < 84)).sum()) for positions in found[0]]
+    assert 0 < sum(answer) < 3 * 2 * 24 / 2
 
 
 def test_scores_stay_with_their_tokens_while_decoding_and_the_buffer_is_emptied() -> None:

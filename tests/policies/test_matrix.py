@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from policies import POLICIES
 from policies.adakv import AdaKV
@@ -21,6 +22,7 @@ from policies.snapkv import SnapKV
 from runahead import Conversation
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.config import CacheOptions
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
@@ -326,6 +328,30 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
     assert tight.next_prompt(more).isfinite().all()
     if name not in ("full", "pyramidkv", "pyramidinfer", *BY_HEAD):
         assert set(tight.kept.slots_by_layer) == {BUDGET}
+
+
+ACCUMULATING = ["h2o", "keyformer", "pyramidinfer", "kvzap", "fastgen", "adakv"]
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_fork_does_not_depend_on_how_its_original_goes_on(name: str, bits: int | None) -> None:
+    """Seen to fail: what policies accumulate in memory of both."""
+
+    def answer(talk: Conversation) -> Tensor:
+        talk.feed(torch.tensor([[5, 6, 7]]))
+        return talk.follow(torch.tensor([range(9, 25)]))
+
+    model, storage = tiny_model("llama"), CacheOptions(bits=bits, residual=8)
+    with throughout(model.dtype):
+        talk = Conversation(model, RankPolicies.everywhere([policy(name, 60)], storage=storage))
+        talk.feed(torch.tensor([prompt(80)]))
+        talk.follow(torch.tensor([[11, 12, 13, 14]]))
+        early, late = talk.fork(), talk.fork()
+        expected = answer(early)
+        talk.feed(torch.tensor([[90, 80]]))
+        talk.follow(torch.tensor([[70, 71]]))
+        assert torch.equal(answer(late), expected)
 
 
 @every_family

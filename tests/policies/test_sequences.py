@@ -44,6 +44,7 @@ from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.running import Duo, Razor, Run, model_with
 from tests.policies.test_adakv import LENGTHS, kept_by, prompts
+from tests.policies.test_quantised import Talk, policies_of
 from tests.ranks.tasks import tiny_model
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, n stored tokens, H head dim.
@@ -361,6 +362,47 @@ def test_a_query_counts_in_the_heads_where_it_sees_a_token() -> None:
     torch.testing.assert_close(signals.votes(7).sum(dim=-1)[0], torch.ones(4))
     assert signals.received()[0, 0, 0] == signals.received()[0, 0, 2] == 0  # padding, and what comes later
     assert bool((signals.highest()[0, 2:, 0] == 1).all())  # the first query sees itself alone
+
+
+NONE = MadeUpKVzap(threshold=1e9, sinks=0, recent=0, evict_every=4)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("second", [H2O(budget=8), FASTGEN, RKV(budget=8)], ids=lambda policy: type(policy).__name__)
+def test_a_step_may_leave_a_later_one_nothing(second: Policy, bits: int | None) -> None:
+    """Seen to fail: probabilities of no keys."""
+    talk = Talk("llama", policies_of(NONE, second, bits=bits), (40,))
+    assert max(talk.conversation.kept_tokens) == 0
+    assert talk.follow(*range(3, 10)).isfinite().all()
+    assert talk.feed(3, 4, 5).isfinite().all() and max(talk.conversation.kept_tokens) == 0
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [AdaKV(scorer=SnapKV(budget=52, window=6, kernel=3), alpha=0.1), H2O(budget=44, sinks=2, evict_every=1)],
+        [CriticalKV(scorer=SnapKV(budget=60)), AdaKV(scorer=SnapKV(budget=44, window=6), alpha=0.1)],
+    ],
+    ids=lambda steps: "-".join(type(step).__name__ for step in steps),
+)
+def test_rows_in_few_bits_are_what_they_are_alone(steps: list[Policy]) -> None:
+    """In all turns. Seen to fail: heads that a later step leaves equally long, quantised as if none could differ."""
+    lengths = (77, 60, 9)
+
+    def answers(talk: Conversation) -> list[Tensor]:
+        found = []
+        for asked, followed in ((range(9, 12), range(3, 20)), (range(20, 60), (5, 6, 7))):
+            found.append(talk.follow(torch.tensor([followed] * len(talk.rows))))
+            found.append(talk.feed(torch.tensor([asked] * len(talk.rows)), all_logits=True))
+        return found
+
+    together = Talk("llama", policies_of(*steps), lengths)
+    ours = answers(together.conversation)
+    for row, length in enumerate(lengths):
+        alone = Conversation(together.model, policies_of(*steps))
+        alone.feed(torch.tensor([prompt(length, row)]))
+        for each, expected in zip(ours, answers(alone), strict=True):
+            torch.testing.assert_close(each[row], expected[0], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 4])

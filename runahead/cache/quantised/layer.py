@@ -126,11 +126,14 @@ class QuantisedLayer(KeptLayer, InFewBits):
         window_dtype: of the tokens in the window.
         parts: the quantised tokens of all rows.
         start: the first slot that is in `slab_TBKX`.
+        becomes_ragged: whether cutting it back makes it ragged, however many tokens each head keeps. Heads of other
+            rows may differ, and which tokens are quantised then does not depend on these.
     """
 
     bits: int
     residual: int
     window_dtype: torch.dtype
+    becomes_ragged: bool
     parts: list[QuantisedRows] = field(default_factory=list)
     start: int = 0
 
@@ -143,6 +146,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
         residual: int,
         residual_bits: int | None,
         keys_by_token: bool,
+        becomes_ragged: bool = False,
         room: int,
     ) -> QuantisedLayer:
         """Quantise a layer. Its memory is only read.
@@ -160,7 +164,9 @@ class QuantisedLayer(KeptLayer, InFewBits):
         ]
         kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
         window_dtype = dtype_of_window(layer.shape, residual_bits)
-        made = cls(**kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts)
+        made = cls(
+            **kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts, becomes_ragged=becomes_ragged
+        )
         made.flush()
         made.copy_out(room=room)
         return made
@@ -234,7 +240,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
             return other
         n = self.num_slots
         other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
-        other.carried = {policy: each_TBK[:n] for policy, each_TBK in self.carried.items()}
+        other.carried = self.forked_carried()
         return other
 
     def free(self, *, room: int) -> None:
