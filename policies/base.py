@@ -275,11 +275,12 @@ class LayerView:
                 found_BKn[row] &= numbers_BKn[row] > num_first
         return found_BKn
 
-    def with_new(self, new_BKC: Tensor, before_BKn: Tensor) -> Tensor:
-        """Values (B, K, n) of all slots: `new_BKC` of the new tokens that are left, `before_BKn` of the others.
+    def with_new(self, new_BKC: Tensor) -> Tensor:
+        """`carried_BKn`, or 0 if there is none, with `new_BKC` in the slots of the new tokens that are left.
 
         Steps before may have dropped some of the new tokens, so these are found by their positions.
         """
+        before_BKn = new_BKC.new_zeros(()) if self.carried_BKn is None else self.carried_BKn
         positions_BKn = self.positions_BKn.expand(-1, self.num_kv_heads, -1).contiguous()
         new_positions_BKC = self.new_positions_BC[:, None].expand_as(new_BKC).to(positions_BKn.dtype).contiguous()
         at_BKn = torch.searchsorted(new_positions_BKC, positions_BKn).clamp_max_(new_BKC.shape[2] - 1)

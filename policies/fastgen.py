@@ -69,14 +69,8 @@ class FastGen(Policy):
 
     def carry(self, view: LayerView) -> Tensor:
         """The kind of every token."""
-        shape = len(view.pads), view.num_kv_heads, view.num_slots
-        kinds_BKn = view.carried_BKn
-        if kinds_BKn is None:
-            kinds_BKn = torch.zeros(shape, dtype=torch.int8, device=view.positions_BKn.device)
-        if view.new_kinds_BC is None:
-            return kinds_BKn
-        new_BKC = view.new_kinds_BC[:, None].expand(-1, view.num_kv_heads, -1).to(torch.int8)
-        return view.with_new(new_BKC, kinds_BKn)
+        assert view.new_kinds_BC is not None, "needs_token_kinds"
+        return view.with_new(view.new_kinds_BC[:, None].expand(-1, view.num_kv_heads, -1).to(torch.int8))
 
     def keep(self, view: LayerView) -> Tensor | None:
         votes_BKGn = view.signals.votes(self.window).unflatten(1, (view.num_kv_heads, -1))

@@ -95,12 +95,9 @@ class KVzap(Scorer):
 
     def carry(self, view: LayerView) -> Tensor:
         """Scores of all slots: those that are predicted of new tokens, and of the others as they are."""
-        new_BKC = self.predicted(view)
-        before_BKn = view.carried_BKn
-        if before_BKn is None:
-            assert view.part is not None or view.num_slots <= view.num_new, "tokens of other ranks have no scores"
-            before_BKn = new_BKC.new_zeros(())
-        return view.with_new(new_BKC, before_BKn)
+        is_known = view.carried_BKn is not None or view.num_slots <= view.num_new
+        assert is_known or view.part is not None, "tokens of other ranks have no scores"
+        return view.with_new(self.predicted(view))
 
     def score(self, view: LayerView) -> Tensor:
         assert view.carried_BKn is not None

@@ -255,14 +255,14 @@ class RankPolicies:
             if policy.narrows or isinstance(policy, Retriever) or policy.layer_pairs is not None:
                 remedy = "use a policy that only evicts, such as snapkv"
                 model.require_own_kv(f"policy {type(policy).__name__}", remedy)
-        for compares in self._comparing_by_kv_head():
-            if model.copies_kv_heads:
-                kv_heads = model.config.num_key_value_heads
-                raise ValueError(
-                    f"policy {compares} compares what all query heads of a KV head attend to, and with "
-                    f"{model.num_shards} ranks that share the {kv_heads} KV heads of model {model.name} these are on "
-                    f"different ranks; use at most ranks.tensor={kv_heads}, or another policy"
-                )
+        comparing = next(self._comparing_by_kv_head(), None)
+        if comparing is not None and model.copies_kv_heads:
+            kv_heads = model.config.num_key_value_heads
+            raise ValueError(
+                f"policy {comparing} compares what all query heads of a KV head attend to, and with {model.num_shards} "
+                f"ranks that share the {kv_heads} KV heads of model {model.name} these are on different ranks; use at "
+                f"most ranks.tensor={kv_heads}, or another policy"
+            )
         for policy in policies:
             if policy.queries_from is not None:
                 try:
