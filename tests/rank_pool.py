@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from runahead.ranks.ranks import Ranks
 
 TASK_LIMIT_S = 120.0
+TIMEOUT_S = 60.0
+"""Of the ranks, unless a test is about silence: a machine may be so busy that a rank does nothing for a while."""
 
 PRELOADED = ["launch.infer", "runahead.engine", "tests.ranks.peer_tasks", "tests.ranks.tensor_tasks"]
 """Imported once, in the process that ranks are forked from: otherwise each of them takes seconds to import them.
@@ -29,10 +32,14 @@ class RankPool:
 
     A function that is run must be importable (top level of a module). A rank's exception is raised here with that
     rank's traceback in its message.
+
+    Attributes:
+        stopped: a rank that a test stops. It is not waited for once the others have answered.
     """
 
-    def __init__(self, size: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
+        self.stopped: int | None = None
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -41,7 +48,7 @@ class RankPool:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store_path, timeout_s, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store_path, there), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -51,15 +58,16 @@ class RankPool:
         """Results of `function(ranks, *args)`, by rank."""
         for connection in self._connections:
             connection.send((function, args))
-        outcomes = [self._receive(rank) for rank in range(self.size)]
-        errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
+        stopped_last = sorted(range(self.size), key=lambda rank: rank == self.stopped)
+        outcomes = {rank: self._receive(rank, 0.5 if rank == self.stopped else TASK_LIMIT_S) for rank in stopped_last}
+        errors = [f"rank {rank}:\n{outcomes[rank][1]}" for rank in range(self.size) if outcomes[rank][1] is not None]
         if errors:
             raise RuntimeError("\n".join(errors))
-        return [result for result, _ in outcomes]
+        return [outcomes[rank][0] for rank in range(self.size)]
 
-    def _receive(self, rank: int) -> tuple[Any, str | None]:
-        if not self._connections[rank].poll(TASK_LIMIT_S):
-            return None, f"no answer within {TASK_LIMIT_S:g} s"
+    def _receive(self, rank: int, limit_s: float) -> tuple[Any, str | None]:
+        if not self._connections[rank].poll(limit_s):
+            return None, f"no answer within {limit_s:g} s"
         try:
             return self._connections[rank].recv()  # type: ignore[no-any-return]
         except EOFError:
@@ -75,14 +83,32 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store_path: str, timeout_s: float, connection: Connection) -> None:
+@contextmanager
+def passing_pool(size: int) -> Iterator[RankPool]:
+    """Ranks of which a test kills some, say, and which do not outlive it."""
+    pool = RankPool(size)
+    try:
+        yield pool
+    finally:
+        for process in pool.processes:
+            with suppress(ProcessLookupError):  # it may end by itself just now
+                process.kill()
+        pool.close()
+
+
+def give_up_after(ranks: Ranks, timeout_s: float) -> None:
+    """From now on a peer that is silent for so long is given up. Ranks meet, and load modules, with more patience."""
+    ranks.timeout_s = ranks._watcher._timeout_s = timeout_s
+
+
+def _serve(rank: int, size: int, store_path: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(
         rank,
         size,
         device=torch.device("cpu"),
         backend="gloo",
-        timeout_s=timeout_s,
+        timeout_s=TIMEOUT_S,
         store=dist.FileStore(store_path, size) if size > 1 else None,
     )
     while True:

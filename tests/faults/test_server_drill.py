@@ -17,8 +17,9 @@ import httpx2
 import pytest
 
 from tests.families import save_tiny_llama
-from tests.serving.fakes import chat_tokenizer, until
+from tests.serving.fakes import chat_tokenizer
 from tests.serving.test_server import Job, job, options
+from tests.waiting import until
 
 FAULTY_SERVE = Path(__file__).with_name("faulty_serve.py")
 TIMEOUT_S = 3.0

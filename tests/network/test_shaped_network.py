@@ -12,6 +12,7 @@ import pytest
 from benchmarks.network import Noise, ShapedNetwork, namespaces
 from benchmarks.network.namespaces import system
 from tests.network.traffic import traffic
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("netns")
 
@@ -44,21 +45,28 @@ def assert_gone(network: ShapedNetwork) -> None:
     assert not [name for name in network.hosts if (namespaces.FOLDER / name).exists()]
 
 
-# 15%: headers take 1%, the burst of a millisecond less; the rest is for a busy machine, which also gets three attempts.
 @pytest.mark.parametrize("gbps", [0.1, 1, 10])
 def test_a_stream_gets_the_rate_and_no_more(gbps):
     with ShapedNetwork(gbps=gbps) as network:
         for sender, receiver in ((0, 1), (1, 0)):
-            achieved = 0.0
-            for _ in range(3):
-                achieved = max(achieved, stream(network, sender, receiver)[0])
-                if achieved >= 0.85 * gbps:
-                    break
-            assert achieved <= 1.05 * gbps
-            if achieved < 0.85 * gbps:
-                skip_if_processors_are_the_limit(gbps)
-            assert achieved >= 0.85 * gbps
+            assert_rate(network, sender, receiver, gbps)
     assert_gone(network)
+
+
+def assert_rate(network: ShapedNetwork, sender: int, receiver: int, gbps: float) -> None:
+    """A stream gets the rate: 15% less at most, of which headers take 1%, the burst of a millisecond less.
+
+    The rest is for a busy machine, which also gets several attempts: a sender that pauses sends less, and what has
+    come while a receiver pauses is read at once.
+    """
+    achieved = []
+    for _ in range(5):
+        achieved.append(stream(network, sender, receiver)[0])
+        if 0.85 * gbps <= achieved[-1] <= 1.05 * gbps:
+            return
+    assert min(achieved) <= 1.05 * gbps, achieved
+    skip_if_processors_are_the_limit(gbps)
+    raise AssertionError(f"{achieved} Gbit/s over a link of {gbps}")
 
 
 def skip_if_processors_are_the_limit(gbps: float) -> None:
@@ -71,8 +79,7 @@ def skip_if_processors_are_the_limit(gbps: float) -> None:
 def test_three_hosts_reach_each_other_at_the_rate():
     with ShapedNetwork(3, gbps=0.2) as network:
         for sender, receiver in ((0, 1), (2, 0)):
-            achieved, _ = stream(network, sender, receiver)
-            assert 0.85 * 0.2 <= achieved <= 1.05 * 0.2
+            assert_rate(network, sender, receiver, 0.2)
         assert network.num_links == 3
     assert_gone(network)
 
@@ -81,8 +88,8 @@ def test_the_rate_changes_both_ways_while_in_use():
     with ShapedNetwork(gbps=1) as network:
         network.set_rate(0.1)
         assert rates(network) == pytest.approx([0.1, 0.1])
-        assert stream(network, 0, 1)[0] <= 0.105
-        assert stream(network, 1, 0)[0] <= 0.105
+        assert_rate(network, 0, 1, 0.1)
+        assert_rate(network, 1, 0, 0.1)
 
 
 def test_traffic_is_payload_and_headers_of_the_sender():
@@ -107,13 +114,12 @@ def test_two_networks_at_once_are_apart():
 def test_noise_is_as_seeded_and_gives_the_rate_back():
     with ShapedNetwork(gbps=1) as network:
         with Noise(network, seed=3, low=0.2, high=0.5, period_s=0.05) as noise:
-            time.sleep(0.5)
+            until(lambda: len(noise.changes) > 3)
             during = rates(network)
         assert rates(network) == pytest.approx([1, 1])
         with Noise(network, seed=3, low=0.2, high=0.5, period_s=0.05) as again:
-            time.sleep(0.3)
+            until(lambda: len(again.changes) > 2)
     assert max(during) <= 0.5
-    assert len(noise.changes) > 3
     assert all(0.2 <= change.gbps <= 0.5 for change in noise.changes)
     assert len({change.gbps for change in noise.changes}) == len(noise.changes)
     both = min(len(noise.changes), len(again.changes))
@@ -122,10 +128,11 @@ def test_noise_is_as_seeded_and_gives_the_rate_back():
 
 def test_noise_takes_one_of_several_links_at_a_time():
     with ShapedNetwork(3, gbps=1) as network, Noise(network, seed=0, high=0.5, period_s=0.02) as noise:
-        time.sleep(1)
+        until(lambda: {change.link for change in noise.changes} == {0, 1, 2})
+        before = len(noise.changes)
         slowed = sum(rate < 0.51 for rate in rates(network))
-    assert slowed <= 2  # two while the thread is between giving back one and taking the next
-    assert {change.link for change in noise.changes} == {0, 1, 2}
+        # Hosts are asked one after the other, and each change meanwhile may add a link that is slowed.
+        assert slowed <= 2 + len(noise.changes) - before
 
 
 def test_noise_on_a_network_that_is_gone_is_an_error():
@@ -142,7 +149,7 @@ def test_an_exception_removes_the_network_and_ends_what_runs_in_it():
             time.sleep(0.01)
         raise ZeroDivisionError
     assert_gone(network)
-    assert inside.wait(timeout=1) == -signal.SIGTERM
+    assert inside.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_a_network_that_cannot_be_finished_is_removed(monkeypatch):
@@ -161,7 +168,7 @@ def test_a_process_that_ignores_termination_is_killed():
         )
         assert stubborn.stdout.readline() == b"ready\n"
         namespaces.end_processes(network.hosts, grace_s=0.3)
-        assert stubborn.wait(timeout=1) == -signal.SIGKILL
+        assert stubborn.wait(timeout=60) == -signal.SIGKILL
         stubborn.stdout.close()
 
 
@@ -190,7 +197,7 @@ class Holder:
     def end(self, number: int | None = None) -> int:
         if number is not None:
             self.process.send_signal(number)
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=120)
         return self.process.returncode
 
     def left(self) -> list[str]:

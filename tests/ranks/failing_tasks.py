@@ -18,6 +18,7 @@ from runahead.config import DecodeName
 from runahead.decoding.forward import FixedForward
 from runahead.kv_transfer import copy, gloo
 from runahead.prefill.chain_attention import ChainAttention
+from tests.ranks.silence import Silence
 
 NUM_LAYERS = 12
 
@@ -64,11 +65,13 @@ def generate(
     return "ok", time.monotonic() - began
 
 
-def hang_in_layer(ranks: Ranks, failing: int, layer: int, seconds: float) -> tuple[str, float]:
-    """The failing rank stands still inside a layer, alive and silent."""
-    if ranks.rank == failing:
-        _in_layer(layer, lambda: time.sleep(seconds))
-    return generate(ranks)
+def hang_in_layer(ranks: Ranks, layer: int, silence: Silence) -> str:
+    """One rank stands still inside a layer, alive and silent, until the others have ended."""
+    if ranks.rank == silence.silent:
+        _in_layer(layer, silence.keep)
+    outcome, _ = generate(ranks)
+    silence.end(ranks.rank)
+    return outcome
 
 
 def compute_in_layer(ranks: Ranks, working: int, layer: int, seconds: float) -> tuple[str, float]:
@@ -195,9 +198,11 @@ def signal_in_sharded_decoding(ranks: Ranks, failing: int, number: int) -> tuple
     return _sharded(ranks, failing, lambda: os.kill(os.getpid(), number))
 
 
-def hang_in_sharded_decoding(ranks: Ranks, failing: int, seconds: float) -> tuple[str, float]:
-    """The failing rank stands still in the middle of decoding, alive and silent."""
-    return _sharded(ranks, failing, lambda: time.sleep(seconds))
+def hang_in_sharded_decoding(ranks: Ranks, silence: Silence) -> str:
+    """One rank stands still in the middle of decoding, alive and silent, until the others have ended."""
+    outcome, _ = _sharded(ranks, silence.silent, silence.keep)
+    silence.end(ranks.rank)
+    return outcome
 
 
 def raise_in_sharded_decoding(ranks: Ranks, failing: int) -> tuple[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from runahead.prefill.tsp import TSPAttention
 from runahead.prefill.zigzag import ZigzagAttention
 from runahead.report import GenerationBatch
 from tests.families import throughout
+from tests.ranks.silence import Silence
 from tests.ranks.tasks import PrefillOutcome, tiny_model
 
 
@@ -67,7 +67,7 @@ def generate_with_timeline(
 
 
 def fail_in_layer(
-    ranks: Ranks, prefill: PrefillOptions, failing: int, layer: int, silent_s: float | None, folder: str
+    ranks: Ranks, prefill: PrefillOptions, failing: int, layer: int, silence: Silence | None, folder: str
 ) -> None:
     """The failing rank is killed in a layer, or stands still; the others write what they ended with to the folder."""
     model = tiny_model("llama_deep")
@@ -75,10 +75,10 @@ def fail_in_layer(
         attend = attention.attend
 
         def attend_and_fail(self: Any, at: int, *args: Any, attend: Any = attend) -> torch.Tensor:
-            if at == layer and silent_s is None:
+            if at == layer and silence is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif at == layer:
-                time.sleep(silent_s)
+                silence.keep()
             return attend(self, at, *args)
 
         attention.attend = attend_and_fail  # type: ignore[method-assign]
@@ -88,3 +88,5 @@ def fail_in_layer(
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"
     Path(folder, str(ranks.rank)).write_text(ended)
+    if silence is not None:
+        silence.end(ranks.rank)

@@ -6,7 +6,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
 from tests.partitions import boundaries
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, give_up_after, passing_pool
 from tests.ranks import mesh_tasks, tensor_tasks
 from tests.ranks.ragged_tasks import KVzapOfShare
 from tests.ranks.test_exactness import TOLERANCE
@@ -352,17 +351,10 @@ def test_a_table_is_searched_for_stages(rank_pools: RankPools, tmp_path: Path) -
 class TestPeerFailure:
     """A rank that is gone ends all others, which name its stage and share."""
 
-    TIMEOUT_S, MARGIN_S = 1.5, 6.0
-
     @pytest.fixture
     def pool(self) -> Iterator[RankPool]:
-        pool = RankPool(4, timeout_s=self.TIMEOUT_S)
-        pool.run(mesh_tasks.make_ready, 2)  # which takes longer than the failure may
-        yield pool
-        for process in pool.processes:
-            with suppress(ProcessLookupError):
-                process.kill()
-        pool.close()
+        with passing_pool(4) as pool:
+            yield pool
 
     @pytest.mark.parametrize(("rank", "layer"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
     def test_killed_rank(self, pool: RankPool, rank: int, layer: int) -> None:
@@ -372,8 +364,10 @@ class TestPeerFailure:
         assert len(re.findall(f"PeerFailure: .*{name} has ended", str(caught.value))) == 3
 
     @pytest.mark.parametrize(("rank", "layer"), [(3, 1), pytest.param(0, 2, marks=pytest.mark.slow)])
-    def test_stopped_rank(self, pool: RankPool, rank: int, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", self.TIMEOUT_S + self.MARGIN_S)
+    def test_stopped_rank(self, pool: RankPool, rank: int, layer: int) -> None:
+        pool.run(mesh_tasks.make_ready, 2)  # which takes longer than a rank may be silent
+        pool.run(give_up_after, 1.5)
+        pool.stopped = rank
         with pytest.raises(RuntimeError, match=f"rank {rank}:\nno answer") as caught:
             pool.run(tensor_tasks.generate_and_act, 2, rank, layer, "stop")
         name = re.escape(f"rank {rank} (stage {rank // 2}, share {rank % 2})")

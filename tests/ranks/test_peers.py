@@ -16,8 +16,9 @@ from runahead.config import PrefillName
 from runahead.timeline.picture import timeline_png
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
-from tests.rank_pool import RankPool
+from tests.rank_pool import give_up_after, passing_pool
 from tests.ranks import peer_tasks, tasks
+from tests.ranks.silence import Silence
 from tests.ranks.test_batch import BATCH
 from tests.ranks.test_exactness import FLOAT32_TOLERANCE, PROMPT_TOKENS, TOLERANCE
 from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
@@ -175,21 +176,17 @@ def test_zigzag_refuses_families_that_count_positions_themselves(rank_pools: Ran
         rank_pools.run(2, peer_tasks.prefill_each, *args)
 
 
-TIMEOUT_S = 1.5
-
-
 @pytest.mark.parametrize(
-    ("variant", "silent_s"),
-    [("zigzag ring", None), ("tsp causal", TIMEOUT_S + 3.0)],
+    ("variant", "is_silent"),
+    [("zigzag ring", False), ("tsp causal", True)],
     ids=["a rank of a ring is killed", "a rank is silent"],
 )
-def test_failure_of_one_rank_ends_the_others_with_its_name(
-    variant: str, silent_s: float | None, tmp_path: Path
-) -> None:
-    pool = RankPool(3, timeout_s=TIMEOUT_S)
-    with suppress(RuntimeError):  # the killed rank's answer never comes
-        pool.run(peer_tasks.fail_in_layer, VARIANTS[variant], 1, 4, silent_s, str(tmp_path))
-    pool.close()
+def test_failure_of_one_rank_ends_the_others_with_its_name(variant: str, is_silent: bool, tmp_path: Path) -> None:
+    silence = Silence.of(1, 3, tmp_path) if is_silent else None
+    with passing_pool(3) as pool, suppress(RuntimeError):  # the killed rank's answer never comes
+        if is_silent:
+            pool.run(give_up_after, 1.5)
+        pool.run(peer_tasks.fail_in_layer, VARIANTS[variant], 1, 4, silence, str(tmp_path))
     for rank in (0, 2):
         ended = (tmp_path / str(rank)).read_text()
         assert ended.startswith("PeerFailure: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from runahead.engine import Engine
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, give_up_after, passing_pool
 from tests.ranks import tensor_tasks as tasks
 
 TOLERANCE = 1e-9
@@ -203,17 +202,10 @@ class TestRefusals:
 class TestPeerFailure:
     """A rank that is gone in the middle of a layer ends the others, which wait inside transformers' forward."""
 
-    TIMEOUT_S, MARGIN_S = 1.5, 5.0
-
     @pytest.fixture
     def pool(self) -> Iterator[RankPool]:
-        pool = RankPool(2, timeout_s=self.TIMEOUT_S)
-        pool.run(tasks.make_ready)  # which takes longer than the failure may
-        yield pool
-        for process in pool.processes:
-            with suppress(ProcessLookupError):
-                process.kill()
-        pool.close()
+        with passing_pool(2) as pool:
+            yield pool
 
     def test_killed_rank(self, pool: RankPool) -> None:
         with pytest.raises(RuntimeError, match="rank 1:\nthe process has ended") as caught:
@@ -223,8 +215,10 @@ class TestPeerFailure:
             str(caught.value),
         )
 
-    def test_stopped_rank(self, pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tests.rank_pool.TASK_LIMIT_S", self.TIMEOUT_S + self.MARGIN_S)
+    def test_stopped_rank(self, pool: RankPool) -> None:
+        pool.run(tasks.make_ready)  # which takes longer than a rank may be silent
+        pool.run(give_up_after, 1.5)
+        pool.stopped = 1
         with pytest.raises(RuntimeError, match="rank 1:\nno answer") as caught:
             pool.run(tasks.generate_and_act, 2, 1, 2, "stop")
         assert re.search(

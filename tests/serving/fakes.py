@@ -262,21 +262,13 @@ def serving(
     )
     served.http.start()
     served.thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not served.http._server.started and time.monotonic() < deadline:
         time.sleep(0.005)
     try:
         yield served
     finally:
         served.scheduler.drain()
-        served.thread.join(10)
+        served.thread.join(60)
         served.http.stop(10)
         assert not served.thread.is_alive(), "the scheduler has not ended"
-
-
-def until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until `is_so`."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)

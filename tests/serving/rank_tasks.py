@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Choice, Executor
 from runahead.serving.follower import follow
-from runahead.serving.items import Inbox, Item, Part, Prefill, Report, Stop, Tokens
+from runahead.serving.items import Cancel, Inbox, Item, Part, Prefill, Report, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -233,6 +234,8 @@ class Load:
         store_bytes: size of the store of reused segments; None is the default.
         tree_bytes: of prefixes that are reused.
         num_answers: to each prompt, with seeds that count up.
+        awaits: by the items that a rank was told, whether what the test is about has come to it. Until then it decodes
+            slowly after its first steps, so that rows do not end before, however late another rank is.
     """
 
     prompts: Sequence[GivenPrompt]
@@ -250,6 +253,18 @@ class Load:
     tree_bytes: int = 0
     chain_token_s: float = 0.0
     num_answers: int = 1
+    awaits: Callable[[Sequence[Item]], bool] | None = None
+
+
+def two_prefills(told: Sequence[Item]) -> bool:
+    """For `Load.awaits`."""
+    return sum(isinstance(item, Prefill) for item in told) >= 2
+
+
+def two_cancellations(told: Sequence[Item]) -> bool:
+    """For `Load.awaits`: of rows of two prefills, or of two prefills."""
+    rows = {number for item in told if isinstance(item, Cancel) for number, _ in item.rows}
+    return len(rows | {item.number for item in told if isinstance(item, Stop)}) >= 2
 
 
 @dataclass(kw_only=True)
@@ -271,7 +286,7 @@ class Served:
 def serve(ranks: Ranks, load: Load) -> Served:
     """Serve a load, and drain. Every rank makes the same call."""
     served = Served()
-    with arranged(ranks, load.num_shares), noting(served):
+    with arranged(ranks, load.num_shares), noting(served), awaiting(load.awaits):
         if load.num_shares > 1:
             model = shared_model(ranks, load.family, torch.float64, load.num_shares)
         else:
@@ -376,4 +391,26 @@ def noting(served: Served) -> Iterator[None]:
         mock.patch.object(Executor, "_do", noted_do),
         mock.patch.object(reuse, "encode_segment", noted_encode),
     ):
+        yield
+
+
+@contextmanager
+def awaiting(has_come: Callable[[Sequence[Item]], bool] | None) -> Iterator[None]:
+    """While it is open, this rank decodes as `Load.awaits` says."""
+    if has_come is None:
+        yield
+        return
+    told: list[Item] = []
+    put, step, steps = Inbox.put, Executor._step, count()
+
+    def noted_put(self: Inbox, item: Item) -> None:
+        put(self, item)
+        told.append(item)
+
+    def slow_step(self: Executor) -> None:
+        if next(steps) >= 100 and not has_come(told):
+            time.sleep(0.05)
+        step(self)
+
+    with mock.patch.object(Inbox, "put", noted_put), mock.patch.object(Executor, "_step", slow_step):
         yield

@@ -24,8 +24,9 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from launch.server.answer.exchange import Exchange
 from tests.fuzz.mutations import changed_bytes
-from tests.serving.fakes import Served, serving, until
+from tests.serving.fakes import Served, serving
 from tests.serving.test_api import TEXT, read_until, request_of
+from tests.waiting import until
 
 ENDLESS = {"prompt": "a", "max_tokens": 4000, "stream": True}
 LIMIT_S = 10.0

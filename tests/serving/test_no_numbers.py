@@ -15,8 +15,9 @@ from runahead import Engine, Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import Device, DType, ModelName
 from runahead.decoding.sampling import NOT_NUMBERS
 from tests.families import save_tiny_llama
-from tests.serving.fakes import Served, chat_tokenizer, serving, until
+from tests.serving.fakes import Served, chat_tokenizer, serving
 from tests.serving.test_api import TEXT
+from tests.waiting import until
 
 RARE = 77
 """A token id whose embedding is no number."""

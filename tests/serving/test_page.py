@@ -29,7 +29,8 @@ from runahead.timeline.trace import Span
 from tests.families import prompt
 from tests.ranks.tasks import tiny_model
 from tests.serving.browser import Browser, Tab
-from tests.serving.fakes import Served, serving, until
+from tests.serving.fakes import Served, serving
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = httpx2.Client(timeout=30, trust_env=False)

@@ -126,7 +126,9 @@ def test_one_at_a_time_is_a_limit_of_one(rank_pools: RankPools) -> None:
 
 def test_rows_are_decoded_between_the_layers_of_a_prefill(rank_pools: RankPools) -> None:
     long = replace(GREEDY, max_new_tokens=450)
-    load = Load(prompts=[PROMPTS[0], PROMPTS[3]], options=[long, GREEDY], limits=QueueLimits(itl_s=1e-6), after={1: 0})
+    prompts, limits = [PROMPTS[0], PROMPTS[3]], QueueLimits(itl_s=1e-6)
+    awaits = rank_tasks.two_prefills
+    load = Load(prompts=prompts, options=[long, GREEDY], limits=limits, after={1: 0}, awaits=awaits)
     for size in (1, 2):
         by_rank = rank_pools.run(size, rank_tasks.serve, load)
         assert by_rank[-1].inside.count("step") >= 3  # a step per layer, at least
@@ -174,7 +176,9 @@ def test_sharded_decoding_does_not_tell_its_layers(rank_pools: RankPools) -> Non
 def test_requests_that_are_cancelled_end_soon_and_change_no_others(rank_pools: RankPools, tree_bytes: int) -> None:
     endless = [replace(each, max_new_tokens=450) for each in OPTIONS[:4]]
     options = [endless[0], *OPTIONS[1:3], endless[3], *OPTIONS[4:]]
-    load = replace(MANY, options=options, cancel={0: 30, 3: 0}, after=LATE | {6: 4, 7: 4}, tree_bytes=tree_bytes)
+    late = LATE | {6: 4, 7: 4}
+    awaits = rank_tasks.two_cancellations
+    load = replace(MANY, options=options, cancel={0: 30, 3: 0}, after=late, tree_bytes=tree_bytes, awaits=awaits)
     served = rank_pools.run(2, rank_tasks.serve, load)
     expected = alone(rank_pools)
     for number, tokens in enumerate(served[0].tokens):

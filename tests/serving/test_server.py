@@ -24,7 +24,8 @@ from launch.serve import HELP, SERVE
 from launch.server.options import ServeOptions, ServeRun
 from runahead.model.loading.smollm2 import cache_folder
 from tests.families import save_tiny_llama
-from tests.serving.fakes import chat_tokenizer, until
+from tests.serving.fakes import chat_tokenizer
+from tests.waiting import until
 from tests.warm_program import WarmProgram
 
 ROOT = Path(__file__).resolve().parents[2]

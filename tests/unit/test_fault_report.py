@@ -62,5 +62,6 @@ def test_a_recorder_that_does_not_answer_is_done_without(monkeypatch: pytest.Mon
     monkeypatch.setattr(fault_report, "DUMP_S", 0.05)
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", threading.Event().wait, raising=False)
     assert fault_report.flight_recorder() is None
+    monkeypatch.setattr(fault_report, "DUMP_S", 60.0)
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda: b"{}")
     assert fault_report.flight_recorder() == b"{}"

@@ -25,11 +25,13 @@ class Member:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.waited: list[str] = []
+        self.on_wait: Callable[[], object] = lambda: None
         self.name = Mesh().name
 
     def wait_until(self, ready: Callable[[float], bool], what: str, peers: Iterable[int]) -> None:
         self.waited.append(what)
-        deadline = time.monotonic() + 5.0
+        self.on_wait()
+        deadline = time.monotonic() + 60.0
         while not ready(0.05):
             if time.monotonic() > deadline:
                 raise PeerFailure(what)
@@ -60,7 +62,7 @@ def run(size: int, body: Callable[[MappedGathering], None], calls: int = 0) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     if errors:
         raise errors[0]
 
@@ -92,12 +94,16 @@ def test_shapes_and_dtypes_take_turns() -> None:
 
 
 def test_a_rank_that_comes_late_is_waited_for_by_name() -> None:
+    waits = threading.Event()
+
     def body(gather: MappedGathering) -> None:
-        if gather.position == 1:
-            time.sleep(0.2)
+        ranks: Any = gather.ranks
+        if gather.position == 0:
+            ranks.on_wait = waits.set
+        else:
+            assert waits.wait(30)
         gather(torch.zeros(1))
         if gather.position == 0:
-            ranks: Any = gather.ranks
             assert ranks.waited == ["the attention of rank 2"]
 
     run(2, body)

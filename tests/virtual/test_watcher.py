@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def transfer() -> Iterator[NcclTransfer]:
     ranks._watcher.close()
 
 
-def error_of(call: Callable[[], object], within_s: float = 5.0) -> BaseException | None:
+def error_of(call: Callable[[], object], within_s: float = 60.0) -> BaseException | None:
     """The exception of a call in a thread that the test does not wait for; fails if the call does not end."""
     errors: list[BaseException] = []
 
@@ -83,9 +84,8 @@ def forward(transfer: NcclTransfer, event: SlowEvent, after: Callable[[], object
 def test_a_wait_for_an_event_that_never_happens_ends(transfer: NcclTransfer) -> None:
     error = error_of(forward(transfer, NEVER, lambda: None))
     assert isinstance(error, PeerFailure)
-    assert "rank 0 has been silent" in str(error) and "waited 0 s for layer 0 (no transfer is outstanding)" in str(
-        error
-    )
+    assert "rank 0 has been silent" in str(error)
+    assert re.search(r"waited \d+ s for layer 0 \(no transfer is outstanding\)", str(error))
 
 
 def test_so_does_one_in_the_thread_of_collectives(transfer: NcclTransfer) -> None:
@@ -102,7 +102,7 @@ def test_the_main_thread_is_watched_after_the_other_thread_has_waited(transfer: 
     error = error_of(lambda: ranks.collectively("the other ranks' shares", body))
     all_reduce.set()
     assert isinstance(error, PeerFailure)
-    assert "waited 0 s for the other ranks' shares" in str(error)
+    assert re.search(r"waited \d+ s for the other ranks' shares", str(error))
 
 
 def test_the_watcher_does_not_ask_the_gpu(transfer: NcclTransfer) -> None:
