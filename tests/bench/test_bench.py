@@ -179,11 +179,14 @@ def test_an_interruption_keeps_the_rounds_before_it(model: Path, tmp_path: Path)
     process = subprocess.Popen([sys.executable, BENCH, *arguments], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     told = ""
-    while "round 3 of" not in told:
-        told += process.stderr.read(64)
-        assert process.poll() is None, told
-    process.send_signal(signal.SIGINT)
-    told += process.communicate(timeout=60)[1]
+    try:
+        while "round 3 of" not in told:
+            told += process.stderr.read(64)
+            assert process.poll() is None, told
+        process.send_signal(signal.SIGINT)
+        told += process.communicate(timeout=120)[1]
+    finally:
+        process.kill()  # else it would go on behind a test that has failed
     assert process.returncode == 130
     assert "go on with bench.resume=true" in told
     [line] = lines.read(results)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.network import namespaces
 from tests.faults import models
 from tests.faults.disks import disk
-from tests.faults.drills import DISK_KINDS, LAUNCHER_KINDS, NETWORK_KINDS, TIMEOUT_S, Drill
+from tests.faults.drills import DISK_KINDS, LAUNCHER_KINDS, NETWORK_KINDS, SILENT_KINDS, TIMEOUT_S, Drill
 from tests.faults.job import HERE, START_S, Job
 
 ROOT = HERE.parents[1]
@@ -59,10 +59,13 @@ class Drilling:
 
     Args:
         allowed_s: within this many seconds of the fault every rank is to be gone.
+        patience_s: `ranks.timeout_s` where nobody is to be given up for silence.
     """
 
-    def __init__(self, model: Path, folder: Path, *, allowed_s: float = ALLOWED_S) -> None:
-        self._model, self._folder, self._allowed_s = model, folder, allowed_s
+    def __init__(
+        self, model: Path, folder: Path, *, allowed_s: float = ALLOWED_S, patience_s: float = TIMEOUT_S
+    ) -> None:
+        self._model, self._folder, self._allowed_s, self._patience_s = model, folder, allowed_s, patience_s
         self._answer: str | None = None
 
     def run(self, drill: Drill, name: str) -> Outcome:
@@ -97,7 +100,8 @@ class Drilling:
         options = [
             *("model=hf", f"model.path={model}", f"prompt.ids_file={ids}", "ranks.device=cpu", f"prefill={name}"),
             "partition=even",  # faults happen in the prompt's forward pass, not in one that times layers
-            *(f"generation.max_new_tokens={NEW_TOKENS}", "generation.ignore_eos=true", f"ranks.timeout_s={TIMEOUT_S}"),
+            *(f"generation.max_new_tokens={NEW_TOKENS}", "generation.ignore_eos=true"),
+            f"ranks.timeout_s={TIMEOUT_S if drill.kind in SILENT_KINDS else self._patience_s}",
         ]
         if drill.tensor > 1:
             options.append(f"ranks.tensor={drill.tensor}")

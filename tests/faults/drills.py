@@ -36,6 +36,7 @@ KINDS = {
 
 NETWORK_KINDS = ("link cut", "link at 500 bit/s")
 DISK_KINDS = ("full disk", "read-only folder")
+SILENT_KINDS = ("stop of a rank", *NETWORK_KINDS)
 LAUNCHER_KINDS = ("Ctrl-C", "SIGTERM to the launcher", "kill -9 of the launcher")
 RANK_KINDS = {
     "kill -9 of a rank": "kill",

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drilling(model: Path, tmp_path: Path) -> Drilling:
-    return Drilling(model, tmp_path, allowed_s=60.0)  # a test is not to fail where the machine is busy
+    return Drilling(model, tmp_path, allowed_s=60.0, patience_s=20.0)  # no test is to fail where the machine is busy
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SMALL = 4000
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_text, "LIMIT_S", 1.0)
+    monkeypatch.setattr(model_text, "LIMIT_S", 5.0)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -98,10 +98,13 @@ def test_jobs_run_on_their_ranks_and_a_failing_one_is_told(folder):
 def test_a_sweep_that_is_ended_leaves_no_process(folder, number, status, ranks):
     sweep = start(folder, f"sweep.ranks={ranks}", "warmup=1000000,2")
     # The sweep, torchrun if there is one, and the ranks.
-    assert wait_until(lambda: len(processes_of(folder)) >= (2 if ranks == 1 else 2 + ranks), 120)
-    time.sleep(3)
-    sweep.send_signal(number)
-    _, err = sweep.communicate(timeout=60)
+    try:
+        assert wait_until(lambda: len(processes_of(folder)) >= (2 if ranks == 1 else 2 + ranks), 120)
+        time.sleep(3)
+        sweep.send_signal(number)
+        _, err = sweep.communicate(timeout=120)
+    finally:
+        sweep.kill()  # else it would go on behind a test that has failed
     assert sweep.returncode == status
     assert wait_until(lambda: processes_of(folder) == [], 60)
     if number != signal.SIGKILL:

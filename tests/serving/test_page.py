@@ -113,7 +113,8 @@ def test_the_page_needs_no_key_and_the_state_does() -> None:
 
 
 def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> None:
-    limits = QueueLimits(batch=2, max_tokens=3000)
+    # The second prompt is a short one, however long the first is held.
+    limits = QueueLimits(batch=2, max_tokens=3000, itl_s=1e3)
     with slowly_serving(limits=limits) as (served, gate), ThreadPoolExecutor(3) as pool:
         none = state_of(served)
         assert (none["waiting"], none["rows"], none["prefills"], none["last"], none["memory"]) == ([], [], [], None, [])
@@ -333,7 +334,7 @@ def test_the_page_shows_how_much_of_prompts_was_found(browser: Browser) -> None:
 
 def test_an_answer_can_be_stopped(browser: Browser) -> None:
     with serving() as served:
-        served.engine.step_s = 0.01
+        served.engine.step_s = 0.1  # of 256 tokens
         tab = browser.open(served.url)
         ask(tab, "hello world")
         tab.until(lambda: len(tab.text("answer")) > 3)

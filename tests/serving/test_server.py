@@ -31,12 +31,13 @@ from tests.warm_program import WarmProgram
 ROOT = Path(__file__).resolve().parents[2]
 SERVE_PY = ROOT / "launch" / "serve.py"
 NOTHING: Mapping[str, str] = MappingProxyType({})
+POSITIONS = 40_000  # so that an answer may go on for longer than a busy machine pauses
 TEXT = "the letters of the captain to his sister, from the ice. " * 4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"), chat_tokenizer(), max_position_embeddings=2048)
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), chat_tokenizer(), max_position_embeddings=POSITIONS)
 
 
 class Job:
@@ -213,25 +214,28 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second)]
         assert found[0] == 0 < 40 < found[1] < second["usage"]["prompt_tokens"]
 
-        too_long = server.post({"prompt": [5] * 3000})
+        too_long = server.post({"prompt": [5] * 2 * POSITIONS})
         assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
 
-        endless = {"prompt": "the ice", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        endless = {"prompt": "the ice", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         before = server.metric("runahead:generation_tokens_total")
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             next(response.iter_lines())
         until(lambda: server.metric("runahead:num_requests_running") == 0)
         made = server.metric("runahead:generation_tokens_total") - before
-        assert 1 <= made < 1500, "a cancelled request was generated to its end"
+        assert 1 <= made < 25_000, "a cancelled request was generated to its end"
 
         with server.client.stream("POST", "/v1/completions", json=endless | {"max_tokens": 300}) as response:
             lines = response.iter_lines()
             next(lines)
+            os.kill(server.ranks[1].pid, signal.SIGSTOP)  # the answer ends after what is asked here, not before
             for rank in server.ranks:  # twice, as systemd and torchrun together do
                 os.kill(rank.pid, signal.SIGTERM)
                 os.kill(rank.pid, signal.SIGTERM)
             until(lambda: server.client.get("/ready").status_code == 503)
             assert server.post(asked).status_code == 503
+            os.kill(server.ranks[1].pid, signal.SIGCONT)
+            os.kill(server.ranks[1].pid, signal.SIGTERM)  # of two at a process that is stopped one is left
             assert "data: [DONE]" in list(lines)
         assert [rank.wait(60) for rank in server.ranks] == [0, 0]
         assert "draining: 1 running, 0 waiting" in server.ranks[0].errors
@@ -248,7 +252,7 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
 def test_a_rank_that_is_lost_is_a_503_and_the_end(model, number, found):
     with job(*options(model, "ranks.timeout_s=5")) as server:
         time.sleep(3)  # idle for longer than a heartbeat, and than half of ranks.timeout_s
-        endless = {"prompt": "the ice", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        endless = {"prompt": "the ice", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             next(lines)
@@ -262,7 +266,7 @@ def test_a_rank_that_is_lost_is_a_503_and_the_end(model, number, found):
 
 def test_a_drain_that_another_rank_begins_ends_in_time(model):
     with job(*options(model, "ranks.timeout_s=4", "serve.drain_s=1")) as server:
-        endless = {"prompt": "the ice", "n": 8, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        endless = {"prompt": "the ice", "n": 8, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             next(lines)
@@ -274,7 +278,7 @@ def test_a_drain_that_another_rank_begins_ends_in_time(model):
 
 def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
     with job(*options(model, "serve.itl_s=0.05", "serve.prefix_cache_bytes=100000000")) as server:
-        endless = {"prompt": TEXT * 5, "max_tokens": 700, "ignore_eos": True, "stream": True}
+        endless = {"prompt": TEXT * 5, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             while not next(lines).startswith("data: "):
@@ -286,7 +290,6 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
-            assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.slow

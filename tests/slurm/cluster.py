@@ -13,7 +13,7 @@ from types import TracebackType
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue", "setpriv")
 NODES = ("n1", "n2")
-PATIENCE_S = 60.0  # of a busy machine
+PATIENCE_S = 120.0  # of a busy machine
 
 CONFIG = """\
 ClusterName=runahead
@@ -39,7 +39,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
-KillWait=10
+KillWait=60
 MinJobAge=600
 # Ranks without torchrun meet at a port that follows from the number of the job: not that of another cluster's.
 FirstJobId={first_job}
@@ -192,7 +192,7 @@ class Job:
         names = f"slurmstepd: [{self.number}."
         running = [f"{entry}/cmdline" for entry in map("/proc/{}".format, self._cluster.processes())]
         wait_until(lambda: not any(text_of(path).startswith(names) for path in running), "the end of the first start")
-        time.sleep(5)  # what it said last may still be on its way
+        time.sleep(10)  # what it said last may still be on its way
         self._cluster.ask("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
     @property

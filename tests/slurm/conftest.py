@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import PROGRAMS, Cluster
+from tests.slurm.cluster import PROGRAMS, Cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,4 +41,4 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.__exit__(None, None, None)
-    assert not cluster.processes()
+    wait_until(lambda: not cluster.processes(), "the end of all processes")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -250,14 +251,21 @@ def test_waiting_process_shows_the_progress_of_the_one_that_works(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "WATCH_SECONDS", 0.02)
-    begun = threading.Event()
+    begun, drawn, looks, look = threading.Event(), threading.Event(), count(), smollm2.bytes_in
+
+    def noted_look(*folders: Path) -> int:
+        if next(looks) > 6:  # two for the name, two for what is drawn, and twice so much in case the file came between
+            drawn.set()
+        return look(*folders)
 
     def make_slowly(work: Path) -> Path:
-        begun.set()
         (work / "gguf").mkdir()
         (work / "gguf" / "file").write_bytes(bytes(smollm2.GGUF_BYTES // 10))
-        time.sleep(0.5)
+        begun.set()
+        assert drawn.wait(60)
         return fill(work)
+
+    monkeypatch.setattr(smollm2, "bytes_in", noted_look)
 
     worker = threading.Thread(target=obtain, args=(tmp_path / "model", make_slowly), kwargs={"label": "model"})
     worker.start()

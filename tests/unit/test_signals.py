@@ -13,7 +13,8 @@ from launch.program.signals import Terminated, ending_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A lock that is taken twice: a call that no signal ends and in which no Python code runs.
+# A lock that is taken twice: a call that no signal ends and in which no Python code runs. The
+# kernel tells when it has come to that.
 STUCK = """
 import ctypes, os, signal, threading, time
 from launch.program import signals
@@ -23,13 +24,14 @@ def late(error):
     print(type(error).__name__, error, flush=True)
     os._exit(7)
 about_to_hang = threading.Event()
+lock, take = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
 def say_so():
     about_to_hang.wait()
-    time.sleep(0.3)
+    while hex(ctypes.addressof(lock)) not in open(f"/proc/self/task/{os.getpid()}/syscall").read():
+        time.sleep(0.01)
     print("ready", flush=True)
 with signals.ending_signals(late):
     threading.Thread(target=say_so, daemon=True).start()
-    lock, take = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     take(lock)
     about_to_hang.set()
     take(lock)
