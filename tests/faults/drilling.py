@@ -38,6 +38,8 @@ class Outcome:
         skipped: why this machine cannot do it.
         gone_s: seconds from the fault, or from the start where it is there from the start, until all ranks were gone.
         lines: what the ranks said.
+        errors: the end of what they and the launchers wrote to standard error, where something is wrong. It names
+            folders of this machine, so it is in no file of results.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -45,13 +47,15 @@ class Outcome:
     gone_s: float | None = None
     statuses: list[int | None] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    errors: str = ""
 
     @property
     def as_expected(self) -> bool:
         return not self.problems and self.skipped is None
 
     def as_json(self) -> dict[str, Any]:
-        return {"as_expected": self.as_expected} | vars(self)
+        told = {name: value for name, value in vars(self).items() if name != "errors"}
+        return {"as_expected": self.as_expected} | told
 
 
 class Drilling:
@@ -183,6 +187,7 @@ class Drilling:
         if not drill.is_answered and drill.kind not in DISK_KINDS and (job.folder / "run.json").read_text() != KEPT:
             problems.append("the report of an earlier run was touched")
         if problems:
+            outcome.errors = job.errors[-10_000:]
             with suppress(OSError):
                 (job.folder / "stderr").write_text(job.errors)
 

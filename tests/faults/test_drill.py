@@ -84,7 +84,7 @@ def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) ->
     outcome = drilling.run(chosen, "drill")
     if outcome.skipped is not None:
         pytest.skip(outcome.skipped)
-    assert not outcome.problems, outcome.lines
+    assert not outcome.problems, outcome.errors
 
 
 def test_drills_follow_from_seed_and_number() -> None:
