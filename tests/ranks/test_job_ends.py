@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -19,7 +20,7 @@ from tests.warm_program import WarmProgram
 
 INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"
 TIMEOUT_S = 3.0
-MARGIN_S = 10.0  # of a busy machine
+"""Of ranks one of which is stopped; the others have more patience than a busy machine may need."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """Ranks as torchrun starts them, but without torchrun, which would end the others before they notice."""
 
-    def __init__(self, config: Path, *options: str, size: int = 2, of_last: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: Path, *options: str, size: int = 2, timeout_s: float = 60.0, of_last: Sequence[str] = ()
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -59,7 +62,7 @@ class Job:
                 "OMP_NUM_THREADS": "1",
             }
             args = ["model=random", f"model.config={config}", "partition=even"]
-            args += ["prompt.random_tokens=64", f"ranks.timeout_s={TIMEOUT_S}", "generation.ignore_eos=true"]
+            args += ["prompt.random_tokens=64", f"ranks.timeout_s={timeout_s}", "generation.ignore_eos=true"]
             args += [*options, *(of_last if rank == size - 1 else ())]
             folder = Path(self._folder.name) / str(rank)
             folder.mkdir()
@@ -72,11 +75,10 @@ class Job:
             assert first.status is None, first.errors
             time.sleep(0.02)
 
-    def end(self, rank: int) -> tuple[int | None, str, float]:
-        """(exit status, standard error, seconds from now) of a rank."""
-        began = time.monotonic()
+    def end(self, rank: int) -> tuple[int | None, str]:
+        """(exit status, standard error) of a rank."""
         status = self.ranks[rank].wait(60)
-        return status, self.ranks[rank].errors, time.monotonic() - began
+        return status, self.ranks[rank].errors
 
     def kill(self) -> None:
         for rank in self.ranks:
@@ -96,28 +98,27 @@ def test_killed_rank_ends_the_others_with_one_line(tiny_model: Path, victim: int
     try:
         job.wait_for_answer()
         os.kill(job.ranks[victim].pid, signal.SIGKILL)
-        status, errors, seconds = job.end(1 - victim)
+        status, errors = job.end(1 - victim)
         assert status == 1
         assert len(errors.splitlines()) == 1, errors
         assert errors.startswith(f"[rank {1 - victim}/2]")
-        assert seconds < TIMEOUT_S + MARGIN_S
     finally:
         job.kill()
 
 
 def test_stopped_rank_is_named_after_its_silence(tiny_model: Path, tmp_path: Path) -> None:
-    job = Job(tiny_model, LONG, f"ranks.fault_report={tmp_path}/faults.json")
+    job = Job(tiny_model, LONG, f"ranks.fault_report={tmp_path}/faults.json", timeout_s=TIMEOUT_S)
     try:
         job.wait_for_answer()
         os.kill(job.ranks[1].pid, signal.SIGSTOP)
-        status, errors, seconds = job.end(0)
+        status, errors = job.end(0)
         assert status == 1
-        assert "rank 1 has been silent for" in errors
+        silence = re.search(r"rank 1 has been silent for (\d+) s", errors)
+        assert silence is not None and int(silence[1]) >= TIMEOUT_S
         assert "the next token of rank 1" in errors
         assert len(errors.splitlines()) == 1, errors
-        assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + MARGIN_S
         # It would have stayed for ever: no signal but this one ends a process that is stopped.
-        assert job.ranks[1].wait(MARGIN_S) == -signal.SIGKILL
+        assert job.ranks[1].wait(60) == -signal.SIGKILL
         fault = json.loads((tmp_path / "faults.rank0.fault.json").read_text())
         assert errors.strip() == f"[rank 0/2] {fault['reason']}; see faults.rank0.fault.json"
         assert fault["waiting_for"]["what"] == "the next token of rank 1"
@@ -140,7 +141,7 @@ def test_report_of_failed_job_is_not_half_written(tiny_model: Path, tmp_path: Pa
     try:
         job.wait_for_answer()
         os.kill(job.ranks[1].pid, signal.SIGKILL)
-        status, _, _ = job.end(0)
+        status, _ = job.end(0)
         assert status == 1
         assert json.loads(report.read_text()) == {"kept": True}
         assert {path.name for path in tmp_path.iterdir()} == {"run.json", "run.rank0.fault.json"}
@@ -152,7 +153,7 @@ def test_ranks_that_were_started_differently_refuse_with_one_line(tiny_model: Pa
     job = Job(tiny_model, of_last=["generation.max_new_tokens=7", "partition=ratios", "partition.ratios=[0.6,0.4]"])
     try:
         ends = [job.end(rank) for rank in range(2)]
-        assert [status for status, _, _ in ends] == [1, 1]
+        assert [status for status, _ in ends] == [1, 1]
         assert ends[0][1] == (
             "[rank 0/2] rank 1 and rank 0 differ in partition.name (even on rank 0, ratios on rank 1), "
             "partition.ratios (None on rank 0, [0.6, 0.4] on rank 1) and "
