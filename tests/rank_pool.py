@@ -84,7 +84,7 @@ class RankPool:
 
 
 @contextmanager
-def passing_pool(size: int) -> Iterator[RankPool]:
+def short_lived_pool(size: int) -> Iterator[RankPool]:
     """Ranks of which a test kills some, say, and which do not outlive it."""
     pool = RankPool(size)
     try:

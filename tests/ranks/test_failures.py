@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runahead.ranks.ranks import Ranks
-from tests.rank_pool import RankPool, give_up_after, passing_pool
+from tests.rank_pool import RankPool, give_up_after, short_lived_pool
 from tests.ranks import failing_tasks
 from tests.ranks.silence import Silence
 
@@ -24,7 +24,7 @@ SOON_S = 30.0
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Two ranks, or as many as the test asks for. They do not outlive the test."""
-    with passing_pool(getattr(request, "param", 2)) as pool:
+    with short_lived_pool(getattr(request, "param", 2)) as pool:
         yield pool
 
 

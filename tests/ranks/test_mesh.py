@@ -46,7 +46,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
 from tests.partitions import boundaries
-from tests.rank_pool import RankPool, give_up_after, passing_pool
+from tests.rank_pool import RankPool, give_up_after, short_lived_pool
 from tests.ranks import mesh_tasks, tensor_tasks
 from tests.ranks.ragged_tasks import KVzapOfShare
 from tests.ranks.test_exactness import TOLERANCE
@@ -353,7 +353,7 @@ class TestPeerFailure:
 
     @pytest.fixture
     def pool(self) -> Iterator[RankPool]:
-        with passing_pool(4) as pool:
+        with short_lived_pool(4) as pool:
             yield pool
 
     @pytest.mark.parametrize(("rank", "layer"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from runahead.config import PrefillName
 from runahead.timeline.picture import timeline_png
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
-from tests.rank_pool import give_up_after, passing_pool
+from tests.rank_pool import give_up_after, short_lived_pool
 from tests.ranks import peer_tasks, tasks
 from tests.ranks.silence import Silence
 from tests.ranks.test_batch import BATCH
@@ -183,7 +183,7 @@ def test_zigzag_refuses_families_that_count_positions_themselves(rank_pools: Ran
 )
 def test_failure_of_one_rank_ends_the_others_with_its_name(variant: str, is_silent: bool, tmp_path: Path) -> None:
     silence = Silence.of(1, 3, tmp_path) if is_silent else None
-    with passing_pool(3) as pool, suppress(RuntimeError):  # the killed rank's answer never comes
+    with short_lived_pool(3) as pool, suppress(RuntimeError):  # the killed rank's answer never comes
         if is_silent:
             pool.run(give_up_after, 1.5)
         pool.run(peer_tasks.fail_in_layer, VARIANTS[variant], 1, 4, silence, str(tmp_path))

@@ -19,7 +19,7 @@ from runahead.engine import Engine
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
-from tests.rank_pool import RankPool, give_up_after, passing_pool
+from tests.rank_pool import RankPool, give_up_after, short_lived_pool
 from tests.ranks import tensor_tasks as tasks
 
 TOLERANCE = 1e-9
@@ -204,7 +204,7 @@ class TestPeerFailure:
 
     @pytest.fixture
     def pool(self) -> Iterator[RankPool]:
-        with passing_pool(2) as pool:
+        with short_lived_pool(2) as pool:
             yield pool
 
     def test_killed_rank(self, pool: RankPool) -> None:

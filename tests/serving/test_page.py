@@ -113,8 +113,8 @@ def test_the_page_needs_no_key_and_the_state_does() -> None:
 
 
 def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> None:
-    # The second prompt is a short one, however long the first is held.
-    limits = QueueLimits(batch=2, max_tokens=3000, itl_s=1e3)
+    # The second prompt is a short one also if the first is held for a minute.
+    limits = QueueLimits(batch=2, max_tokens=3000, itl_s=100.0)
     with slowly_serving(limits=limits) as (served, gate), ThreadPoolExecutor(3) as pool:
         none = state_of(served)
         assert (none["waiting"], none["rows"], none["prefills"], none["last"], none["memory"]) == ([], [], [], None, [])
