@@ -349,7 +349,10 @@ class Policy:
     """Whether it decides on generated tokens, too."""
 
     carries_generated: ClassVar[bool] = False
-    """Whether a later turn's decision needs what `carry` returns for each generated token, if it decides on none."""
+    """Whether a later turn's decision needs what `carry` returns for each generated token, if it decides on none.
+
+    `carry` sees the shapes of keys and values alone then.
+    """
 
     follows_marks: ClassVar[bool] = False
     """Whether it evicts what the model has marked, and needs a model that marks tokens."""

@@ -292,13 +292,19 @@ def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool 
     """
     sentences = []
     sequences = [step["steps"] for step in steps_of(policy) if isinstance(step.get("steps"), list)]
-    later = [step for steps in sequences for step in steps[1:]]
+    # Steps after one that chooses by head, so that what is left differs in the heads.
+    behind = [
+        step
+        for steps in sequences
+        for place, step in enumerate(steps)
+        if not all(name in ALIKE or name == "pyramidinfer" for before in steps[:place] for name in names_of(before))
+    ]
     for step in steps_of(policy):
         # A prompt that a policy with clamped distances takes in chunks is indexed after each of them, as after a turn.
         if step.get("turn_tokens") and not has_turns and not clamps(step):
             sentences.append(f"{option}.turn_tokens has no effect here: only a Conversation in Python has later turns")
         scorer = next(names_of(step.get("scorer")), None)
-        by_head = scorer == "tova" and step in later  # where a step before has chosen by head
+        by_head = scorer == "tova" and step in behind
         if step.get("name") == "adakv" and scorer in ALIKE and not by_head:
             sentences.append(
                 f"{option}=adakv shares nothing out over {scorer}, whose scores are the same in all KV heads; use a "

@@ -24,7 +24,8 @@ def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: boo
         compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
     """
     if isinstance(layer, QuantisedLayer):
-        layer = QuantisedRagged.of_dense(layer)
+        before, layer = layer.num_slots, QuantisedRagged.of_dense(layer)
+        slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # which has no padding of all rows
     if isinstance(layer, QuantisedRagged):
         return layer.cut_to(slots_BKm, room=room, compensates=compensates)
     if compensates or bool((slots_BKm < 0).any()):

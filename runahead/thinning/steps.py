@@ -246,10 +246,11 @@ class PolicySteps:
         slots_BKm = policy.keep(view) if self.evicts and self._decides(policy) else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
-            if view.head_pads is not None and not policy.keeps_ragged:
+            # Of such a layer and of one in few bits padding is dropped, too: the next step sees what is left.
+            is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
+            if is_ragged and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)
-            becomes_ragged = isinstance(kept, QuantisedLayer) and kept.becomes_ragged
-            if policy.keeps_ragged or view.head_pads is not None or becomes_ragged:
+            if is_ragged or policy.keeps_ragged:
                 kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
             else:
                 kept.keep(slots_BKm, room=self.room)
@@ -261,6 +262,6 @@ class PolicySteps:
 
 def _without_padding(slots_BKm: Tensor, view: LayerView) -> Tensor:
     """Slots of which a policy chose equally many in each head, as `Policy.keep` returns them: -1 for padding, first."""
-    is_token_BKn = view.is_token_BKn()
+    is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
     chosen_BKn = torch.zeros_like(is_token_BKn).scatter_(2, slots_BKm.expand(-1, view.num_kv_heads, -1), True)
     return marked_slots(chosen_BKn & is_token_BKn)

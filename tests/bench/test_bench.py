@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,9 +263,7 @@ def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
         "bench.variants=[single,kvr_e]",
         "bench.lengths=[96]",
     ]
-    began_s = time.monotonic()
     done = run([sys.executable, BENCH, *options(model, results, *more)])
-    seconds = time.monotonic() - began_s
     assert done.returncode == 0, done.stderr
     found = by_variant(results, 96)
     expected = {"kind": "netns", "gbps": 1.0, "compute_share": None, "noise": True}
@@ -275,7 +272,7 @@ def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
         assert (line["ranks"], line["hosts"]) == (2, 2)
     # Headers, acknowledgements, control messages and four heartbeats per second and rank on top of the K,V.
     extra = found["kvr_e"]["wire_bytes"] - found["kvr_e"]["sent_bytes"]
-    assert 0 < extra < 50_000 + 20_000 * seconds
+    assert 0 < extra < 100_000 + 20_000 * max(run["ttft_s"] for run in found["kvr_e"]["runs"])
 
 
 def test_two_hosts_are_not_made_under_torchrun(

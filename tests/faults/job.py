@@ -170,9 +170,12 @@ class Job:
     def rank_process(self, rank: int) -> int:
         """Process id of a rank as this process sees it: those of a host of its own have other ids there."""
         entry, ranks = f"RANK={rank}".encode(), self.processes(of_ranks=True)
-        own = [pid for pid in ranks if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in own}
-        [found] = [pid for pid in own if parents[pid] not in own]  # the others it has started itself
+        parents: dict[int, int] = {}
+        for pid in ranks:
+            with suppress(OSError):  # it has just ended
+                if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        [found] = parents.keys() - {pid for pid, parent in parents.items() if parent in parents}  # it started those
         return found
 
     def kill(self) -> None:

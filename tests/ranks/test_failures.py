@@ -38,7 +38,7 @@ def hasty_pool(pool: RankPool) -> RankPool:
 def test_waiting_rank_names_silent_peer_and_layer(hasty_pool: RankPool, tmp_path: Path) -> None:
     _, message = hasty_pool.run(failing_tasks.hang_in_layer, 2, Silence.of(0, 2, tmp_path))
     found = re.match(r"PeerFailure: rank 0 has been silent for (\d+) s", message)
-    assert found is not None and int(found[1]) >= round(TIMEOUT_S)
+    assert found is not None and round(TIMEOUT_S) <= int(found[1]) < 10
     assert re.search(r"the KV of layer 2 from rank 0 \([\d,]+ bytes, receive posted\)", message)
 
 

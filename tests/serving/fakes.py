@@ -190,6 +190,17 @@ class FakeEngine:
         time.sleep(self.step_s)
 
 
+@contextmanager
+def held(engine: FakeEngine) -> Iterator[threading.Event]:
+    """While the event is not set, prefills wait; behind the block it is, whatever happened there."""
+    gate = threading.Event()
+    engine.when_prefilling = gate.wait
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
 class Served:
     """A running server: its address, engine, scheduler and API."""
 

@@ -22,7 +22,7 @@ from launch.server.options import ServeOptions
 from launch.server.request.reader import NOT_SUPPORTED
 from runahead.failures import PeerFailure
 from runahead.serving.limits import QueueLimits
-from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, Served, chat_tokenizer, serving
+from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, Served, chat_tokenizer, held, serving
 from tests.waiting import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -429,9 +429,7 @@ def test_requests_that_come_later_are_decoded_with_the_others():
 
 def test_a_request_waits_for_room_and_no_later_one_takes_it():
     limits = QueueLimits(batch=8, max_tokens=1000)
-    with serving(limits=limits) as served, ThreadPoolExecutor(3) as pool:
-        gate = threading.Event()
-        served.engine.when_prefilling = gate.wait
+    with serving(limits=limits) as served, ThreadPoolExecutor(3) as pool, held(served.engine) as gate:
         made = {}
         for number, new in enumerate((300, 900, 5)):
             made[new] = pool.submit(post, served, TEXT, {"prompt": [number + 5] * 9, "max_tokens": new})

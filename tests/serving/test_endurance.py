@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from benchmarks.studies import endurance as study
 from benchmarks.studies.endurance import STUDY, Seen, arrivals, end_of, endure, send, summary
 from benchmarks.studies.serving import Outcome
 from tests.families import save_tiny_llama
-from tests.serving.fakes import Served, chat_tokenizer, serving
+from tests.serving.fakes import Served, chat_tokenizer, held, serving
 from tests.waiting import until
 
 NOTHING = {"running": 0.0, "waiting": 0.0}
@@ -36,9 +35,7 @@ def options(*args: str) -> Any:
 
 
 def test_a_client_closes_its_connection_in_the_state_that_was_drawn():
-    gate = threading.Event()
-    with serving(batch=1, ping_s=0.02) as served:
-        served.engine.when_prefilling = gate.wait
+    with serving(batch=1, ping_s=0.02) as served, held(served.engine) as gate:
 
         async def several() -> list[tuple[Outcome, str]]:
             first = asyncio.create_task(send(served.url, [5] * 9, 8, None, 60.0))

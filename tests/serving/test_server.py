@@ -225,7 +225,7 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         made = server.metric("runahead:generation_tokens_total") - before
         assert 1 <= made < 25_000, "a cancelled request was generated to its end"
 
-        with server.client.stream("POST", "/v1/completions", json=endless | {"max_tokens": 300}) as response:
+        with server.client.stream("POST", "/v1/completions", json=endless | {"max_tokens": 1000}) as response:
             lines = response.iter_lines()
             next(lines)
             os.kill(server.ranks[1].pid, signal.SIGSTOP)  # the answer ends after what is asked here, not before

@@ -171,6 +171,7 @@ def test_scancel_leaves_nothing_behind(cluster: Cluster, model: list[str], tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
     options = ("table=mine.json", "search.lengths=[96,192]", "search.ranks=[2]", "search.repeats=100")
     options += ("search.probe_layers=1", "search.min_stride=8", "ranks.timeout_s=600")

@@ -62,7 +62,8 @@ def run(size: int, body: Callable[[MappedGathering], None], calls: int = 0) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
+        assert not thread.is_alive()
     if errors:
         raise errors[0]
 

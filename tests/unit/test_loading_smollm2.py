@@ -254,7 +254,7 @@ def test_waiting_process_shows_the_progress_of_the_one_that_works(
     begun, drawn, looks, look = threading.Event(), threading.Event(), count(), smollm2.bytes_in
 
     def noted_look(*folders: Path) -> int:
-        if next(looks) > 6:  # two for the name, two for what is drawn, and twice so much in case the file came between
+        if next(looks) >= 4:  # two for the first name, and two for what has been drawn by the next
             drawn.set()
         return look(*folders)
 

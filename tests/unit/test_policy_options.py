@@ -208,6 +208,7 @@ TURNS = "policy.turn_tokens has no effect here: only a Conversation in Python ha
         ({"name": "adakv", "scorer": "h2o"}, None),
         # TOVA's scores are by head where a step before has chosen by head.
         ({"name": "sequence", "steps": ["keydiff", {"name": "adakv", "scorer": "tova"}]}, None),
+        ({"name": "sequence", "steps": ["window", {"name": "adakv", "scorer": "tova"}]}, "policy=adakv shares nothing"),
         ({"name": "sequence", "steps": [{"name": "adakv", "scorer": "tova"}, "h2o"]}, "policy=adakv shares nothing"),
         ({"name": "sequence", "steps": 5}, None),  # which is refused elsewhere
     ],
