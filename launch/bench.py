@@ -13,6 +13,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from benchmarks.ttft.options import BenchRun, Network, ineffective_settings
 from benchmarks.ttft.variants import VARIANTS
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 
 if TYPE_CHECKING:
@@ -72,4 +73,4 @@ def _bench(run: BenchRun, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -12,6 +12,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.doctor.options import DoctorRun
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 
 if TYPE_CHECKING:
@@ -61,4 +62,4 @@ def _never(run: DoctorRun, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,6 +13,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
 from launch.inputs.text_files import EXAMPLE_TEXT
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 
 if TYPE_CHECKING:
@@ -77,4 +78,4 @@ def _evaluate(run: EvaluateRun, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -15,6 +15,7 @@ from launch.inputs.options import RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from runahead.config import ModelName, ModelOptions, PrefillName, Speculate
 
@@ -307,4 +308,4 @@ def _write_files(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

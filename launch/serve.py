@@ -13,6 +13,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from launch.server.options import ServeRun, warnings
 
@@ -79,4 +80,4 @@ def _serve(run: ServeRun, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from partitioner.options import Method, Objective, SearchRun
 
@@ -145,4 +145,4 @@ def _existing(path: Path, fingerprint: Fingerprint) -> LookupTable | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from launch.inputs.sample_text import sample_ids
 from launch.inputs.text_files import EXAMPLE_TEXT
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions, choice
 
@@ -261,4 +261,4 @@ def _ids(model: Model, text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

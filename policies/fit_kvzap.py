@@ -10,13 +10,13 @@ given to the logarithms of these scores.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from launch.inputs.text_files import EXAMPLE_TEXT, read_text
 from launch.program.compose import ROOT, Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -281,4 +281,4 @@ def scored(model: Model, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -207,4 +207,4 @@ def to_copies(seen: SeenKV, terms: AttentionTerms, *, start: int, period: int) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from launch.inputs.sample_text import sample_ids
 from launch.inputs.text_files import EXAMPLE_TEXT
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -150,4 +150,4 @@ def skew_of(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from launch.program.compose import Program
+from launch.program.ending import leave
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
@@ -121,4 +121,4 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from launch.program.ending import leave
+
 NEEDED_BYTES = 1 << 28
 """Memory that a layer of a long prompt would ask for."""
 
@@ -131,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
