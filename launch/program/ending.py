@@ -36,8 +36,8 @@ def leave(status: int) -> NoReturn:
     """End this process with the exit status of its program. A rank of a job does not wait for Python to be taken down.
 
     The threads of Gloo's process groups are still there. If Python is taken down under them, the process now and then
-    aborts ("terminate called without an active exception": twice in some hundred jobs on a busy machine), and a job
-    whose answer is there counts as failed.
+    aborts ("terminate called without an active exception": once or twice in some hundred jobs on a busy machine), and a
+    job whose answer is there counts as failed.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
