@@ -18,7 +18,7 @@ from runahead.ranks.ranks import Ranks
 
 TASK_LIMIT_S = 120.0
 TIMEOUT_S = 60.0
-"""Of the ranks, unless a test is about silence: a machine may be so busy that a rank does nothing for a while."""
+"""Timeout of the ranks, unless a test is about silence. A rank on a busy machine may do nothing for a while."""
 
 PRELOADED = ["launch.infer", "runahead.engine", "tests.ranks.peer_tasks", "tests.ranks.tensor_tasks"]
 """Imported once, in the process that ranks are forked from: otherwise each of them takes seconds to import them.
@@ -60,7 +60,7 @@ class RankPool:
             connection.send((function, args))
         stopped_last = sorted(range(self.size), key=lambda rank: rank == self.stopped)
         outcomes = {rank: self._receive(rank, 0.5 if rank == self.stopped else TASK_LIMIT_S) for rank in stopped_last}
-        errors = [f"rank {rank}:\n{outcomes[rank][1]}" for rank in range(self.size) if outcomes[rank][1] is not None]
+        errors = [f"rank {rank}:\n{error}" for rank, (_, error) in sorted(outcomes.items()) if error is not None]
         if errors:
             raise RuntimeError("\n".join(errors))
         return [outcomes[rank][0] for rank in range(self.size)]

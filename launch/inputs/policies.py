@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
@@ -282,6 +283,11 @@ def clamps(step: Any) -> bool:
     return any(each.get("name") in CLAMPING and each.get("clamped", True) for each in steps_of(step))
 
 
+def _chooses_alike(step: Any) -> bool:
+    """Whether a step keeps the same tokens in all KV heads, as `Policy.chooses_alike` says once modules are loaded."""
+    return all(name in ALIKE or name == "pyramidinfer" for name in names_of(step))
+
+
 def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool = False) -> list[str]:
     """A sentence for each option of a policy that has no effect.
 
@@ -292,19 +298,13 @@ def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool 
     """
     sentences = []
     sequences = [step["steps"] for step in steps_of(policy) if isinstance(step.get("steps"), list)]
-    # Steps after one that chooses by head, so that what is left differs in the heads.
-    behind = [
-        step
-        for steps in sequences
-        for place, step in enumerate(steps)
-        if not all(name in ALIKE or name == "pyramidinfer" for before in steps[:place] for name in names_of(before))
-    ]
+    after_choice_by_head = [step for steps in sequences for step in list(dropwhile(_chooses_alike, steps))[1:]]
     for step in steps_of(policy):
         # A prompt that a policy with clamped distances takes in chunks is indexed after each of them, as after a turn.
         if step.get("turn_tokens") and not has_turns and not clamps(step):
             sentences.append(f"{option}.turn_tokens has no effect here: only a Conversation in Python has later turns")
         scorer = next(names_of(step.get("scorer")), None)
-        by_head = scorer == "tova" and step in behind
+        by_head = scorer == "tova" and step in after_choice_by_head
         if step.get("name") == "adakv" and scorer in ALIKE and not by_head:
             sentences.append(
                 f"{option}=adakv shares nothing out over {scorer}, whose scores are the same in all KV heads; use a "

@@ -25,7 +25,7 @@ def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: boo
     """
     if isinstance(layer, QuantisedLayer):
         before, layer = layer.num_slots, QuantisedRagged.of_dense(layer)
-        slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # which has no padding of all rows
+        slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # a ragged layer has no slots of padding
     if isinstance(layer, QuantisedRagged):
         return layer.cut_to(slots_BKm, room=room, compensates=compensates)
     if compensates or bool((slots_BKm < 0).any()):

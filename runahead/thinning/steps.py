@@ -246,7 +246,7 @@ class PolicySteps:
         slots_BKm = policy.keep(view) if self.evicts and self._decides(policy) else None
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
-            # Of such a layer and of one in few bits padding is dropped, too: the next step sees what is left.
+            # A ragged layer stores no padding, so the next step must not be given slots of padding either.
             is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
             if is_ragged and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)

@@ -186,7 +186,7 @@ def test_an_interruption_keeps_the_rounds_before_it(model: Path, tmp_path: Path)
         process.send_signal(signal.SIGINT)
         told += process.communicate(timeout=120)[1]
     finally:
-        process.kill()  # else it would go on behind a test that has failed
+        process.kill()  # otherwise it would go on after a failed test
     assert process.returncode == 130
     assert "go on with bench.resume=true" in told
     [line] = lines.read(results)

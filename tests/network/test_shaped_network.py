@@ -120,6 +120,7 @@ def test_noise_is_as_seeded_and_gives_the_rate_back():
         with Noise(network, seed=3, low=0.2, high=0.5, period_s=0.05) as again:
             until(lambda: len(again.changes) > 2 or again._running.done())
     assert max(during) <= 0.5
+    assert len(noise.changes) > 3
     assert all(0.2 <= change.gbps <= 0.5 for change in noise.changes)
     assert len({change.gbps for change in noise.changes}) == len(noise.changes)
     both = min(len(noise.changes), len(again.changes))
@@ -134,6 +135,7 @@ def test_noise_takes_one_of_several_links_at_a_time():
             before = len(noise.changes)
             slowed = sum(rate < 0.51 for rate in rates(network))
     assert slowed <= 2  # two while the thread is between giving back one and taking the next
+    assert {change.link for change in noise.changes} == {0, 1, 2}
 
 
 def test_noise_on_a_network_that_is_gone_is_an_error():

@@ -421,7 +421,7 @@ def test_padding_of_all_rows_in_few_bits_changes_nothing(steps: list[Policy]) ->
     )
 
     def answers(talk: Conversation, later_BC: Tensor) -> Tensor:
-        """Of a second turn, and of what follows it."""
+        """Logits of a second turn and of generated tokens after it."""
         answered_BCV = talk.feed(later_BC, all_logits=True)
         return torch.cat([answered_BCV, talk.follow(torch.tensor([[5, 6, 7]] * len(later_BC)))], dim=1)
 

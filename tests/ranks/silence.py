@@ -19,20 +19,23 @@ class Silence:
     def of(rank: int, size: int, folder: Path) -> Silence:
         """Make the pipes of the silent rank."""
         silence = Silence(folder, size, rank)
-        for other in silence._others:
-            os.mkfifo(other)
+        for pipe in silence._pipes:
+            os.mkfifo(pipe)
         return silence
 
     @property
-    def _others(self) -> list[Path]:
-        return [self.folder / f"rank-{rank}-ended" for rank in range(self.size) if rank != self.silent]
+    def _pipes(self) -> list[Path]:
+        return [self._pipe(rank) for rank in range(self.size) if rank != self.silent]
+
+    def _pipe(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}-ended"
 
     def keep(self) -> None:
-        """On the silent rank: stand still until the others have ended."""
-        for other in self._others:
-            other.read_bytes()
+        """Stand still until the others have ended. The silent rank calls this."""
+        for pipe in self._pipes:
+            pipe.read_bytes()
 
     def end(self, rank: int) -> None:
-        """On every rank: it has ended."""
+        """Tell the silent rank that this one has ended. Every rank calls this."""
         if rank != self.silent:
-            (self.folder / f"rank-{rank}-ended").open("wb").close()
+            self._pipe(rank).open("wb").close()

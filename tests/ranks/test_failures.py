@@ -16,7 +16,7 @@ from tests.ranks import failing_tasks
 from tests.ranks.silence import Silence
 
 TIMEOUT_S = 1.5
-"""Of the ranks in tests of one that is silent. Where another one fails they have more patience than it may need."""
+"""Timeout of the ranks in tests of a silent one. In the other tests they have that of `rank_pool`."""
 SOON_S = 30.0
 """Less than `rank_pool.TIMEOUT_S`."""
 

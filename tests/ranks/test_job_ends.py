@@ -20,7 +20,7 @@ from tests.warm_program import WarmProgram
 
 INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"
 TIMEOUT_S = 3.0
-"""Of ranks one of which is stopped; the others have more patience than a busy machine may need."""
+"""Timeout in the test that stops a rank. The other tests have a longer one, for busy machines."""
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_a_sweep_that_is_ended_leaves_no_process(folder, number, status, ranks):
         sweep.send_signal(number)
         _, err = sweep.communicate(timeout=120)
     finally:
-        sweep.kill()  # else it would go on behind a test that has failed
+        sweep.kill()  # otherwise it would go on after a failed test
     assert sweep.returncode == status
     assert wait_until(lambda: processes_of(folder) == [], 60)
     if number != signal.SIGKILL:

@@ -34,6 +34,7 @@ from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.trace import Span
 from tests.unit.tokenizers_for_tests import byte_level
+from tests.waiting import until
 
 POSITIONS = 4096
 TEMPLATE = (
@@ -192,7 +193,7 @@ class FakeEngine:
 
 @contextmanager
 def held(engine: FakeEngine) -> Iterator[threading.Event]:
-    """While the event is not set, prefills wait; behind the block it is, whatever happened there."""
+    """Context manager that lets prefills wait for the event. Leaving the block sets it, also after an error."""
     gate = threading.Event()
     engine.when_prefilling = gate.wait
     try:
@@ -273,10 +274,8 @@ def serving(
     )
     served.http.start()
     served.thread.start()
-    deadline = time.monotonic() + 60
-    while not served.http._server.started and time.monotonic() < deadline:
-        time.sleep(0.005)
     try:
+        until(lambda: served.http._server.started)
         yield served
     finally:
         served.scheduler.drain()

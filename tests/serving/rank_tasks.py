@@ -257,12 +257,12 @@ class Load:
 
 
 def two_prefills(told: Sequence[Item]) -> bool:
-    """For `Load.awaits`."""
+    """Whether two prefills have come; for `Load.awaits`."""
     return sum(isinstance(item, Prefill) for item in told) >= 2
 
 
 def two_cancellations(told: Sequence[Item]) -> bool:
-    """For `Load.awaits`: of rows of two prefills, or of two prefills."""
+    """Whether two prefills, or rows of them, have been cancelled; for `Load.awaits`."""
     rows = {number for item in told if isinstance(item, Cancel) for number, _ in item.rows}
     return len(rows | {item.number for item in told if isinstance(item, Stop)}) >= 2
 

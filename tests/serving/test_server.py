@@ -223,7 +223,7 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
             next(response.iter_lines())
         until(lambda: server.metric("runahead:num_requests_running") == 0)
         made = server.metric("runahead:generation_tokens_total") - before
-        assert 1 <= made < 25_000, "a cancelled request was generated to its end"
+        assert 1 <= made < 22_500, "a cancelled request was generated to its end"
 
         with server.client.stream("POST", "/v1/completions", json=endless | {"max_tokens": 1000}) as response:
             lines = response.iter_lines()
@@ -278,7 +278,7 @@ def test_a_drain_that_another_rank_begins_ends_in_time(model):
 
 def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
     with job(*options(model, "serve.itl_s=0.05", "serve.prefix_cache_bytes=100000000")) as server:
-        endless = {"prompt": TEXT * 5, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+        endless = {"prompt": TEXT * 5, "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             while not next(lines).startswith("data: "):
@@ -290,6 +290,7 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
+            assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.slow

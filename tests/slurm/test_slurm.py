@@ -66,7 +66,7 @@ def has_pending(process: int, number: signal.Signals) -> bool:
 
 
 def lengths_in(table: Path) -> list[int]:
-    """Those that a search has put into its table so far."""
+    """Lengths that a search has put into its table so far."""
     return [entry["length"] for entry in json.loads(table.read_text())["entries"]] if table.exists() else []
 
 
