@@ -34,7 +34,7 @@ from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
 from runahead.model.layers.shared_kv import ReadingAttention, find_sources, last_token_only
 from runahead.model.loading.memory import PeakMemory
-from runahead.model.loading.position_limit import max_positions
+from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
 from runahead.model.logits_check import (
     CHECK_TOKENS,
@@ -44,7 +44,7 @@ from runahead.model.logits_check import (
     transformers_logits,
 )
 from runahead.model.memory import activation_bytes, memory_after_call
-from runahead.model.rope_length import length_dependent_rotaries, longrope_threshold, rotary_length
+from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
@@ -303,7 +303,7 @@ class Model:
     @property
     def length_threshold(self) -> int | None:
         """Length in tokens above which LongRoPE uses other tables; None for other models."""
-        return longrope_threshold(self._rotaries, self.config)
+        return longrope_threshold(self.config)
 
     @cached_property
     def rotations(self) -> list[Rotary]:

@@ -28,23 +28,6 @@ def length_dependent_rotaries(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def longrope_threshold(rotaries: list[nn.Module], config: Any) -> int | None:
-    """Length in tokens above which LongRoPE uses other tables; None for other models.
-
-    Args:
-        rotaries: as `length_dependent_rotaries` finds them.
-        config: of the text decoder.
-    """
-    for rotary in rotaries:
-        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
-        for layer_type, kind in kinds.items():
-            if kind == "longrope":
-                parameters = config.rope_parameters
-                parameters = parameters[layer_type] if layer_type else parameters
-                return int(parameters["original_max_position_embeddings"])
-    return None
-
-
 @contextmanager
 def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[None]:
     """Context manager in which the rotary embeddings compute row r's tables for a sequence of lengths_B[r] tokens."""

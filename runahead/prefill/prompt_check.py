@@ -11,7 +11,7 @@ from typing import Any
 
 from policies.base import Phase, ReusingPrompt
 from runahead.config import Positions, PrefillName, PrefillOptions
-from runahead.model.loading.position_limit import max_positions
+from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -58,6 +58,7 @@ class PromptLimits:
             policies=policies,
             prefill=prefill,
             num_ranks=num_ranks,
+            length_threshold=longrope_threshold(config),
         )
 
     @classmethod
@@ -67,9 +68,16 @@ class PromptLimits:
             cls.of_config(model.config, policies, prefill, num_ranks),
             num_layers=model.num_layers,
             uneven_limit=model.uneven_limit,
-            length_threshold=model.length_threshold,
             name=f"model {model.name} ({model.config.model_type})",
         )
+
+    def most_new_tokens(self, num_tokens: int) -> int | None:
+        """Most tokens that can be generated after a prompt before LongRoPE changes its tables; None is any number.
+
+        The last generated token is not fed to the model any more.
+        """
+        threshold = self.length_threshold
+        return None if threshold is None or num_tokens > threshold else threshold - num_tokens + 1
 
     def chunk_tokens(self, num_tokens: int) -> int | None:
         """Number of tokens of a prompt that one rank computes at a time; None is all of them."""
@@ -156,6 +164,7 @@ def check_prompts(
             _check_end(name, prompt, num_new, limits.max_positions)
         _check_length(name, len(ids), num_new, limits)
     lengths = [len(prompt.ids) if isinstance(prompt, ReusingPrompt) else len(prompt) for prompt in prompts]
+    _check_threshold(names, lengths, num_new, limits)
     uneven = len(set(lengths)) > 1
     if uneven and limits.uneven_limit is not None and max(lengths) + num_new > limits.uneven_limit:
         raise ValueError(
@@ -195,11 +204,18 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
                 f"{name} has {num_tokens} tokens, and policy {type(replaying).__name__} repeats it at positions after "
                 f"it, of which the model has {limits.max_positions}; use at most {most} tokens, or another policy"
             )
-    threshold = limits.length_threshold
-    if threshold is not None and num_tokens <= threshold < num_tokens + num_new - 1:
+
+
+def _check_threshold(names: Sequence[str], lengths: Sequence[int], num_new: int, limits: PromptLimits) -> None:
+    """Check that LongRoPE keeps its tables while prompts are answered. Raises: ValueError."""
+    most = [limits.most_new_tokens(length) for length in lengths]
+    least = min((each for each in most if each is not None), default=num_new)
+    if least < num_new:
+        row, threshold = most.index(least), limits.length_threshold
         raise ValueError(
-            f"{name} has {num_tokens} tokens and may grow past {threshold}, where this model's RoPE changes; use "
-            f"generation.max_new_tokens={threshold - num_tokens + 1} or a longer prompt"
+            f"{names[row]} has {lengths[row]} tokens, and with generation.max_new_tokens={num_new} it may grow past "
+            f"{threshold}, where this model's RoPE (LongRoPE) changes; use generation.max_new_tokens={least} or less, "
+            f"or a prompt of more than {threshold} tokens"
         )
 
 

@@ -92,9 +92,8 @@ class RequestQueue:
             num_prompts, num_answers = num_places(len(prompts), prompt_of)
             left = self._limits.max_tokens - num_held(prompts) - num_prompts * longest
             bounds.append(left // num_answers)
-        threshold = self._prompt_limits.length_threshold
-        if threshold is not None:  # which no answer may cross
-            bounds += [threshold - len(ids) + 1 for ids in prompts if len(ids) <= threshold]
+        most = (self._prompt_limits.most_new_tokens(len(ids)) for ids in prompts)
+        bounds += [num_new for num_new in most if num_new is not None]
         return max(1, min(bounds))
 
     def add(self, request: Request) -> None:

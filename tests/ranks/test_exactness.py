@@ -181,7 +181,9 @@ def test_generation_over_the_longrope_threshold_is_refused(rank_pools: RankPools
     """transformers would start over there with other tables; we say so instead of computing something else."""
     fits = GenerationOptions(max_new_tokens=2, ignore_eos=True)  # the second token is not fed to the model any more
     rank_pools.run(1, tasks.generate, "phi3_longrope", [prompt(ROPE_THRESHOLD - 1)], fits)
-    with pytest.raises(RuntimeError, match=re.escape("use generation.max_new_tokens=2 or a longer prompt")):
+    with pytest.raises(
+        RuntimeError, match=re.escape("use generation.max_new_tokens=2 or less, or a prompt of more than 40 tokens")
+    ):
         rank_pools.run(
             1, tasks.generate, "phi3_longrope", [prompt(ROPE_THRESHOLD - 1)], GenerationOptions(max_new_tokens=3)
         )

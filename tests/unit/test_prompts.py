@@ -8,7 +8,10 @@ import pytest
 
 from launch.inputs.options import PromptOptions
 from launch.inputs.prompts import read_prompts
+from runahead.config import PrefillOptions
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import ROPE_THRESHOLD, build
 from tests.unit.tokenizers_for_tests import byte_level, sentencepiece
 
 TEMPLATE = (
@@ -228,6 +231,18 @@ def test_prompt_and_new_tokens_must_fit_the_model():
         assert part in str(error.value)
     with pytest.raises(ValueError, match="use a shorter prompt"):
         check_prompts([[1] * 100], limits, num_new=10)
+
+
+def test_answers_that_cross_the_longrope_threshold_are_refused_by_the_config_with_a_number_that_fits_all():
+    config = build("phi3_longrope").config
+    limits = PromptLimits.of_config(config, RankPolicies(), PrefillOptions(), 1)
+    beyond = [1] * (ROPE_THRESHOLD + 1)
+    check_prompts([[1] * 35, beyond, [1] * 38], limits, num_new=3, names=["a", "b", "c"])
+    with pytest.raises(ValueError, match="c has 38 tokens") as error:
+        check_prompts([[1] * 35, beyond, [1] * 38], limits, num_new=7, names=["a", "b", "c"])
+    assert "use generation.max_new_tokens=3 or less" in str(error.value)
+    assert [limits.most_new_tokens(n) for n in (38, ROPE_THRESHOLD, ROPE_THRESHOLD + 1)] == [3, 1, None]
+    assert PromptLimits().most_new_tokens(38) is None
 
 
 def test_everything_read_can_be_sent_to_other_ranks(tmp_path):

@@ -1,4 +1,4 @@
-"""Longest text of a model, by its config."""
+"""Lengths at which a model's positions end or change, by its config."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ def max_positions(config: Any) -> int | None:
     return None
 
 
+def longrope_threshold(config: Any) -> int | None:
+    """Length in tokens above which LongRoPE uses other tables; None for other models."""
+    thresholds = (
+        kind["original_max_position_embeddings"] for kind in _rope_kinds(config) if kind.get("rope_type") == "longrope"
+    )
+    return next(map(int, thresholds), None)
+
+
 def _dynamic_factor(config: Any) -> float:
     """Factor by which dynamic NTK scaling extends the length in a model's config."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or by layer type
+    kinds = _rope_kinds(config)
     return max(float(kind.get("factor") or 1.0) if kind.get("rope_type") == "dynamic" else 1.0 for kind in kinds)
+
+
+def _rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """Parameters of RoPE: one for all layers, or by layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
