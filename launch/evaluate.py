@@ -26,11 +26,13 @@ Measures cache policies under budgets in several tasks, each against the full ca
 the share of the context that attention saw, time to first token and time per token. Prints a table per task, writes a
 JSON report, and draws quality over the share that is kept, retrieval by depth, and what each layer keeps.
 
-  policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; one with a budget among its options, as
-                                        {{name:window,budget:256}}, runs under that one; {{name:full,bits:4}} stores
-                                        keys and values in 4 (or 2) bits; docs/cache_precision.md says
-                                        which policies take bits
-  budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers
+  policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; {{name:file,path:my.py}} is your own;
+                                        one with a budget among its options, as {{name:window,budget:256}}, runs under
+                                        that one; {{name:full,bits:4}} stores keys and values in 4 (or 2) bits;
+                                        docs/cache_precision.md says which policies take bits
+  budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers, of
+                                        a policy, of the scorer that it wraps, of the last step of a sequence that has
+                                        a budget; policies without one, such as those that retrieve, run once
   tasks=[perplexity,copy,passkey]       of {", ".join(TASK_NAMES)}
   text.file=<text in UTF-8>             for perplexity, copy, needle and ruler; by default {EXAMPLE_TEXT}
 

@@ -1,14 +1,15 @@
-"""The policies that are compared: each entry of policies=, under each budget that it can have."""
+"""The policies that are compared: each entry of policies= under each budget, or once if it has no budget."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from launch.inputs.policies import options_of, policies_of
+from launch.inputs.policy_file import policy_class, policy_files
 from policies import POLICIES, WRAPPERS
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
@@ -28,9 +29,10 @@ class Contender:
 
     Attributes:
         label: the policy for readers, without the budget.
-        budget: None where the policy has none, or has its own among its options.
+        budget: one of budgets=, or that among its options; None if it has no budget.
         settings: name and options that it was made of.
-        files: digest of what it reads, by path.
+        files: digest of what it reads and of a Python file that defines it, by path.
+        once: why budgets= does not apply to it; None if it does, and for the full cache.
     """
 
     label: str
@@ -38,6 +40,7 @@ class Contender:
     settings: dict[str, Any]
     policies: RankPolicies
     files: dict[str, str]
+    once: str | None = None
 
     @property
     def name(self) -> str:
@@ -62,12 +65,7 @@ def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Conten
         settings = {"name": entry} if isinstance(entry, str) else entry
         if not isinstance(settings, dict):
             raise ValueError(f"policies has {entry}, which is neither a name nor {{name:<policy>,<option>:<value>}}")
-        has_own = _has_own_budget(settings)
-        _policies(settings if has_own else _with_budget(settings, 1.0))  # finds names and options
-        label = _label(settings)
-        if not has_own and not budgets:
-            raise ValueError(f"policies: {label} needs budgets=[...], or a budget among its options")
-        found += [_contender(label, budget, settings) for budget in ([None] if has_own else budgets)]
+        found += _of_entry(settings, budgets)
     names = [contender.name for contender in found]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
@@ -75,15 +73,32 @@ def contenders(entries: Sequence[Any], budgets: Sequence[Budget]) -> list[Conten
     return found
 
 
-def _contender(label: str, budget: Budget | None, settings: dict[str, Any]) -> Contender:
-    if budget is not None:
-        settings = _with_budget(settings, budget)
+def _of_entry(settings: dict[str, Any], budgets: Sequence[Budget]) -> list[Contender]:
+    """The contenders of one entry: one per budget, or one alone if it has a budget of its own or none."""
+    keeper = _keeper(settings)
+    if keeper is None:  # a name or an option is wrong, and its message comes from where policies are built
+        return [_contender(_label(settings), None, settings)]
+    if (once := keeper.why_once) is not None:
+        return [_contender(_label(settings), None, settings, once=None if settings["name"] == "full" else once)]
+    if keeper.own_budget is not None:
+        return [_contender(_label(keeper.without_budget()), keeper.own_budget, settings)]
+    label = _label(settings)
+    _policies(keeper.with_budget(1.0))  # finds names and options
+    if not budgets:
+        raise ValueError(f"policies: {label} needs budgets=[...], or a budget among its options")
+    return [_contender(label, budget, keeper.with_budget(budget)) for budget in budgets]
+
+
+def _contender(label: str, budget: Budget | None, settings: dict[str, Any], once: str | None = None) -> Contender:
     try:
         policies = _policies(settings)
     except ValueError as error:
+        if budget is None:
+            raise
         raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
-    files = {path: _digest(Path(path)) for policy in policies.last if (path := policy.reads) is not None}
-    return Contender(label=label, budget=budget, settings=settings, policies=policies, files=files)
+    read = [*(policy.reads for policy in policies.last if policy.reads is not None), *policy_files(settings)]
+    files = {path: _digest(Path(path)) for path in read}
+    return Contender(label=label, budget=budget, settings=settings, policies=policies, files=files, once=once)
 
 
 def _digest(path: Path) -> str:
@@ -109,52 +124,121 @@ def _at_every_length(settings: Any) -> Any:
         settings = {"name": settings}
     if not isinstance(settings, dict):
         return settings
-    name = str(settings.get("name"))
-    if name == "sequence" and isinstance(settings.get("steps"), list):
+    if settings.get("name") == "sequence" and isinstance(settings.get("steps"), list):
         return settings | {"steps": [_at_every_length(step) for step in settings["steps"]]}
-    retrieves = name in POLICIES and issubclass(POLICIES[name], Retriever)
-    return {"min_tokens": 0} | settings if retrieves else settings
+    keeper = _keeper(settings)
+    retrieves = keeper is not None and issubclass(keeper.kind, Retriever)
+    return keeper.entry({"min_tokens": 0} | keeper.options) if keeper is not None and retrieves else settings
 
 
-def _has_own_budget(settings: dict[str, Any]) -> bool:
-    """Whether the settings already say how much to keep. True of a name that is not in the table of policies."""
-    if settings.get("name") in WRAPPERS:
-        return _has_own_budget(_scorer(settings))
-    if settings.get("name") not in POLICIES:
-        return True
-    options = _options(settings["name"])
-    if "mean_keep" in options and {"mean_keep", "budget"} & settings.keys():
-        return True
-    if "mean_keep" in options:  # it has no effect with these
-        return settings.get("schedule") == Schedule.cosine.name or settings.get("select") == Select.top_p.name
-    return "budget" not in options or "budget" in settings
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """The policy that decides how much an entry of policies= keeps, and so has its budget.
+
+    It is the entry itself, the scorer that it wraps, or the last step of a sequence that has a budget.
+
+    Attributes:
+        kind: its class.
+        options: those that are given.
+        entry: its options -> the whole entry with them in place of the given ones.
+    """
+
+    kind: type
+    options: dict[str, Any]
+    entry: Callable[[dict[str, Any]], dict[str, Any]]
+
+    @property
+    def why_once(self) -> str | None:
+        """Why budgets= does not apply; None if it does."""
+        if issubclass(self.kind, Retriever):
+            return "it keeps all keys and values; its option fetch says how many of them a token reads"
+        if "budget" not in self._known:
+            return "it has no option budget, and its other options say what it keeps"
+        if "mean_keep" in self._known and {"mean_keep", "budget"}.isdisjoint(self._given):
+            for option, value in (("schedule", Schedule.cosine), ("select", Select.top_p)):
+                if self.options.get(option) == value.name:
+                    return f"its mean_keep has no effect with {option}={value.name}"
+        return None
+
+    @property
+    def own_budget(self) -> Budget | None:
+        """The budget among its options."""
+        own: list[Budget] = [self.options[name] for name in ("budget", "mean_keep") if name in self._given]
+        return own[0] if own else None
+
+    @property
+    def _known(self) -> set[str]:
+        return {field.name for field in fields(self.kind)}
+
+    @property
+    def _given(self) -> set[str]:
+        return {name for name in self._known if self.options.get(name) is not None}
+
+    def with_budget(self, budget: Budget) -> dict[str, Any]:
+        """The entry with a budget; for PyramidInfer a share is the mean over layers."""
+        if "mean_keep" not in self._known or isinstance(budget, int):
+            return self.entry(self.options | {"budget": budget})
+        # A layer must keep room for tokens that are not recent, and no minimum may raise the mean, above all in short
+        # chunks.
+        room = {"recent_ratio": min(RECENT_RATIO, budget / 2), "min_tokens": 1}
+        return self.entry(room | self.options | {"mean_keep": budget})
+
+    def without_budget(self) -> dict[str, Any]:
+        """The entry without a budget among its options."""
+        return self.entry({name: value for name, value in self.options.items() if name not in ("budget", "mean_keep")})
 
 
-def _with_budget(settings: dict[str, Any], budget: Budget) -> dict[str, Any]:
-    """A policy's settings with a budget in them; for PyramidInfer a share is the mean over layers."""
-    if settings["name"] in WRAPPERS:
-        return settings | {"scorer": _with_budget(_scorer(settings), budget)}
-    if "mean_keep" not in _options(settings["name"]) or isinstance(budget, int):
-        return settings | {"budget": budget}
-    # A layer must keep room for tokens that are not recent, and no minimum may raise the mean, above all in short
-    # chunks.
-    return {"recent_ratio": min(RECENT_RATIO, budget / 2), "min_tokens": 1} | settings | {"mean_keep": budget}
+def _keeper(settings: Any) -> Keeper | None:
+    """The policy that decides how much these settings keep; None if they are no policy's."""
+    if isinstance(settings, str):
+        settings = {"name": settings}
+    if not isinstance(settings, dict):
+        return None
+    name = settings.get("name")
+    if name == "sequence":
+        return _keeper_of_steps(settings)
+    if name in WRAPPERS:
+        scorer = _keeper(settings.get("scorer", _default_scorer(settings)))
+        return scorer and replace(scorer, entry=lambda options: settings | {"scorer": scorer.entry(options)})
+    if name == "file" and isinstance(settings.get("options", {}), dict):
+        return Keeper(
+            kind=policy_class(settings.get("path")),
+            options=settings.get("options", {}),
+            entry=lambda options: settings | {"options": options},
+        )
+    if not isinstance(name, str) or name not in POLICIES:
+        return None
+    return Keeper(kind=POLICIES[name], options=settings, entry=lambda options: options)
 
 
-def _scorer(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the policy that another one wraps."""
+def _keeper_of_steps(settings: dict[str, Any]) -> Keeper | None:
+    """The last step of a sequence that has a budget, or the last one if none has."""
+    steps = settings.get("steps")
+    if not isinstance(steps, list) or not steps:
+        return None
+    keepers = [keeper for step in steps if (keeper := _keeper(step)) is not None]
+    if len(keepers) < len(steps):
+        return None
+    at = max((at for at, keeper in enumerate(keepers) if keeper.why_once is None), default=len(steps) - 1)
+    last = keepers[at]
+    return replace(
+        last, entry=lambda options: settings | {"steps": [*steps[:at], last.entry(options), *steps[at + 1 :]]}
+    )
+
+
+def _default_scorer(settings: dict[str, Any]) -> Any:
+    """The policy that another one wraps by default."""
     [default] = [field.default for field in fields(options_of(settings["name"])) if field.name == "scorer"]
-    scorer = settings.get("scorer", default)
-    return scorer if isinstance(scorer, dict) else {"name": scorer}
-
-
-def _options(name: str) -> set[str]:
-    return {field.name for field in fields(POLICIES[name])}  # type: ignore[arg-type]
+    return default
 
 
 def _label(settings: dict[str, Any]) -> str:
-    options = ", ".join(f"{name}={_short(value)}" for name, value in settings.items() if name != "name")
-    return settings["name"] + (f"({options})" if options else "")
+    """A policy and its options; a policy of a file is called by its path."""
+    name, given = settings.get("name"), settings
+    if name == "file":
+        name, given = settings.get("path"), settings.get("options", {})
+    options = ", ".join(f"{option}={_short(value)}" for option, value in given.items() if option != "name")
+    return f"{name}({options})" if options else str(name)
 
 
 def _short(value: Any) -> str:

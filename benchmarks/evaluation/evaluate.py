@@ -42,8 +42,11 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> None:
             lines.append(run.lines, [line])
         found.append(line)
     found = plan.select([*plan.done, *found])
-    for name, of_task in groupby(summary.rows(found), key=lambda row: row.task):
+    rows = summary.rows(found)
+    for name, of_task in groupby(rows, key=lambda row: row.task):
         print(f"{name}\n{text_table(summary.table(list(of_task)))}", flush=True)
+    for note in summary.notes(rows):
+        print(note, flush=True)
     if run.report is not None:
         _write(run, run.report, plan, found)
 

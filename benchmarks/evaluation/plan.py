@@ -154,6 +154,7 @@ class Plan:
             "task": name,
             "policy": contender.label,
             "budget": contender.budget,
+            "once": contender.once,
             "case": case,
             "score": outcome.score,
             "seen_share": outcome.seen_share,

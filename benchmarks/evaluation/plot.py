@@ -32,8 +32,11 @@ def main(args: Sequence[str] | None = None) -> int:
         if not found:
             raise ValueError(f"{path} has no lines; measure some with launch/evaluate.py")
         if options.table:
-            for task, of_task in groupby(summary.rows(found), key=lambda row: row.task):
+            rows = summary.rows(found)
+            for task, of_task in groupby(rows, key=lambda row: row.task):
                 print(f"{task}\n\n{markdown(summary.table(list(of_task)))}")
+            for note in summary.notes(rows):
+                print(note)
             return 0
         folder = path.parent if options.out is None else Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)

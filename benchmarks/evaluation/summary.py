@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -41,8 +41,12 @@ FIELDS: dict[str, Any] = {
 }
 """Fields that the report and the pictures need in a line, in the form of `benchmarks.harness.lines.fits`."""
 
-ADDED: dict[str, float | None] = {"seen_share": None, "host_bytes": 0}
-"""Fields that lines of earlier versions lack, and their values there."""
+ADDED: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+    "seen_share": (None, or_none(is_number)),
+    "host_bytes": (0, is_number),
+    "once": (None, or_none(is_text)),
+}
+"""Fields that lines of earlier versions lack: their values there, and their forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Row:
 
     Attributes:
         metric: the task's score, with its unit.
+        once: why the policy does not run under each budget; None if it does.
         measurements: number of lines.
         kv_share: KV cache bytes over those of the full cache.
         host_share: bytes of the pool from which a policy retrieves, over those of the full cache.
@@ -65,6 +70,7 @@ class Row:
     metric: str
     policy: str
     budget: Budget | None
+    once: str | None
     score: float
     measurements: int
     kv_share: float
@@ -83,15 +89,17 @@ class Row:
         """The row as a mapping for the JSON report, without the fields that its task does not have."""
         cells = [dict(zip((*CELL, "score"), (*cell, score), strict=True)) for cell, score in sorted(self.cells.items())]
         fields = asdict(self) | {"cells": cells}
-        return {name: value for name, value in fields.items() if name not in ("batch", "cells", "kinds") or value}
+        return {
+            name: value for name, value in fields.items() if name not in ("once", "batch", "cells", "kinds") or value
+        }
 
 
 def read(path: Path) -> list[Line]:
     """Read all lines of a file. Raises: ValueError: a line is not a measurement of an evaluation."""
     found = lines.read(path, option="lines", kind="task", fields=FIELDS)
     for number, line in enumerate(found, start=1):
-        for name, default in ADDED.items():
-            if not or_none(is_number)(line.setdefault(name, default)):
+        for name, (default, form) in ADDED.items():
+            if not form(line.setdefault(name, default)):
                 raise ValueError(f"lines={path}: line {number} is a damaged measurement, see its {name}; remove it")
     return found
 
@@ -131,6 +139,7 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
         metric=TASKS[task].metric,
         policy=policy,
         budget=budget,
+        once=group[-1]["once"],
         score=TASKS[task].combine([line["score"] for line in group], [line["weight"] for line in group]),
         measurements=len(group),
         kv_share=kv_bytes / full_kv_bytes,
@@ -182,6 +191,13 @@ def table(of_task: Sequence[Row]) -> Rows:
     ]
     has_batches = any(row.batch is not None for row in of_task)
     return made if has_batches else [cells[:-1] for cells in made]
+
+
+def notes(found: Sequence[Row]) -> list[str]:
+    """A sentence for each policy that did not run under each budget: why. None where no policy has a budget."""
+    if all(row.budget is None for row in found):
+        return []
+    return list(dict.fromkeys(f"{row.policy} ran once: {row.once}" for row in found if row.once is not None))
 
 
 def score_text(row: Row) -> str:

@@ -61,15 +61,16 @@ def load_files(policy: Any, ranks: Ranks) -> None:
     Raises:
         ValueError: a file cannot be used, or its content differs between ranks; SharedError on the other ranks.
     """
-    for path in _paths(policy):
+    for path in policy_files(policy):
         kind = ranks.on_all_ranks("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]
         ranks.require_same({f"policy.path={path}": secret(kind.__module__)}, "give every rank the same file")
 
 
-def _paths(value: Any) -> Iterator[str]:
+def policy_files(value: Any) -> Iterator[str]:
+    """Paths of the policy files that policy= names, also in steps, places and scorers."""
     if isinstance(value, dict):
         if value.get("name") == "file" and isinstance(value.get("path"), str):
             yield value["path"]
         value = list(value.values())
     for each in value if isinstance(value, list) else []:
-        yield from _paths(each)
+        yield from policy_files(each)

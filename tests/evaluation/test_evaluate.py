@@ -157,6 +157,32 @@ def test_measurements_of_another_machine_or_code_count_only_where_the_plan_says_
     assert across.missing() == [] and len(across.select(across.done)) == len(across._steps())
 
 
+def test_a_policy_of_a_file_is_measured_again_after_a_change_of_the_file(
+    folder: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under every budget as one policy; what cannot have one says so below the table."""
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from dataclasses import dataclass\nfrom policies.scorer import Scorer\n@dataclass(kw_only=True)\n"
+        "class Mine(Scorer):\n    def score(self, view):\n        return view.k_BKnH.norm(dim=-1)\n"
+    )
+    more = [f"policies=[full,{{name:file,path:{own}}},{{name:quest,page:4}}]", "tasks=[copy]", "copy.samples=1"]
+    options = arguments(folder, text_file, tmp_path / "eval.json", *more)
+    assert main(options) == 0
+    report = json.loads((tmp_path / "eval.json").read_text())
+    kept = {(row["policy"], row["budget"]): row["kept_shares"][0] for row in report["results"]}
+    policy = str(own)
+    assert kept.keys() == {("full", None), (policy, 0.3), (policy, 0.6), ("quest(page=4)", None)}
+    assert kept[policy, 0.3] < 0.4 < kept[policy, 0.6] < 0.7 and kept["full", None] == 1.0
+    note = "quest(page=4) ran once: it keeps all keys and values; its option fetch says how many of them a token reads"
+    assert note in capfd.readouterr().out and report["results"][-1]["once"] in note
+    own.write_text(own.read_text().replace("norm(dim=-1)", "norm(p=1, dim=-1)"))
+    run = EVALUATE.compose(options)
+    with Ranks.start(run.ranks) as ranks:
+        missing = Plan.of(run, ranks).missing()
+    assert [contender.name for _, _, contender in missing] == [f"{policy}, 30%", f"{policy}, 60%"]
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

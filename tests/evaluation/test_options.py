@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.evaluation.contenders import contenders
@@ -14,6 +16,7 @@ from policies.adakv import AdaKV
 from policies.criticalkv import CriticalKV
 from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
+from policies.retriever import Retriever
 from policies.snapkv import SnapKV
 from policies.window import Window
 from runahead.config import Positions
@@ -83,7 +86,7 @@ def test_policies_with_a_budget_come_under_every_one_and_others_once() -> None:
         ("full", None),
         ("snapkv", 0.2),
         ("snapkv", 64),
-        ("window(budget=64)", None),
+        ("window", 64),
         ("pyramidinfer", 0.2),
         ("pyramidinfer", 64),
     ]
@@ -102,9 +105,9 @@ def test_a_budget_of_a_wrapper_is_that_of_what_it_wraps() -> None:
     assert [each.label for each in found] == [
         "adakv",
         "adakv(scorer=snapkv(window=8), alpha=0.5)",
-        "adakv(scorer=snapkv(budget=64))",
+        "adakv(scorer=snapkv)",
     ]
-    assert [each.budget for each in found] == [0.2, 0.2, None]
+    assert [each.budget for each in found] == [0.2, 0.2, 64]
     assert [each.policies.last for each in found] == [
         [AdaKV(scorer=SnapKV(budget=0.2))],
         [AdaKV(scorer=SnapKV(budget=0.2, window=8), alpha=0.5)],
@@ -121,7 +124,7 @@ def test_options_of_a_policy_are_its_own() -> None:
     cosine = {"name": "pyramidinfer", "schedule": "cosine"}
     given = {"name": "pyramidinfer", "recent_ratio": 0.3}
     found = contenders([window, sequence, cosine, given], [0.5])
-    assert [each.budget for each in found] == [None, None, None, 0.5]
+    assert [each.budget for each in found] == [64, 32, None, 0.5]
     assert found[0].policies.positions is Positions.reencoded
     assert found[1].policies.last == [PyramidInfer(), Window(budget=32)]
     assert found[2].policies.last == [PyramidInfer(schedule="cosine")]  # type: ignore[arg-type]
@@ -131,11 +134,73 @@ def test_options_of_a_policy_are_its_own() -> None:
 def test_policies_retrieve_from_texts_of_any_length_unless_told_otherwise() -> None:
     given = {"name": "quest", "min_tokens": 100}
     in_sequence = {"name": "sequence", "steps": ["pyramidinfer", {"name": "quest", "fetch": 0.2}]}
-    found = contenders(["infinigen", given, in_sequence], [])
+    found = contenders(["infinigen", given, in_sequence], [0.5])
     retrievers = [each.policies.retriever for each in found]
     assert [each and each.min_tokens for each in retrievers] == [0, 100, 0]
     assert [each.label for each in found[:2]] == ["infinigen", "quest(min_tokens=100)"]
     assert found[0].settings == {"name": "infinigen"}
+
+
+OWN_POLICIES = """
+from dataclasses import dataclass
+from policies.base import Policy
+from policies.quest import Quest
+from policies.scorer import Scorer
+"""
+
+
+def of_file(path: Path, body: str) -> dict[str, object]:
+    """An entry of policies= whose file has this class."""
+    path.write_text(f"{OWN_POLICIES}\n@dataclass(kw_only=True)\n{body}\n")
+    return {"name": "file", "path": str(path)}
+
+
+def test_a_policy_of_a_file_comes_under_every_budget(tmp_path: Path) -> None:
+    """By itself, as a scorer, and as a step; an option of its own stays."""
+    own = of_file(tmp_path / "mine.py", "class Mine(Scorer):\n    power: float = 1.0\n    def score(self, view): ...")
+    powerful = own | {"options": {"power": 2.0}}
+    sequence = {"name": "sequence", "steps": ["pyramidinfer", own]}
+    found = contenders([own, powerful, {"name": "adakv", "scorer": own}, sequence], [0.2, 64])
+    path = own["path"]
+    assert [(each.label, each.budget) for each in found] == [
+        (label, budget)
+        for label in (
+            f"{path}",
+            f"{path}(power=2.0)",
+            f"adakv(scorer={path})",
+            f"sequence(steps=[pyramidinfer,{path}])",
+        )
+        for budget in (0.2, 64)
+    ]
+    kept = [each.policies.last[-1] for each in found]
+    assert [getattr(each, "scorer", each).budget for each in kept] == [0.2, 64] * 4  # type: ignore[attr-defined]
+    assert kept[2].power == 2.0 and found[-1].policies.last[0] == PyramidInfer()  # type: ignore[attr-defined]
+    of_one_curve = contenders([own | {"options": {"budget": budget}} for budget in (64, 128)], [])
+    assert [(each.label, each.budget) for each in of_one_curve] == [(path, 64), (path, 128)]
+
+
+def test_a_policy_without_a_budget_says_why_it_runs_once(tmp_path: Path) -> None:
+    own = of_file(tmp_path / "mine.py", "class Mine(Policy):\n    def keep(self, view):\n        return None")
+    own_retriever = of_file(tmp_path / "page.py", "class Mine(Quest):\n    pass")
+    in_steps = {"name": "sequence", "steps": ["minicache", "quest"]}
+    cosine = {"name": "pyramidinfer", "schedule": "cosine"}
+    found = contenders(["full", "snapkv", own, own_retriever, "quest", in_steps, cosine, "minicache"], [0.5])
+    full, snapkv, *once = found
+    no_budget = "it has no option budget, and its other options say what it keeps"
+    retrieves = "it keeps all keys and values; its option fetch says how many of them a token reads"
+    assert full.once is None and snapkv.once is None and all(each.budget is None for each in once)
+    assert [each.once for each in once] == [
+        no_budget,
+        retrieves,
+        retrieves,
+        retrieves,
+        "its mean_keep has no effect with schedule=cosine",
+        no_budget,
+    ]
+    [mine] = once[1].policies.last
+    assert isinstance(mine, Retriever) and mine.min_tokens == 0  # retrieves, as others do in an evaluation
+    with pytest.raises(ValueError, match="policies: Mine has no option budget"):
+        contenders([own | {"options": {"budget": 0.2}}], [])
 
 
 def test_a_policy_may_store_few_bits() -> None:
