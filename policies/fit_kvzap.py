@@ -190,7 +190,7 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
 
 def own_texts() -> Sequence[str]:
     """Paths of the texts that come with the programs: an example, and pages of the documentation if they are there."""
-    return [str(path) for path in (ROOT / EXAMPLE_TEXT, *sorted((ROOT / "docs").glob("*.md"))) if path.is_file()]
+    return [str(path) for path in (ROOT / EXAMPLE_TEXT, *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
 
 
 def fitted_on(num_contexts: int) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("runahead", "partitioner", "policies", "launch", "benchmarks")
 ARCHITECTURE = "docs/architecture.md"
 POLICIES_PAGE = "docs/policies.md"
+MANUAL_WORDS = 55_000
+"""Words of docs/ without docs/studies/ and docs/log.md: what somebody who uses Runahead may have to read."""
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
 MODULE_PATH = re.compile(rf"\b(?:{'|'.join(PACKAGES)})/[\w/]*\w\.py\b")
 
 # Spelled so that this file does not match itself.
@@ -49,7 +54,40 @@ def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
     assert not gone, f"{page} names {', '.join(gone)}"
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+@pytest.mark.parametrize("page", [*PAGES, "examples/README.md"])
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    assert not dead_links(ROOT / page)
+
+
+def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Some `heading`, here\n## Twice\n## Twice\n```\n# no heading\n```\n")
+    fine = (
+        "[a](other.md#some-heading-here) [b](#mine) [c](other.md#twice-1) [d](https://x.org/y#z) `[e](gone)`\n# Mine\n"
+    )
+    page = tmp_path / "page.md"
+    page.write_text(fine + "[a](other.md#no-heading) [b](gone.md) [c](#yours) ![d](gone.png)\n    [e](code.md)\n")
+    assert dead_links(page) == ["other.md#no-heading", "gone.md", "#yours", "gone.png"]
+
+
+def test_every_picture_is_linked_from_a_page() -> None:
+    linked = {target for page in PAGES for target, _ in links(ROOT / page)}
+    lost = [path for path in ROOT.glob("docs/**/*.png") if path not in linked]
+    assert not lost, f"no page links {', '.join(path.relative_to(ROOT).as_posix() for path in lost)}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {target for target, _ in links(ROOT / "docs" / "README.md")}
+    missing = [page for page in PAGES[1:] if ROOT / page not in listed and page != "docs/README.md"]
+    assert not missing, f"docs/README.md does not list {', '.join(missing)}"
+
+
+def test_the_manual_is_short_enough_to_be_read() -> None:
+    manual = [page for page in PAGES[1:] if not page.startswith("docs/studies/") and page != "docs/log.md"]
+    words = {page: len(read(ROOT / page).split()) for page in manual}
+    assert sum(words.values()) <= MANUAL_WORDS, f"measurements belong to docs/studies/: {words}"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_options_with_braces_are_quoted_in_commands(page: str) -> None:
     """Bash makes two words of `policy.scorer={name:snapkv,budget:512}`, and the program gets neither option."""
     assert not expanded_by_bash(read(ROOT / page))
@@ -108,11 +146,45 @@ def test_a_harmless_text_is_accepted(line: str) -> None:
 
 def expanded_by_bash(page: str) -> list[str]:
     """Options in a page's indented blocks and inline code that brace expansion splits: an unquoted `name=...{a,b}`."""
-    text = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)  # Python
+    text = without_code_blocks(page)
     blocks = re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"^ {4}.*", "", text, flags=re.MULTILINE))
     word = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)#.*|([\w.]+=[^\s'"{]*\{[^\s'"]*,[^\s'"]*\}[^\s'"]*)""")
     return [found[1] for code in (*blocks, *inline) for found in word.finditer(code) if found[1]]
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links of a page to files that are not there, or to headings that their page does not have."""
+    found = []
+    for target, anchor in links(page):
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            path = "" if target == page else os.path.relpath(target, page.parent)
+            found.append(path + (f"#{anchor}" if anchor else ""))
+    return found
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """File and anchor of each link of a page into the repository, pictures included."""
+    prose = re.sub(r"^ {4}.*|`[^`\n]*`", "", without_code_blocks(read(page)), flags=re.MULTILINE)
+    targets = re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose)
+    parts = [target.partition("#") for target in targets if not re.match(r"\w+:", target)]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
+
+
+def without_code_blocks(page: str) -> str:
+    """A page without its fenced blocks, which are Python."""
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    made: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", without_code_blocks(read(page)), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{anchor}-{made[anchor]}" if made[anchor] else anchor)
+        made[anchor] += 1
+    return found
 
 
 def forbidden_in(line: str) -> list[str]:

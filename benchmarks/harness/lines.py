@@ -54,6 +54,13 @@ def read(
     return lines
 
 
+def measured(found: Sequence[Line]) -> str:
+    """When lines were measured and by which commits, for a table's heading: "2026-11-24 to 2026-11-25, commit a, b"."""
+    days = sorted({str(line["date"])[:10] for line in found if line.get("date")})
+    commits = ", ".join(sorted({str(line["commit"]) for line in found}))
+    return ", ".join([*([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []), f"commit {commits}"])
+
+
 def fits(value: Any, form: Any) -> bool:
     """Whether a value has a form.
 

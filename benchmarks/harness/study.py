@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 """Marks on a page between which a study writes its table."""
+PAGES = ROOT / "docs" / "studies"
+"""Pages and pictures of studies."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Study:
         pictures: functions by file name; one may return None where there are no lines for it.
         key: fields that identify a measurement. `measure` can skip those in the file by `Run.has`.
         page: page of `--out` in which the table stands between the marks BEGIN and END.
+        manual: page beside `--out`, of the manual, and what stands there between these marks: a part of the table.
         replaces: write all lines at the end, in place of those in the file and without the machine's description, for
             simulations.
     """
@@ -96,6 +99,7 @@ class Study:
     pictures: Mapping[str, Callable[[list[Line]], bytes | None]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
     page: str = ""
+    manual: tuple[str, Callable[[list[Line]], str]] | None = None
     replaces: bool = False
 
     def main(self, args: Sequence[str] | None = None) -> None:
@@ -124,9 +128,11 @@ class Study:
                 if image is not None:
                     write_whole(Path(options.out) / name, image)
         table = self.table(found).rstrip()
-        page = Path(options.out) / self.page
-        if self.page and page.is_file():
-            write_whole(page, with_part(page.read_text(encoding="utf-8"), BEGIN, f"\n{table}\n", END))
+        if self.page:
+            write_part(Path(options.out) / self.page, table)
+        if self.manual:
+            name, part = self.manual
+            write_part(Path(options.out).parent / name, part(found).rstrip())
         print(table)
 
     def parser(self) -> argparse.ArgumentParser:
@@ -140,7 +146,7 @@ class Study:
             parser.add_argument(f"--{name}", **about)
         default = ROOT / "benchmarks" / "results" / f"{self.name.rpartition('.')[2]}.jsonl"
         parser.add_argument("--lines", default=str(default), metavar="FILE", help="JSON lines, read and appended to")
-        parser.add_argument("--out", default=str(ROOT / "docs"), metavar="FOLDER", help="folder for the pictures")
+        parser.add_argument("--out", default=str(PAGES), metavar="FOLDER", help="folder of its pictures and page")
         parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines; measure nothing")
         return parser
 
@@ -169,6 +175,12 @@ def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]
     example = default[0] if several else default
     given: dict[str, Any] = {"default": default, "help": help, "type": str if example is None else type(example)}
     return given | ({"nargs": "+"} if several else {}) | more
+
+
+def write_part(page: Path, table: str) -> None:
+    """Write the table between the marks of a page, if that exists."""
+    if page.is_file():
+        write_whole(page, with_part(page.read_text(encoding="utf-8"), BEGIN, f"\n{table}\n", END))
 
 
 def times_as_fast(own: Sequence[float], other: Sequence[float], name: str) -> str:

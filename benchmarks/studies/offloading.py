@@ -12,7 +12,7 @@ The rates of the device's memory and of the host's link are measured first. A st
 least once: weights, indices and the attended keys and values in the device's memory, fetched ones over the link. The
 bound is the longer of the two times. Variants run in turn, a few tokens each, round after round, on the same KV cache
 in host memory (transformers' cache has its own). Appends a JSON line per variant to benchmarks/results/offloading.jsonl
-and draws docs/offloading.png from these lines.
+and draws docs/studies/offloading.png from these lines.
 """
 
 # Legend: B batch, N query heads, K kv heads, n stored tokens, C new tokens, V vocabulary.

@@ -6,7 +6,7 @@
 Every point is a prompt of random tokens, some of which are cached in modules and the others new. Variants run in turn:
 the full prefill, modules in host memory, modules in memory-mapped files (page cache warm), and the bound: the new and
 link tokens alone, without anything to attend to. Appends a JSON line per point and draws
-docs/prompt_cache_ttft.png.
+docs/studies/prompt_cache_ttft.png.
 """
 
 from __future__ import annotations

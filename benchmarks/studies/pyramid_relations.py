@@ -12,7 +12,7 @@ three quantities are measured without evicting any more:
 
 Bounds come with them: the full cache, and a prompt without the passage ("unseen"). Appends a JSON line per sample and
 policy to benchmarks/results/pyramid_relations.jsonl, skipping those that are there already, draws
-docs/pyramid_shape.png and docs/pyramid_recent_ratio.png from these lines alone, and prints them as tables.
+docs/studies/pyramid_shape.png and pyramid_recent_ratio.png from these lines alone, and prints them as tables.
 """
 
 # Legend: S tokens.

@@ -10,7 +10,7 @@ paper's Fig. 17, the latter with and without skewing (Fig. 13); `pool`, a pool o
 with and without pinned sinks (Table 2); `others`, policies to compare with.
 
 Appends a JSON line per sample and setting to benchmarks/results/retrieval_quality.jsonl, skipping those that are
-there already, draws docs/retrieval_quality.png from these lines and prints them as a table.
+there already, draws docs/studies/retrieval_quality.png from these lines and prints them as a table.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.studies.scale
     python -m benchmarks.studies.scale --draw-only
 
-Makes every plan and rewrites benchmarks/results/scale.jsonl with a JSON line per plan; draws docs/scale_plan.png and
-writes the tables of docs/scale.md from these lines.
+Makes every plan and rewrites benchmarks/results/scale.jsonl with a JSON line per plan; draws scale_plan.png in
+docs/studies and writes the tables of docs/studies/scale.md from these lines.
 """
 
 from __future__ import annotations

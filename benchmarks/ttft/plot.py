@@ -1,6 +1,6 @@
 """Draws and tabulates what launch/bench.py measured, from its lines alone:
 
-python -m benchmarks.ttft.plot [--results benchmarks/results/bench.jsonl] [--out docs] [--table]
+python -m benchmarks.ttft.plot [--results benchmarks/results/bench.jsonl] [--out docs/studies] [--table]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 success, 1 invalid lines or files, 2 invalid command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--results", default="benchmarks/results/bench.jsonl", help="JSON lines of launch/bench.py")
-    parser.add_argument("--out", default="docs", help="folder for the pictures")
+    parser.add_argument("--out", default="docs/studies", help="folder for the pictures")
     parser.add_argument("--table", action="store_true", help="print tables in Markdown instead of drawing")
     parser.add_argument("--commit", help="only lines of this commit")
     parser.add_argument("--model", help="only lines of this model, by its name")

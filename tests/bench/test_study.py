@@ -16,7 +16,7 @@ import pytest
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
+from benchmarks.harness.study import BEGIN, END, PAGES, Run, Study, last_run, option
 
 STUDIES = (
     "endurance",
@@ -192,4 +192,4 @@ def test_a_study_writes_its_table_between_the_marks_of_its_page(tmp_path: Path) 
 def test_the_page_of_plans_has_the_tables_of_the_committed_lines() -> None:
     study: Study = import_module("benchmarks.studies.scale").STUDY
     found = lines.read(study.parser().get_default("lines"), option="--lines", kind=study.has)
-    assert study.table(found).rstrip() in (ROOT / "docs" / study.page).read_text(encoding="utf-8")
+    assert study.table(found).rstrip() in (PAGES / study.page).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
     python tests/faults/drill.py --seed 1 --count 200
 
 Appends a JSON line per drill to benchmarks/results/fault_drill.jsonl and goes on there where it was interrupted; then
-writes the table of outcomes into docs/reliability.md. `--only 17` runs a drill again and shows what it said.
+writes the table of outcomes into docs/studies/reliability.md. `--only 17` runs a drill again and shows what it said.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.faults.table import with_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "fault_drill.jsonl"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "studies" / "reliability.md"
 
 
 def main(args: Sequence[str] | None = None) -> int:

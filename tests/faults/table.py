@@ -1,4 +1,4 @@
-"""The table of outcomes in docs/reliability.md."""
+"""The table of outcomes in docs/studies/reliability.md."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz.py --seed 1 --count 12000
 
 Runs in one process. Appends a JSON line per batch to benchmarks/results/fuzz.jsonl and goes on there where it was
-interrupted; then writes the table into docs/reliability.md. `--only "lookup tables"` runs one target, and shows what
-its users are told; nothing is recorded.
+interrupted; then writes the table into docs/studies/reliability.md. `--only "lookup tables"` runs one target, and shows
+what its users are told; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.jsonl"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "studies" / "reliability.md"
 
 BATCH = 250
 """Inputs between two lines."""

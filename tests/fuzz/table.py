@@ -1,4 +1,4 @@
-"""The table of what was fuzzed, and the findings, in docs/reliability.md."""
+"""The table of what was fuzzed, and the findings, in docs/studies/reliability.md."""
 
 from __future__ import annotations
 

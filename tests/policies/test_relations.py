@@ -175,7 +175,7 @@ def test_tokens_that_were_important_are_important_later() -> None:
 
 
 class TestMiniCache:
-    """SmolLM2's neighbouring layers have no directions in common, and less is lost of the lower half (docs/results.md).
+    """SmolLM2's neighbouring layers have no directions in common, and less is lost of the lower half.
 
     In the paper, on larger models, directions are alike from the middle layer on.
     """

@@ -14,7 +14,7 @@ is another text, from whose first tokens queries are collected offline. Measured
 
 Bounds come with them: the best selection ("oracle"), and selections by all columns. Appends a JSON line per sample to
 benchmarks/results/infinigen_relations.jsonl, skipping those that are there already, draws
-docs/infinigen_columns.png and docs/infinigen_similarity.png from these lines alone, and prints them as tables.
+docs/studies/infinigen_columns.png and infinigen_similarity.png from these lines alone, and prints them as tables.
 """
 
 # Legend: S tokens.

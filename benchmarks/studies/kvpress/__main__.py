@@ -10,7 +10,7 @@ Measured are:
   they can be (methods.py), and with one of them at a time set to another value;
 - prompts of different lengths as one left-padded batch, against each of them alone, for both.
 
-Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl, which docs/kvpress.md discusses.
+Appends a JSON line per comparison to benchmarks/results/kvpress.jsonl, which docs/studies/kvpress.md discusses.
 kvpress_quality.py compares answers.
 """
 

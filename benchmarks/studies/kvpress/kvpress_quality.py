@@ -10,7 +10,7 @@ read the same folder of weights and the same token ids, and keep the same number
 options are in methods.py; the full cache on both sides shows whether they compute the same.
 
 Appends a JSON line per question, method and side to benchmarks/results/kvpress_quality.jsonl, skipping those that are
-there already, and writes the tables of docs/kvpress.md from all lines of the file.
+there already, and writes the tables of docs/studies/kvpress.md from all lines of the file.
 """
 
 from __future__ import annotations

@@ -73,4 +73,4 @@ METHODS = {
         options={"n_sink": SINKS},
     ),
 }
-"""By name, in the order of NVIDIA's scores on RULER with 25% kept (docs/kvpress.md)."""
+"""By name, in the order of NVIDIA's scores on RULER with 25% kept (docs/studies/kvpress.md)."""

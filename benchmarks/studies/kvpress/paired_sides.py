@@ -1,4 +1,4 @@
-"""Our answers in pairs with kvpress's to the same questions: tables of docs/kvpress.md."""
+"""Our answers in pairs with kvpress's to the same questions: tables of docs/studies/kvpress.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import mean
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.summary import FULL
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.kvpress.methods import METHODS
 from benchmarks.studies.quality.paired import Difference, Setting, question_of, setting_of
@@ -110,11 +110,10 @@ def tables(found: list[Line]) -> str:
     parts = []
     for ((model, _, length), budget), of_setting in pairs(found).items():
         lines = [line for line in found if setting_of(line)[::2] == (model, length)]
-        commits = ", ".join(sorted({str(line["commit"]) for line in lines}))
         versions = [line["kvpress"] for line in lines if "kvpress" in line][-1:]
         told = ", ".join(f"{name} {number}" for of_side in versions for name, number in of_side.items())
         questions = max(pair.questions for pair in of_setting)
-        heading = f"**{model}, {length}, {budget} kept**: {questions} questions; {told}; commit {commits}"
+        heading = f"**{model}, {length}, {budget} kept**: {questions} questions; {told}; {measured(lines)}"
         parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@
     python -m benchmarks.studies.paper_relations --draw-only
 
 Simulates everything and rewrites benchmarks/results/paper_relations.jsonl with a JSON line per configuration; draws
-docs/paper_relations_*.png and prints the tables of docs/paper_relations.md from these lines.
+docs/studies/paper_relations_*.png and prints the tables of docs/studies/paper_relations.md from these lines.
 """
 
 from __future__ import annotations

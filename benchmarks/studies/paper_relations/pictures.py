@@ -1,4 +1,4 @@
-"""Pictures of docs/paper_relations.md, from the lines of paper_relations.jsonl."""
+"""Pictures of docs/studies/paper_relations.md, from the lines of paper_relations.jsonl."""
 
 from __future__ import annotations
 

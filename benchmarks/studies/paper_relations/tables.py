@@ -1,4 +1,4 @@
-"""Tables of docs/paper_relations.md in Markdown, from the lines of paper_relations.jsonl."""
+"""Tables of docs/studies/paper_relations.md in Markdown, from the lines of paper_relations.jsonl."""
 
 from __future__ import annotations
 

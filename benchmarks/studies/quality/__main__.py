@@ -13,8 +13,8 @@ losses.py): of a passage that comes again, of the text that follows, and of one 
 that duo_attention, razor_attention and kvzap need (see methods.py) are looked for in the current folder.
 
 Appends a JSON line per sample, policy and budget to benchmarks/results/quality.jsonl, skipping those that are there
-already (as launch/evaluate.py does, whose lines have the same form), draws docs/quality.png and
-docs/quality_retrieving.png, and writes the tables of docs/quality.md from all lines of the file.
+already (as launch/evaluate.py does, whose lines have the same form). From all lines of the file it draws quality.png
+and quality_retrieving.png in docs/studies, and writes the tables of docs/studies/quality.md and docs/quality.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.harness.study import Run, Study, option
 from benchmarks.studies.quality.methods import FAMILIES, override
 from benchmarks.studies.quality.pictures import picture
 from benchmarks.studies.quality.recall_picture import recall_picture
-from benchmarks.studies.quality.tables import tables
+from benchmarks.studies.quality.tables import main_tables, tables
 from launch.evaluate import EVALUATE
 from launch.program.ending import say
 from runahead.ranks.ranks import Ranks
@@ -139,6 +139,7 @@ STUDY = Study(
     },
     pictures={"quality.png": picture, "quality_retrieving.png": recall_picture},
     page="quality.md",
+    manual=("quality.md", main_tables),
 )
 
 if __name__ == "__main__":

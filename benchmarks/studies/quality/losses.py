@@ -1,4 +1,4 @@
-"""Losses of methods over those of the full cache, on the same samples: tables of docs/quality.md.
+"""Losses of methods over those of the full cache, on the same samples: tables of docs/studies/quality.md.
 
 A loss is in nats per token: of a passage that comes again (copy), of the text that follows (text), and of the value of
 one key among many (key -> value).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.evaluation.summary import FULL
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.quality.methods import FAMILIES, SHARES, Method, Settings
 from benchmarks.studies.quality.paired import Difference
@@ -135,20 +135,19 @@ def _table(lines: Sequence[Line], family: str) -> str:
         for name, of_full in full_losses(lines).items()
         if of_full
     )
-    commits = ", ".join(sorted({str(line["commit"]) for line in lines}))
-    about = f"**{TITLES[family]}, {heading(lines)}**; the full cache's losses: {told}; commit {commits}"
+    about = f"**{TITLES[family]}, {heading(lines)}**; the full cache's losses: {told}; {measured(lines)}"
     return f"{about}\n\n{markdown(rows(compared(lines, family), family))}"
 
 
 def rows(methods: Compared, family: str) -> Rows:
     """A row per method, in Markdown's cells, the smallest loss of copies at the middle share first."""
     shares = [f"{100 * share:g}%" for share in SHARES[family]]
-    measured = [name for name in MEASURES if any(name in each.losses for at in methods.values() for each in at if each)]
+    columns = [name for name in MEASURES if any(name in each.losses for at in methods.values() for each in at if each)]
     extra = ["index", "saw, %", "recall, %"] if family == "retrieving" else ["kept, %"]
-    made: Rows = [("policy", *extra, *(f"{name}, {share}" for name in measured for share in shares), "n")]
+    made: Rows = [("policy", *extra, *(f"{name}, {share}" for name in columns for share in shares), "n")]
     for method, at in sorted(methods.items(), key=lambda item: _order(item[1])):
         cells = [f"`{method.name}`", *_bytes(at, family)]
-        cells += [_loss(each, name) for name in measured for each in at]
+        cells += [_loss(each, name) for name in columns for each in at]
         counts = [
             max((each.samples.get(name, 0) for each in at if each), default=0) for name in ("copy", "key -> value")
         ]

@@ -1,4 +1,4 @@
-"""Picture of docs/quality.md: what policies lose by what they keep and by what attention saw."""
+"""Picture of docs/studies/quality.md: what policies lose by what they keep and by what attention saw."""
 
 from __future__ import annotations
 

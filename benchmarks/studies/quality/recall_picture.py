@@ -1,4 +1,4 @@
-"""Picture of docs/quality.md: recall and losses of retrieving policies against the bytes that they fetch."""
+"""Picture of docs/studies/quality.md: recall and losses of retrieving policies against the bytes that they fetch."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Tables of docs/quality.md: one per model, protocol and length, a row per policy and budget; then those of losses."""
+"""Tables of docs/studies/quality.md: one per model, protocol and length, by policy and budget; then those of losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.options import RULER_TASKS, TASK_NAMES
 from benchmarks.evaluation.summary import FULL
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.quality import losses
-from benchmarks.studies.quality.paired import Difference, PolicyRow, over_scorers, rows, settings
+from benchmarks.studies.quality.paired import Difference, PolicyRow, Setting, over_scorers, rows, settings
 
 PROTOCOLS = {"separate": "question not seen", "with_context": "question seen"}
 ORDER = (*RULER_TASKS, *TASK_NAMES)
@@ -20,17 +20,41 @@ ORDER = (*RULER_TASKS, *TASK_NAMES)
 def tables(found: list[Line]) -> str:
     """All tables, each with the number of its questions and the commits that measured it."""
     parts = []
-    for (model, protocol, length), group in settings(found).items():
-        of_setting = rows(group)
-        if not any(row.policy == FULL for row in of_setting):
-            continue
-        commits = ", ".join(sorted({str(line["commit"]) for line in group}))
-        questions = max(row.pairs for row in of_setting)
-        heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {questions} questions, commit {commits}"
-        parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
+    for setting, group, of_setting in compared(found):
+        parts.append(with_heading(setting, group, of_setting))
         if wrapped := over_scorers(group):
             parts.append(f"The same questions, over the scorer's own choice:\n\n{markdown(scorers_table(wrapped))}")
     return "\n".join([*parts, losses.tables(found)])
+
+
+def main_tables(found: list[Line]) -> str:
+    """The table of docs/quality.md for each model: of its setting with most questions."""
+    largest: dict[str, tuple[int, str]] = {}
+    for setting, group, of_setting in compared(found):
+        questions = num_questions(of_setting)
+        if questions > largest.get(setting[0], (0, ""))[0]:
+            largest[setting[0]] = questions, with_heading(setting, group, of_setting)
+    return "\n".join(text for _, text in largest.values())
+
+
+def compared(found: list[Line]) -> Iterator[tuple[Setting, list[Line], list[PolicyRow]]]:
+    """Each setting in which the full cache answered, with its lines and rows."""
+    for setting, group in settings(found).items():
+        of_setting = rows(group)
+        if any(row.policy == FULL for row in of_setting):
+            yield setting, group, of_setting
+
+
+def with_heading(setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow]) -> str:
+    """A table behind a line with its setting, number of questions, and the dates and commits that measured it."""
+    model, protocol, length = setting
+    heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {num_questions(of_setting)} questions, {measured(group)}"
+    return f"{heading}\n\n{markdown(table(of_setting))}"
+
+
+def num_questions(of_setting: Sequence[PolicyRow]) -> int:
+    """Questions of the policy that was asked most."""
+    return max(row.pairs for row in of_setting)
 
 
 def table(of_setting: Sequence[PolicyRow]) -> Rows:

@@ -4,7 +4,7 @@
 
 Measures compute and runs every split, in turn, round after round, so that drift of the machine's speed affects all
 alike; then predicts every split from the medians. Appends a JSON line per point to benchmarks/results/prediction.jsonl
-and draws docs/prediction.png.
+and draws docs/studies/prediction.png.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ and values under a policy. Its gain is the ratio of the two, of which the measur
 With `--filled` keys and values are drawn and the weights are random, in SmolLM2's shape: a text longer than its
 positions without a prefill. Policies run in turn, a few tokens each, round after round; with `--filled` one after
 another, each in turn with the full cache, so that one policy's keys and values are in memory at a time. Appends a JSON
-line per length and policy to benchmarks/results/retrieval_decode.jsonl and draws docs/retrieval_decode.png from these.
+line per length and policy to benchmarks/results/retrieval_decode.jsonl and draws docs/studies/retrieval_decode.png from
+these.
 """
 
 from __future__ import annotations
