@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, or_masks
+
+_AND, _OR, _BLOCKS = (made.__code__ for made in (and_masks(), or_masks(), blockwise_overlay(torch.empty(0))))
+"""The code of transformers' intersections and unions, and of overlays by which the parts of an image see each other."""
 
 
 class MaskRule:
@@ -18,13 +21,14 @@ class MaskRule:
 
     transformers builds every mask from an index function (causal, sliding window, chunked, ...) and passes it to the
     mask function of the attention implementation. This class keeps the index function, so that attention can evaluate
-    it one block at a time and can tell cheaply when it is plain causal attention.
+    it one block at a time and can tell cheaply when it is plain causal attention. Overlays for images are left out:
+    they hold the blocks of one forward's positions, and a rule must hold at any position of any text.
     """
 
     ndim = 0  # Falcon and MPT look at these two before they pass a mask on
 
     def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
-        self._mask_function = mask_function
+        self._mask_function = mask_function = _without_images(mask_function) or mask_function
         # On the host, so that nobody waits for a GPU, unless the function holds tensors.
         self._device = device if _may_hold_tensors(mask_function) else "cpu"
         self._is_causal = mask_function is causal_mask_function  # needs no evaluation, nor a wait for a GPU
@@ -74,6 +78,24 @@ class MaskRule:
             causal_CS = keys[None, :] <= queries[:, None]
             self._plain[key] = bool((self.allowed(queries, keys) == causal_CS).all())
         return self._plain[key]
+
+
+def _without_images(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The mask function without overlays for the blocks of images, if there are no images; None if nothing is left."""
+    code = getattr(function, "__code__", None)
+    if code is _BLOCKS:
+        [blocks_BS] = (cell.cell_contents for cell in function.__closure__ or ())
+        return None if bool((blocks_BS < 0).all()) else function
+    if code is not _AND and code is not _OR:
+        return function
+    [parts] = (cell.cell_contents for cell in function.__closure__ or ())
+    left = [_without_images(part) for part in parts]
+    if left == list(parts):
+        return function
+    kept = [part for part in left if part is not None]
+    if code is _AND:
+        return and_masks(*kept) if len(kept) == len(left) else None
+    return or_masks(*kept) if len(kept) > 1 else next(iter(kept), None)
 
 
 def _may_hold_tensors(value: object) -> bool:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cached_property
@@ -462,8 +463,9 @@ class Model:
         """
         if "position_ids" not in self._optional and self.config.model_type not in ADAPTERS:
             return 0
-        if getattr(self.config, "attn_temperature_tuning", False):  # Llama 4 scales queries by position // floor_scale
-            return int(self.config.floor_scale)
+        if getattr(self.config, "attn_temperature_tuning", False):
+            # Llama 4 scales queries from token number `floor_scale` on, counted from 1.
+            return math.ceil(self.config.floor_scale) - 1
         return None
 
     def empty_cache(self, num_tokens: int, *, batch: int = 1) -> KVCache:

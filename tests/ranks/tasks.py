@@ -22,6 +22,7 @@ from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, throughout
 
 
@@ -101,6 +102,7 @@ def generate(
     first_index: int = 0,
     eos: list[int] | None = None,
     decode: DecodeName = DecodeName.auto,
+    draft: RankPolicies | None = None,
 ) -> tuple[GenerationBatch, Steps]:
     """Result of `Engine.generate` on this rank, and the calls of `on_tokens` there.
 
@@ -108,7 +110,8 @@ def generate(
     """
     model = tiny_model(family)
     partition = even if boundaries is None else lambda *_: ContextPartition(boundaries=boundaries)
-    engine = Engine(model, ranks, prefill=prefill, partition=partition, decode=DecodeOptions(name=decode))
+    decoding = DecodeOptions(name=decode)
+    engine = Engine(model, ranks, prefill=prefill, partition=partition, decode=decoding, draft=draft)
     steps: Steps = []
     with (
         throughout(model.dtype),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 from hypothesis import Phase, given, seed, settings
 
+from policies.base import Policy
+from policies.infinigen import InfiniGen
+from policies.snapkv import SnapKV
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import Speculate, Transfer
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.partitions import boundaries
@@ -123,18 +128,35 @@ def test_rank_0_is_told_tokens_when_it_decodes_itself_and_when_it_is_idle(rank_p
         assert steps == [[token] for token in expected]
 
 
+@pytest.mark.parametrize(
+    ("drafter", "bounds"),
+    [
+        (None, (0, 25, 60)),
+        (SnapKV(budget=16, window=4, kernel=3), (0, 25, 60)),
+        (SnapKV(budget=16, window=4, kernel=3), (0, 59, 60)),
+        (InfiniGen(min_tokens=0, sinks=1, recent=2, fetch=0.3, skew="none", observed=8), (0, 59, 60)),
+    ],
+    ids=["lookup", "snapkv", "snapkv over one token", "infinigen over one token"],
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_drafts_change_no_token_behind_a_chain(rank_pools: RankPools, family: str) -> None:
-    """The last rank alone drafts and decodes, over windows of what it received, and rank 0 hears of every token."""
+def test_drafts_change_no_token_behind_a_chain(
+    rank_pools: RankPools, family: str, drafter: Policy | None, bounds: tuple[int, ...]
+) -> None:
+    """The last rank alone drafts and decodes, over windows of what it received, and rank 0 hears of every token.
+
+    A policy chooses what drafts see by the last tokens that can be computed again over these windows.
+    """
     prompts = [prompt(6, seed=1) * 10, prompt(5, seed=2) * 8]
     options = GenerationOptions(
         max_new_tokens=NUM_NEW,
         ignore_eos=True,
-        speculate=Speculate.lookup,
+        speculate=Speculate.lookup if drafter is None else Speculate.policy,
         speculate_match=1,
         speculate_always=True,
     )
-    (batch, steps), *others = rank_pools.run(2, tasks.generate, family, prompts, options, (0, 25, 60))
+    draft = None if drafter is None else RankPolicies.everywhere([drafter])
+    run = partial(tasks.generate, draft=draft)
+    (batch, steps), *others = rank_pools.run(2, run, family, prompts, options, bounds)
     expected = [oracle_tokens(family, tuple(ids), NUM_NEW) for ids in prompts]
     told = [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
     assert told == [each.new_token_ids for each in batch.generations] == expected

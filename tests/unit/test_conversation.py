@@ -94,6 +94,16 @@ def test_padded_rows_go_on_as_they_do_alone(policy: Policy) -> None:
         assert generate(alone) == [answers[row]]
 
 
+def test_padded_rows_end_where_positions_of_the_padded_text_count() -> None:
+    """Llama 4 scales the queries of its layers without RoPE from token number floor_scale (8) of the padded text on."""
+    ours = conversation(family="llama4_text_tempered")
+    logits_BV = feed(ours, IDS[:7], [0] * 4 + IDS[:3], pads=[0, 4])
+    equal(logits_BV[0], oracle_logits("llama4_text_tempered", tuple(IDS[:7])))
+    equal(logits_BV[1], oracle_logits("llama4_text_tempered", tuple(IDS[:3])))
+    with pytest.raises(ValueError, match="counts positions from the start of the longest row"):
+        feed(ours, IDS[7:8], IDS[3:4])
+
+
 @every_policy
 def test_a_look_ahead_changes_nothing(policy: Policy) -> None:
     looking, other = conversation(policy), conversation(policy)

@@ -20,15 +20,30 @@ Observe = Callable[[int, SeenSlab, AttentionTerms], object]
 """Called after each layer's attention with the number of the layer, its keys, values and queries, and the terms."""
 
 
-def observe(model: Model, whole: SlabRow, ids: Sequence[int], num_last: int, each_layer: Observe) -> None:
+def first_observed(model: Model, whole: SlabRow, num_tokens: int, num_last: int) -> int:
+    """First of a row's last `num_last` tokens that can be computed again.
+
+    In a layer with a sliding window, a rank stores no keys before those that the first token of its own chunk sees.
+
+    Args:
+        whole: keys and values of the row.
+        num_tokens: number of its tokens.
+    """
+    start = max(0, num_tokens - num_last)
+    for number, layer in enumerate(whole.layers):
+        while model.first_needed(number, start, [0]) < layer.slab.first:
+            start += 1
+    return start
+
+
+def observe(model: Model, whole: SlabRow, ids: Sequence[int], start: int, each_layer: Observe) -> None:
     """Compute the last tokens of a row that is stored; nothing is stored.
 
     Args:
         whole: keys and values of the row.
         ids: its tokens.
-        num_last: how many of them to compute.
+        start: first token that is computed; see `first_observed`.
     """
-    start = max(0, len(ids) - num_last)
     with suppress(PrefillEndsHere):
         ids_1C = torch.tensor([list(ids[start:])], device=model.device)
         model.forward(ids_1C, _Observed(whole, start, each_layer), start=start, pads=[0], length=len(ids))

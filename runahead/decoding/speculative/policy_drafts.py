@@ -19,7 +19,7 @@ from runahead.config import Positions
 from runahead.decoding.decode import Row
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
-from runahead.decoding.speculative.observed import as_kept, observe
+from runahead.decoding.speculative.observed import as_kept, first_observed, observe
 from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
@@ -82,7 +82,8 @@ class PolicyDrafter(GeneratedDrafter):
     def _kept(self, whole: KVStore, ids: Sequence[int]) -> KVStore:
         """Keys and values that the policies keep of a row with these tokens."""
         assert isinstance(whole, SlabRow), type(whole)
-        model, tokens = self._model, NewTokens(max(0, len(ids) - OBSERVED_TOKENS), [0])
+        model = self._model
+        tokens = NewTokens(first_observed(model, whole, len(ids), OBSERVED_TOKENS), [0])
         tokens.ids_BC = torch.tensor([list(ids[tokens.start :])], device=model.device)
         steps = PolicySteps(model, self._policies, tokens, prompt_tokens=len(ids), room=NEW_ROOM)
         kept = KeptCache.empty(model.kv_shapes, batch=1, device=model.device)
@@ -90,5 +91,5 @@ class PolicyDrafter(GeneratedDrafter):
         def cut_back(layer: int, seen: SeenSlab, terms: AttentionTerms) -> None:
             kept.put(layer, steps.run(layer, as_kept(model, whole, layer, len(ids)), seen, terms))
 
-        observe(model, whole, ids, OBSERVED_TOKENS, cut_back)
+        observe(model, whole, ids, tokens.start, cut_back)
         return kept

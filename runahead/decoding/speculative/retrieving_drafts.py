@@ -23,7 +23,7 @@ from runahead.cache.rows import RowsCache
 from runahead.decoding.decode import Row
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
-from runahead.decoding.speculative.observed import as_kept, observe
+from runahead.decoding.speculative.observed import as_kept, first_observed, observe
 from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.retrieval.cache import SeenWithRest
@@ -83,15 +83,15 @@ class RetrievedRow(KVStore):
     def __init__(self, model: Model, policy: Retriever, whole: SlabRow, ids: Sequence[int]) -> None:
         pool = [as_kept(model, whole, layer, len(ids), has_room=True) for layer in range(len(whole.layers))]
         self.retrieval = Retrieval(policy, model, pool, batch=1)
-        num_last = max(1, num_observed(policy))
-        positions_1C = torch.arange(max(0, len(ids) - num_last), len(ids), device=model.device)[None]
+        start = first_observed(model, whole, len(ids), max(1, num_observed(policy)))
+        positions_1C = torch.arange(start, len(ids), device=model.device)[None]
         room = whole.layers[0].slab.end - len(ids)
 
         def index(layer: int, seen: SeenSlab, terms: AttentionTerms) -> None:
             if self.retrieval.in_pool[layer]:
                 self.retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
 
-        observe(model, whole, ids, num_last, index)
+        observe(model, whole, ids, start, index)
         self.layers = [
             RetrievedDrafts(whole=each, retrieval=self.retrieval, number=number)
             for number, each in enumerate(whole.layers)
