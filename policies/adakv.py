@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, require
+from policies.base import LayerView, Phase, require
 from policies.kept_slots import first_slots
-from policies.scorer import Scorer
-from policies.snapkv import SnapKV
+from policies.wrapper import Wrapper
 
 
 @dataclass(kw_only=True)
-class AdaKV(Policy):
+class AdaKV(Wrapper):
     """Share out the budget of a layer over its KV heads.
 
     Attributes:
-        scorer: the policy whose budget, sinks, recent tokens and scores these are. Scores of different heads have to be
-            comparable, as shares of attention are.
+        scorer: as of `Wrapper`. Scores of different heads have to be comparable, as shares of attention are.
         alpha: share of the budget that all heads get alike.
     """
 
@@ -38,42 +35,15 @@ class AdaKV(Policy):
     while_decoding: ClassVar[bool] = False
     compares_by_kv_head: ClassVar[bool] = True
 
-    scorer: Scorer = field(default_factory=SnapKV)
     alpha: float = 0.2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 <= self.alpha <= 1, "alpha", self.alpha, "must be a share of the budget in [0, 1]")
         if self.scorer.keeps_ragged:
             raise ValueError(
                 f"policy.scorer={type(self.scorer).__name__} shares out its budget over heads by itself; use it alone"
             )
-
-    @property
-    def queries_from(self) -> int | None:
-        return self.scorer.queries_from
-
-    @property
-    def carries_generated(self) -> bool:  # type: ignore[override]
-        return self.scorer.carries_generated
-
-    @property
-    def needs_attention_input(self) -> bool:  # type: ignore[override]
-        return self.scorer.needs_attention_input
-
-    @property
-    def reads(self) -> str | None:
-        return self.scorer.reads
-
-    def require(self, model: ModelFacts) -> None:
-        self.scorer.require(model)
-
-    def of_part(self, part: PromptPart) -> Self:
-        other = copy(self)
-        other.scorer = self.scorer.of_part(part)
-        return other
-
-    def carry(self, view: LayerView) -> Tensor | None:
-        return self.scorer.carry(view)
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         """The scorer's bound, on average over the KV heads of a layer."""

@@ -10,24 +10,22 @@ dropping the token moves the output of attention.
 from __future__ import annotations
 
 import math
-from copy import copy
-from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, PromptPart, require
-from policies.scorer import Scorer
-from policies.snapkv import SnapKV
+from policies.base import LayerView, Phase, require
+from policies.wrapper import Wrapper
 
 
 @dataclass(kw_only=True)
-class CriticalKV(Policy):
+class CriticalKV(Wrapper):
     """Choose part of the budget by the scores of another policy times the length of the projected values.
 
     Attributes:
-        scorer: the policy whose budget, sinks, recent tokens and scores these are.
+        scorer: as of `Wrapper`. Its scores have to be shares of attention.
         first_share: share of the budget that it chooses alone, beside sinks and recent tokens.
         epsilon: added to scores before values weigh them.
     """
@@ -35,11 +33,11 @@ class CriticalKV(Policy):
     needs_output_projection: ClassVar[bool] = True
     compares_by_kv_head: ClassVar[bool] = True
 
-    scorer: Scorer = field(default_factory=SnapKV)
     first_share: float = 0.5
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.scorer.scores_attention:
             raise ValueError(
                 f"policy.scorer={type(self.scorer).__name__} does not score by shares of attention, which criticalkv "
@@ -49,20 +47,8 @@ class CriticalKV(Policy):
         require(is_share, "first_share", self.first_share, "must be a share of the budget in [0, 1]")
         require(0 <= self.epsilon < math.inf, "epsilon", self.epsilon, "must be a number of at least 0")
 
-    @property
-    def queries_from(self) -> int | None:
-        return self.scorer.queries_from
-
-    def of_part(self, part: PromptPart) -> Self:
-        other = copy(self)
-        other.scorer = self.scorer.of_part(part)
-        return other
-
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         return self.scorer.most_slots(num_layers, phase)
-
-    def carry(self, view: LayerView) -> Tensor | None:
-        return self.scorer.carry(view)
 
     def keep(self, view: LayerView) -> Tensor | None:
         if view.phase is Phase.decode and not self.scorer.while_decoding:

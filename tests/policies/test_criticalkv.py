@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from launch.inputs.policies import policies_of
+from policies.adakv import AdaKV
 from policies.chunkkv import ChunkKV
 from policies.criticalkv import CriticalKV
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.lagkv import LagKV
+from policies.pyramidinfer import PyramidInfer
 from policies.r_kv import RKV
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
@@ -174,6 +176,9 @@ def test_options() -> None:
     for scorer in ("full", "pyramidinfer"):
         with pytest.raises(ValueError, match=f"policy.scorer={scorer} does not score tokens"):
             policies_of({"name": "criticalkv", "scorer": scorer}, "policy")
+    for wrapper, scorer in ((CriticalKV, AdaKV()), (AdaKV, CriticalKV()), (AdaKV, PyramidInfer())):
+        with pytest.raises(ValueError, match=f"policy.scorer={type(scorer).__name__} does not score tokens"):
+            wrapper(scorer=scorer)
     for scorer in (KeyDiff(), LagKV(), RKV()):
         with pytest.raises(ValueError, match=f"policy.scorer={type(scorer).__name__} does not score by shares"):
             CriticalKV(scorer=scorer)
