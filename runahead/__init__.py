@@ -13,27 +13,42 @@ if TYPE_CHECKING:
         DecodeOptions,
         GenerationOptions,
         ModelOptions,
+        Positions,
         PrefillOptions,
         RanksOptions,
     )
     from runahead.context import ContextPartition, even, from_ratios
     from runahead.conversation import Conversation, ShardedConversation
+    from runahead.decoding.speculative.speculator import Draft
     from runahead.engine import Engine
+    from runahead.failures import PeerFailure
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
+    from runahead.report import Generation, GenerationBatch
+    from runahead.reuse.prefix_tree import PrefixTree
+    from runahead.reuse.store import SegmentStore
+    from runahead.thinning.rank_policies import RankPolicies
 
 _HOMES = {
     "CacheOptions": "config",
     "ContextPartition": "context",
     "Conversation": "conversation",
     "DecodeOptions": "config",
+    "Draft": "decoding.speculative.speculator",
     "Engine": "engine",
+    "Generation": "report",
+    "GenerationBatch": "report",
     "GenerationOptions": "config",
     "Model": "model.model",
     "ModelOptions": "config",
+    "PeerFailure": "failures",
+    "Positions": "config",
+    "PrefixTree": "reuse.prefix_tree",
     "PrefillOptions": "config",
+    "RankPolicies": "thinning.rank_policies",
     "Ranks": "ranks.ranks",
     "RanksOptions": "config",
+    "SegmentStore": "reuse.store",
     "ShardedConversation": "conversation",
     "even": "context",
     "from_ratios": "context",

@@ -6,10 +6,12 @@ import ast
 import os
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from policies import POLICIES
 
@@ -54,7 +56,7 @@ def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
     assert not gone, f"{page} names {', '.join(gone)}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "examples/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "examples/README.md"])
 def test_links_lead_to_files_and_headings(page: str) -> None:
     assert not dead_links(ROOT / page)
 
@@ -107,6 +109,12 @@ def test_options_with_braces_are_quoted_in_commands(page: str) -> None:
 )
 def test_what_bash_expands_is_found(page: str, found: list[str]) -> None:
     assert expanded_by_bash(page) == found
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    citation = yaml.safe_load(read(ROOT / "CITATION.cff"))
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
 
 
 def test_no_file_names_a_machine_or_an_index() -> None:

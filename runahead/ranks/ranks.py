@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -37,7 +36,7 @@ from runahead.ranks.mapped.device_memory import DeviceMemory
 from runahead.ranks.mapped.memory import HostMemory, Segment, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
 from runahead.ranks.mesh import Mesh
-from runahead.ranks.rendezvous import meet
+from runahead.ranks.rendezvous import environment_store, meet, store_of_job
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.watcher import Watcher
 from runahead.ranks.worker import Worker
@@ -96,7 +95,8 @@ class Ranks(Groups):
         patience_s = max(timeout_s, MEETING_S)
         try:
             if store is None:
-                store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
+                store = environment_store(rank, size, patience_s)
+            store = store_of_job(store, rank)
             facts = library_facts() | {"the backend": backend}
             # Made before the ranks meet, so that its first beat is in the store when another rank reads it.
             on_cpu = device.type == "cpu"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -55,6 +57,23 @@ class Presence:
     def has_ended(self) -> bool:
         """Whether a process of this machine has ended (a zombie counts as ended)."""
         return _started(self.pid) != self.started
+
+
+@cache
+def environment_store(rank: int, size: int, patience_s: float) -> dist.Store:
+    """The store that the launcher's environment variables name.
+
+    It stays connected until the process ends, since a later job of these processes may meet there again while another
+    rank still leaves the one before.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
+    return store
+
+
+def store_of_job(store: dist.Store, rank: int) -> dist.Store:
+    """The part of a store that belongs to the job that this rank joins now: its first one, its second one, ..."""
+    number = store.add(f"runahead-jobs-of-{rank}", 1)
+    return dist.PrefixStore(f"runahead-job-{number}", store)
 
 
 def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, patience_s: float) -> list[Presence]:

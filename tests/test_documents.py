@@ -1,0 +1,123 @@
+"""The Python that README.md, docs/library.md and docs/prompt_cache.md show runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runahead import Model, ModelOptions
+from runahead.report import GenerationBatch
+from tests.families import save_tiny_llama
+from tests.unit.tokenizers_for_tests import byte_level
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def code_with(page: str, name: str) -> str:
+    """The page's Python block that uses a name."""
+    [block] = [block for block in code_of(page) if name in block]
+    return block
+
+
+def code_of(page: str) -> list[str]:
+    """The page's Python blocks."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+Shown = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.load(ModelOptions(), torch.device("cpu"))
+
+
+@pytest.fixture
+def shown(model: Model, monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """Runs blocks one after the other in the repository's folder, with the model loaded once; returns their names."""
+
+    def load(options: ModelOptions, device: torch.device) -> Model:
+        assert (options, device) == (ModelOptions(), model.device)
+        return model
+
+    def run(*blocks: str) -> dict[str, Any]:
+        names: dict[str, Any] = {}
+        for block in blocks:
+            exec(compile(block, "a page", "exec"), names)
+        return names
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Model, "load", load)
+    return run
+
+
+def test_the_example_of_the_readme(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
+    batch: GenerationBatch = shown(code_with("README.md", "Engine("))["batch"]
+    assert 0 < len(batch.generations[0].new_token_ids) <= 16
+    assert batch.ranks[0].kept_tokens == [1] * 30  # a quarter of four
+    assert capsys.readouterr().out == f"{batch.generations[0].text} {batch.ttft_s}\n"
+
+
+def test_the_page_for_library_users_runs_from_its_first_block_to_its_last(
+    shown: Shown, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = shown(*(block for block in code_of("docs/library.md") if "sys.argv" not in block))
+    prompt, batch, logits, positions = (names[name] for name in ("prompt", "batch", "logits", "positions"))
+    assert batch.ranks[0].kept_tokens == [round(len(prompt) / 4)] * 30
+    assert logits.shape == (1, len(prompt), names["model"].vocab_size)
+    assert len(positions) == 30 and {tuple(each.shape) for each in positions} == {(1, 3, 64)}
+    assert all(int(each.min()) >= 0 and int(each.max()) < len(prompt) for each in positions)
+    assert 1 < names["loss"].exp() < 20
+    assert 0 < len(names["answer"].rows[0].new_ids) <= 16
+    assert len(capsys.readouterr().out.splitlines()) >= 5
+
+
+def test_the_script_for_several_ranks_runs_under_torchrun(tmp_path: Path) -> None:
+    """Its ranks then meet a second time in the same processes, as the page says that they may."""
+    block = code_with("docs/library.md", "sys.argv")
+    script = tmp_path / "read.py"
+    script.write_text(block + "\n" + block, encoding="utf-8")
+    model = save_tiny_llama(tmp_path / "model", byte_level())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "RUNAHEAD_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*command, model, "Once upon a time " * 10], capture_output=True, text=True, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    chunks = re.findall(r"(\d+) \+ (\d+) tokens$", done.stdout, flags=re.MULTILINE)
+    assert len(chunks) == 2 and all(int(first) + int(second) == 160 for first, second in chunks), done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
+    batch: GenerationBatch = shown(code_with("docs/prompt_cache.md", "Schema.from_xml("))["batch"]
+    reuse = batch.ranks[0].reuse
+    assert reuse is not None and reuse.cached_tokens > 2 * reuse.computed_tokens
+    assert batch.generations[0].text in capsys.readouterr().out
+
+
+def test_the_prompt_program_of_the_page(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "shown.py"
+    source, _, call = code_with("docs/prompt_cache.md", "prompt_program").partition("cache = ")
+    module.write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    import shown  # type: ignore[import-not-found]
+
+    names = vars(shown) | {"model": model}
+    exec("cache = " + call, names)
+    assert model.tokenizer.decode(names["prompt"].ids) == (
+        "Plan a trip of 3 days. One of the travellers is allergic to nuts. Miami is a city by the sea. "
+        "Where can I surf?"
+    )
