@@ -21,7 +21,9 @@ from tests.families import FAMILIES, build, prompt
 from tests.rank_pool import RankPool
 from tests.ranks import share_tasks as tasks
 from tests.ranks.tensor_tasks import SIZES
+from tests.unit.test_loading_forms import FP8, to_fp8
 from tests.unit.test_loading_gguf import write_gguf
+from tests.unit.test_loading_hf import edit_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,17 @@ def test_several_files_and_another_dtype(rank_pools: RankPools, tmp_path: Path) 
         assert found == [[], []]
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_quantised_weights_are_unpacked_before_they_are_shared_out(
+    rank_pools: RankPools, tmp_path: Path, family: str
+) -> None:
+    options = saved(tmp_path, family)
+    to_fp8(tmp_path, "_scale_inv")
+    edit_config(tmp_path, quantization_config=FP8)
+    for found in rank_pools.run(2, tasks.differences, [options]):
+        assert found == [[]]
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(8, 2, 4), (8, 1, 2), (8, 1, 4), (9, 3, 3), (6, 2, 2), (8, 4, 4)]
 )
@@ -154,6 +167,19 @@ class TestRefusals:
         save_file(weights, tmp_path / "model.safetensors")
         for message in rank_pools.run(2, tasks.message_of_loading, options):
             assert "not in the files, such as model.norm.weight" in message
+
+    def test_weights_that_the_model_does_not_take(self, rank_pools: RankPools, tmp_path: Path) -> None:
+        options = saved(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(8)
+        save_file(weights, tmp_path / "model.safetensors")
+        for message in rank_pools.run(2, tasks.message_of_loading, options):
+            assert "no place for 1 of the stored tensors, such as model.layers.0.self_attn.q_proj.bias" in message
+        del weights["model.layers.0.self_attn.q_proj.bias"]
+        weights["model.layers.0.mlp.up_proj.weight"] = weights["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+        save_file(weights, tmp_path / "model.safetensors")
+        for message in rank_pools.run(2, tasks.message_of_loading, options):
+            assert "stored as I8, such as model.layers.0.mlp.up_proj.weight" in message
 
     def test_weights_that_are_not_numbers(self, rank_pools: RankPools, tmp_path: Path) -> None:
         options = saved(tmp_path)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from runahead.config import DType, ModelName, ModelOptions
 from runahead.model.loading import checkpoint as checkpoints
-from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2
+from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2, stored_forms
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
 from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
 from runahead.model.loading.sharing import Shares
@@ -73,7 +73,8 @@ def load(
     Args:
         attn_implementation: a name registered with transformers' AttentionInterface. Families that choose among their
             own attention classes are built with "eager", and only their config gets the name.
-        progress: show progress bars on standard error; otherwise nothing is written there.
+        progress: show progress bars on standard error, and warn of tensors that are not used; otherwise nothing is
+            written there.
         ranks_on_host: processes on this host that load the same model. Weights that cannot be mapped from the file
             need memory once per process.
         shares: load this rank's share only. Nothing is sent between ranks.
@@ -107,7 +108,13 @@ def load(
         else:
             stored = checkpoints.stored_tensors(checkpoint)
             make = replace(make, checkpoint=checkpoint)
-    if shares is not None and (is_random or sharing.reads_in_parts(empty)):
+    elif not is_random:
+        sentence = stored_forms.unused(empty, stored, source, unpacked=stored_forms.unpacks(config))
+        if sentence is not None and progress:
+            warnings.warn(sentence, stacklevel=2)
+    # Scales of quantised weights are parts of a weight in another way than the weight itself.
+    in_parts = is_random or (sharing.reads_in_parts(empty) and not stored_forms.unpacks(config))
+    if shares is not None and in_parts:
         whole = max(parameter.nbytes for parameter in empty.parameters())
         untied = sharing.lay_out_apart(empty, shares.group, device)
         footprint = Footprint(copied=sharing.bytes_of(empty), whole=whole)

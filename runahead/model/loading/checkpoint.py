@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ READ_WHOLE = (
 """Files of a model's folder, other than weights, that transformers reads whole."""
 MOST_SMALL_BYTES = 2**28
 """Largest size of such a file."""
+
+ADAPTER = "adapter_config.json"
+
+POINTER = b"version https://git-lfs"
+"""Beginning of the few lines that git puts in place of a large file until git-lfs fetches it."""
 
 # A folder with none of these has no tokenizer. tokenizer_config.json alone does not count: from it transformers
 # makes a tokenizer of three tokens.
@@ -92,8 +98,9 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class StoredTensor:
-    """A tensor in a safetensors file; `dtype` is None if it is not in `FLOATS`."""
+    """A tensor in a safetensors file: the file's name of its type; `dtype` is None if that is not in `FLOATS`."""
 
+    code: str
     dtype: torch.dtype | None
     num_elements: int
 
@@ -146,10 +153,10 @@ def local_path(path: str, label: str) -> Path:
 
 
 def require_small_files(folder: Path, label: str) -> None:
-    """Check the size of config, tokenizer and similar files in a folder, which transformers reads whole.
+    """Check config, tokenizer and similar files in a folder, which transformers reads whole.
 
     Raises:
-        ValueError: a file is larger than `MOST_SMALL_BYTES`.
+        ValueError: a file is larger than `MOST_SMALL_BYTES`, or was not fetched by git-lfs.
     """
     try:
         small = [each for each in folder.iterdir() if each.is_file() and any(map(each.match, READ_WHOLE))]
@@ -158,6 +165,22 @@ def require_small_files(folder: Path, label: str) -> None:
         raise ValueError(f"{label} cannot be read: {error.strerror}; name a model's folder") from error
     if large:
         raise ValueError(f"{label}: {min(large)} is larger than {MOST_SMALL_BYTES // 2**20} MiB; restore or remove it")
+    require_fetched(small, label)
+
+
+def require_fetched(files: Iterable[Path], label: str) -> None:
+    """Check that files are no pointers of git-lfs, which a clone without it has in their place. Raises: ValueError."""
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(POINTER)) == POINTER
+        except OSError:  # whoever needs the file says so
+            continue
+        if is_pointer:
+            raise ValueError(
+                f"{label}: {path.name} is a pointer of git-lfs and not the file itself; run `git lfs pull` in "
+                f"{path.parent}, or download the model with `hf download`"
+            )
 
 
 def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:
@@ -181,15 +204,33 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     # transformers would ignore a damaged generation config, and with it the tokens that end an answer.
     generation = checkpoint.folder / "generation_config.json"
     if checkpoint.config_file is None and generation.is_file():
-        _require_end_tokens(_read_json(generation, label), label)
+        _require_end_tokens(read_json(generation, label), label)
+    if checkpoint.config_file is None:
+        _require_no_adapter(checkpoint)
     if not path.is_file():
         raise ValueError(f"{label} has no {path.name}; name the folder of a transformers model")
-    config = _read_json(path, label)
+    config = read_json(path, label)
     # Repositories with their own code may name a class instead.
     if "model_type" not in config and "auto_map" not in config:
         raise ValueError(f'{label}: {path.name} has no "model_type"; transformers needs it to know the architecture')
     _require_end_tokens(config, label)
     return config
+
+
+def _require_no_adapter(checkpoint: Checkpoint) -> None:
+    """Check that a folder holds no adapter, which would not be applied. Raises: ValueError."""
+    path = checkpoint.folder / ADAPTER
+    if not path.is_file():
+        return
+    settings = read_json(path, checkpoint.label)
+    kind, base = settings.get("peft_type") or "peft", settings.get("base_model_name_or_path")
+    alone = not (checkpoint.folder / "config.json").is_file()
+    of = f" for {ascii(base)[1:-1]}" if isinstance(base, str) and base else ""
+    remedy = "" if alone else f", or remove {ADAPTER} to run the model without it"
+    raise ValueError(
+        f"{checkpoint.label} holds an adapter ({kind}{of}), and adapters are not applied; merge it into its model with "
+        f"peft's merge_and_unload() and save that as a folder{remedy}"
+    )
 
 
 def _require_end_tokens(config: dict[str, Any], label: str) -> None:
@@ -202,7 +243,8 @@ def _require_end_tokens(config: dict[str, Any], label: str) -> None:
         )
 
 
-def _read_json(path: Path, label: str) -> dict[str, Any]:
+def read_json(path: Path, label: str) -> dict[str, Any]:
+    """Read a JSON object from a checkpoint's file. Raises: ValueError."""
     try:
         content = json.loads(read_user_file(path).decode("utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -228,7 +270,7 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
     _require_names([name], "config.json", checkpoint)
     if not name.endswith(".index.json"):
         return [name]
-    shards = _read_json(checkpoint.folder / name, checkpoint.label).get("weight_map")
+    shards = read_json(checkpoint.folder / name, checkpoint.label).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f'{checkpoint.label}: {name} has no "weight_map"; {checkpoint.cure}')
     _require_names(list(shards.values()), name, checkpoint)
@@ -291,6 +333,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """
     return {
         name: StoredTensor(
+            code=part.get_dtype(),
             dtype=FLOATS.get(part.get_dtype()),
             num_elements=torch.Size(part.get_shape()).numel(),
         )
@@ -307,7 +350,9 @@ def stored_parts(checkpoint: Checkpoint) -> dict[str, Any]:
         ValueError: a file is missing, damaged or truncated.
     """
     parts: dict[str, Any] = {}
-    for path in weight_files(checkpoint):
+    files = weight_files(checkpoint)
+    require_fetched(files, checkpoint.label)
+    for path in files:
         try:
             file = safe_open(path, framework="pt", backend="pread")
             parts |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -326,6 +371,7 @@ def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
         ValueError: the file is damaged or truncated, or uses a RoPE scaling.
     """
     assert checkpoint.gguf is not None
+    require_fetched([checkpoint.path], checkpoint.label)
     try:
         header = read_header(checkpoint.folder / checkpoint.gguf)
     except (ValueError, OSError) as error:

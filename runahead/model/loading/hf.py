@@ -28,6 +28,7 @@ from transformers import (
 
 from runahead.config import MAX_LAYERS, ModelOptions
 from runahead.model.loading import checkpoint as checkpoints
+from runahead.model.loading import stored_forms
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.quiet import one_line, quiet
@@ -70,13 +71,13 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
     checkpoint = make.checkpoint
     arguments: dict[str, Any] = {
         **checkpoint.place,
+        "config": copy.deepcopy(make.config),
         "trust_remote_code": make.options.trust_remote_code,
         "use_safetensors": True,
     }
     if checkpoint.gguf:
         # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-        arguments["config"] = make.config  # not read again, which takes seconds
     module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
     if checkpoint.gguf:
         give_back()
@@ -142,8 +143,10 @@ def _from_pretrained(model_class: Any, make: ModelMaker, arguments: dict[str, An
                 make.attn_implementation,
             )
     except Exception as error:  # transformers, torch, safetensors and the model's own code may raise anything
-        raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}; {checkpoint.cure}") from error
+        raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}") from error
     _require_all(report, checkpoint)
+    # By their names in the model: of what it unpacks only transformers knows which of the stored names it takes.
+    stored_forms.require_taken(module, {name: name for name in report["unexpected_keys"]}, checkpoint)
     return module
 
 
@@ -156,7 +159,10 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
     if checkpoint.gguf:
         checkpoints.read_gguf(checkpoint)
     else:
-        _require_known(checkpoints.read_config(checkpoint), checkpoint.label)
+        stored = checkpoints.read_config(checkpoint)
+        _require_known(stored, checkpoint.label)
+        if checkpoint.config_file is None:
+            stored_forms.require_read(checkpoint, stored)
     label = checkpoint.label
     try:
         with quiet():
@@ -168,6 +174,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
         size = getattr(text, name, None)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise ValueError(f"{label}: its config has {name} {ascii(size)[:60]}, which must be from 1 to {most:,}")
+    stored_forms.unpack_everywhere(config)
     if options.layers is not None:
         if getattr(text, "layer_types", None):
             text.layer_types = [text.layer_types[layer % len(text.layer_types)] for layer in range(options.layers)]
@@ -238,12 +245,12 @@ def _require_all(report: dict[str, Any], checkpoint: Checkpoint) -> None:
         name, there, expected = min(report["mismatched_keys"])
         raise ValueError(
             f"{checkpoint.label}: the weights do not fit the config: {name} has shape {list(there)} where the config "
-            f"makes it {list(expected)}; {checkpoint.cure}"
+            f"makes it {list(expected)}; {stored_forms.OTHER_MODEL}"
         )
     if report["missing_keys"]:
         raise ValueError(
             f"{checkpoint.label}: {len(report['missing_keys'])} of the model's weights are not in the files, such as "
-            f"{min(report['missing_keys'])}; {checkpoint.cure}"
+            f"{min(report['missing_keys'])}; {stored_forms.OTHER_MODEL}"
         )
 
 
