@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from policies.reuse import GivenPrompt as GivenPrompt
+from policies.reuse import PromptTooLong as PromptTooLong
 from policies.reuse import ReusingPrompt as ReusingPrompt
 from policies.reuse import Segment as Segment
 from policies.reuse import SegmentUse as SegmentUse

@@ -144,6 +144,10 @@ class ReusingPrompt:
         return [at[position] for position in sorted(at)]
 
 
+class PromptTooLong(ValueError):
+    """A prompt and its new tokens are longer than the model, or the memory, has room for."""
+
+
 GivenPrompt = list[int] | ReusingPrompt
 """A prompt: token ids, or a prompt that reuses segments."""
 

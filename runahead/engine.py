@@ -165,9 +165,8 @@ class Engine:
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
-        num_new = max((each.max_new_tokens for each, _ in rows), default=1)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
-        check_prompts(prompts, self.prompt_limits, num_new=num_new)
+        check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each, _ in rows])
         self.check_speculation([each for each, _ in rows], prompts)
         ids = [ids_of(prompt) for prompt in prompts]
         reuse, prefixes = self._reuse(prompts), list[RowPrefix]()

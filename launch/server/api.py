@@ -8,7 +8,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -36,10 +36,10 @@ from launch.server.request.bodies import Bodies
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
 from launch.server.request.generation import FIELD_OF
 from launch.server.request.prompts import prompts_of
-from launch.server.request.reader import read_json
+from launch.server.request.reader import compressed, read_json
 from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
-from policies.reuse import GivenPrompt, ids_of
+from policies.reuse import GivenPrompt, PromptTooLong, ids_of
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
@@ -149,23 +149,26 @@ class API:
     async def _generate(self, request: HTTPRequest, *, is_chat: bool) -> ASGIApp:
         """Queue a request. Returns what sends its answer. Raises: APIError."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise APIError(400, "the body must be JSON; send the header 'Content-Type: application/json'")
+            message = "the body must be JSON; send the header 'Content-Type: application/json'"
+            raise APIError(415, message, code="unsupported_media_type")
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise compressed(encoding)
         if (refuses := self.scheduler.refuses) is not None:
             raise APIError(503, refuses)
         loop = asyncio.get_running_loop()
         async with self._bodies.read(request) as body:
             client = request.state.client
-            read, prompts = await loop.run_in_executor(self._readers, self._read, body, is_chat, client)
-        n = len(read.options)
-        rows = [self._with_seed(options, read.chose_seed) for _ in prompts for options in read.options]
+            read, prompts, rows = await loop.run_in_executor(self._readers, self._read, body, is_chat, client)
+        rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
-            prompts=[prompt for prompt in prompts for _ in range(n)],
+            prompts=prompts,
             options=rows,
             listener=(
                 exchange := Exchange(
                     [RowText(self._tokenizer, self._eos_ids, options) for options in rows],
                     self.metrics,
-                    num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts),
+                    num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
                 )
             ),
             client=request.state.client,
@@ -198,8 +201,8 @@ class API:
 
     def _read(
         self, body: bytes, is_chat: bool, client: str
-    ) -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]:
-        """A request and its prompts, checked. Raises: APIError."""
+    ) -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]:
+        """A request, and the prompt and the options of each of its rows, checked. Raises: APIError."""
         fields = read_json(body)
         read: ChatRequest | CompletionRequest
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
@@ -214,19 +217,50 @@ class API:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
             raise wrong("n" if num_prompts == 1 else "prompt", f"{what} {self.options.batch} at once")
         prompts = prompts_of(read, self._tokenizer, self._schemas, client)
-        repeated = [prompt for prompt in prompts for _ in read.options]
-        if not read.chose_length:
-            fitting = self.scheduler.fitting(repeated, read.options[0].max_new_tokens)
-            for options in read.options:
-                options.max_new_tokens = fitting
+        rows = [prompt for prompt in prompts for _ in read.options]
+        lengths = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
+        options = [
+            replace(options, max_new_tokens=length)
+            for options, length in zip(read.options * num_prompts, lengths, strict=True)
+        ]
         try:
-            self.scheduler.check(repeated, [options for _ in prompts for options in read.options])
+            self.scheduler.check(rows, options)
         except ValueError as error:
-            message = str(error).partition("; use ")[0].replace("generation.max_new_tokens", "max_tokens")
-            field = "messages" if is_chat else "prompt"
-            field = field if read.prompt_cache is None else "prompt_cache.prompt"
-            raise APIError(400, message, param=field, code="context_length_exceeded") from error
-        return read, prompts
+            raise self._refused_length(read, rows, options, error) from error
+        return read, rows, options
+
+    def _refused_length(
+        self,
+        read: ChatRequest | CompletionRequest,
+        prompts: Sequence[GivenPrompt],
+        options: Sequence[GenerationOptions],
+        error: ValueError,
+    ) -> APIError:
+        """The error for rows that cannot be answered as asked: one prompt cannot, or all together, or at this length.
+
+        Clients that read `context_length_exceeded` send a shorter prompt, so only what this helps has that code.
+        """
+        field = "messages" if isinstance(read, ChatRequest) else "prompt"
+        field, code = field if read.prompt_cache is None else "prompt_cache.prompt", "invalid_value"
+        message = str(error).partition("; use ")[0].replace("generation.max_new_tokens", "max_tokens")
+        least = [replace(each, max_new_tokens=1) for each in options]
+        one_by_one = [self._why_not([prompt], least[:1]) for prompt in prompts[:: len(read.options)]]
+        if any(one_by_one):
+            code = "context_length_exceeded" if any(isinstance(why, PromptTooLong) for why in one_by_one) else code
+        elif self._why_not(prompts, least):
+            field = "n" if len(one_by_one) == 1 else field
+        else:
+            field = read.length_field or field
+            most = self.scheduler.fitting(prompts, options[0].max_new_tokens, is_chosen=False)
+            message += f"; {field}={min(most)} would fit"
+        return APIError(400, message, param=field, code=code)
+
+    def _why_not(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> ValueError | None:
+        try:
+            self.scheduler.check(prompts, options)
+        except ValueError as error:
+            return error
+        return None
 
     # What endpoints share.
 
@@ -278,6 +312,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 async def _no_such_route(request: HTTPRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
-    what = f"{shown(request.method)} {shown(request.url.path)}"
-    found = APIError(error.status_code, f"there is no {what} here" if error.status_code == 404 else f"no {what}")
+    what, is_unknown = f"{shown(request.method)} {shown(request.url.path)}", error.status_code == 404
+    message, code = (f"there is no {what} here", "unknown_url") if is_unknown else (f"no {what}", "method_not_allowed")
+    found = APIError(error.status_code, message, code=code)
     return _json(found.body, error.status_code, dict(error.headers or {}))

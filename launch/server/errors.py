@@ -39,9 +39,14 @@ class APIError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def wrong(param: str, rule: str) -> APIError:
+def wrong(param: str, rule: str, *, code: str = "invalid_value") -> APIError:
     """The error for a field with a wrong value."""
-    return APIError(400, f"'{param}' {rule}", param=param)
+    return APIError(400, f"'{param}' {rule}", param=param, code=code)
+
+
+def missing(param: str) -> APIError:
+    """The error for a field that a request must have."""
+    return wrong(param, "is missing", code="missing_required_parameter")
 
 
 def shown(text: str, length: int = 60) -> str:

@@ -15,7 +15,7 @@ from policies.prompt_cache.layout import OUTSIDE, Layout, ModuleLayout
 from policies.prompt_cache.model_text import ModelText
 from policies.prompt_cache.prompt import Import, Item, NewText, Prompt
 from policies.prompt_cache.xml_reader import PMLError
-from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.reuse import PromptTooLong, ReusingPrompt, Segment, SegmentUse
 
 LINK_TOKENS = 4
 
@@ -70,7 +70,8 @@ class Placement:
         self._new.update((position, tokens[position]) for position in again | blended)
         end, limit = max(self._new) + 1, self._layout.max_positions
         if limit is not None and end > limit:
-            raise self._error(None, f"reaches position {end:,} of the model's {limit:,}; shorten it")
+            rule = f"reaches position {end:,} of the model's {limit:,}; shorten it"
+            raise PromptTooLong(str(self._error(None, rule)))
         at = sorted(self._new)
         return ReusingPrompt(
             uses=uses,

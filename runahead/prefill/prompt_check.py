@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies.base import Phase, ReusingPrompt
+from policies.base import Phase, PromptTooLong, ReusingPrompt
 from runahead.config import Positions, PrefillName, PrefillOptions
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.model import Model
@@ -138,35 +138,38 @@ def check_prompts(
     prompts: Sequence[Sequence[int] | ReusingPrompt],
     limits: PromptLimits,
     *,
-    num_new: int,
+    num_new: int | Sequence[int],
     names: Sequence[str] | None = None,
 ) -> None:
     """Check token ids and lengths of prompts that run at once.
 
     Args:
         prompts: token ids, or prompts that reuse segments.
-        num_new: number of tokens that are generated after each prompt.
+        num_new: number of tokens that are generated after every prompt, or after each.
         names: the prompts' names in messages; by default "prompt 0" and so on.
 
     Raises:
-        ValueError: there is no prompt; one is empty, holds an unknown id or is too long; or they cannot run at once.
+        PromptTooLong: a prompt and its new tokens are.
+        ValueError: there is no prompt; one is empty, holds an unknown id or may grow past a length at which the model's
+            RoPE changes; or they cannot run at once.
     """
     if not prompts:
         raise ValueError("no prompt was given")
     names = names or [f"prompt {index}" for index in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
+    after_each = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
+    for name, prompt, num in zip(names, prompts, after_each, strict=True):
         ids: Sequence[int] = prompt.ids if isinstance(prompt, ReusingPrompt) else prompt
         if not ids:
             raise ValueError(f"{name} is empty; it needs at least one token")
         if limits.vocab_size is not None and not all(0 <= token < limits.vocab_size for token in ids):
             raise ValueError(f"{name} holds token ids outside 0..{limits.vocab_size - 1}")
         if isinstance(prompt, ReusingPrompt):
-            _check_end(name, prompt, num_new, limits.max_positions)
-        _check_length(name, len(ids), num_new, limits)
+            _check_end(name, prompt, num, limits.max_positions)
+        _check_length(name, len(ids), num, limits)
     lengths = [len(prompt.ids) if isinstance(prompt, ReusingPrompt) else len(prompt) for prompt in prompts]
-    _check_threshold(names, lengths, num_new, limits)
+    _check_threshold(names, lengths, after_each, limits)
     uneven = len(set(lengths)) > 1
-    if uneven and limits.uneven_limit is not None and max(lengths) + num_new > limits.uneven_limit:
+    if uneven and limits.uneven_limit is not None and max(lengths) + max(after_each) > limits.uneven_limit:
         raise ValueError(
             f"{limits.name} counts positions from the start of the longest prompt, so prompts of different lengths "
             "cannot run at once; use prompt.batch=1"
@@ -189,10 +192,10 @@ def check_chunk_tokens(prefill: PrefillOptions, num_ranks: int) -> None:
 
 
 def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits) -> None:
-    """Check the length of one prompt and its generated tokens. Raises: ValueError."""
+    """Check the length of one prompt and its generated tokens. Raises: PromptTooLong."""
     helps = limits.remedy(num_tokens, num_new)
     if helps is not None:
-        raise ValueError(
+        raise PromptTooLong(
             f"{name} has {num_tokens} tokens, and with generation.max_new_tokens={num_new} it is longer than the "
             f"model's {limits.max_positions} positions; use {helps}"
         )
@@ -200,31 +203,33 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
     if replaying is not None and limits.max_positions is not None and replaying.drops_of(num_tokens):
         most = limits.max_positions - LEAST_REPLAYED
         if num_tokens > most:
-            raise ValueError(
+            raise PromptTooLong(
                 f"{name} has {num_tokens} tokens, and policy {type(replaying).__name__} repeats it at positions after "
                 f"it, of which the model has {limits.max_positions}; use at most {most} tokens, or another policy"
             )
 
 
-def _check_threshold(names: Sequence[str], lengths: Sequence[int], num_new: int, limits: PromptLimits) -> None:
+def _check_threshold(
+    names: Sequence[str], lengths: Sequence[int], num_new: Sequence[int], limits: PromptLimits
+) -> None:
     """Check that LongRoPE keeps its tables while prompts are answered. Raises: ValueError."""
     most = [limits.most_new_tokens(length) for length in lengths]
-    least = min((each for each in most if each is not None), default=num_new)
-    if least < num_new:
-        row, threshold = most.index(least), limits.length_threshold
+    crossing = [(each, row) for row, each in enumerate(most) if each is not None and each < num_new[row]]
+    if crossing:
+        (least, row), threshold = min(crossing), limits.length_threshold
         raise ValueError(
-            f"{names[row]} has {lengths[row]} tokens, and with generation.max_new_tokens={num_new} it may grow past "
-            f"{threshold}, where this model's RoPE (LongRoPE) changes; use generation.max_new_tokens={least} or less, "
-            f"or a prompt of more than {threshold} tokens"
+            f"{names[row]} has {lengths[row]} tokens, and with generation.max_new_tokens={num_new[row]} it may grow "
+            f"past {threshold}, where this model's RoPE (LongRoPE) changes; use generation.max_new_tokens={least} or "
+            f"less, or a prompt of more than {threshold} tokens"
         )
 
 
 def _check_end(name: str, prompt: ReusingPrompt, num_new: int, limit: int | None) -> None:
-    """Check the last position of a prompt that reuses segments, whose positions may have gaps. Raises: ValueError."""
+    """Check the last position of a prompt that reuses segments; positions may have gaps. Raises: PromptTooLong."""
     if limit is not None and prompt.end + num_new > limit:
         fitting = limit - prompt.end
         helps = f"generation.max_new_tokens={fitting} or less" if fitting > 0 else "a shorter schema or prompt"
-        raise ValueError(
+        raise PromptTooLong(
             f"{name} ends at position {prompt.end:,}, and with {num_new} new tokens exceeds the model's {limit:,} "
             f"positions; use {helps}"
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.prefill.prompt_check import check_prompts
@@ -69,8 +69,8 @@ class RequestQueue:
     # Which requests are taken.
 
     def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
-        """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
-        num_new = max(each.max_new_tokens for each in options)
+        """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
+        num_new = [each.max_new_tokens for each in options]
         check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
         prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
         limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options, prompt_of)
@@ -78,23 +78,29 @@ class RequestQueue:
             count = f"{len(prompts)} x {num_tokens // len(prompts):,}"
             if prompt_of is not None and len(set(prompt_of)) < len(prompts):
                 count = f"{num_tokens:,}"
-            raise ValueError(
+            raise PromptTooLong(
                 f"{count} tokens of prompt and answer are more than this server has memory for, which is {limit:,}"
             )
 
-    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int) -> int:
-        """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
-        longest, bounds = max(map(len, prompts)), [wanted]
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> list[int]:
+        """The new tokens of each row, at most `wanted` and at least 1.
+
+        No answer may cross a length at which the model's RoPE changes. Where a client has not chosen the length, there
+        are also no more than there are positions and memory for.
+        """
+        most = wanted if is_chosen else min([wanted, *self._numbers_left(prompts)])
+        of_rope = (self._prompt_limits.most_new_tokens(len(ids)) for ids in prompts)
+        return [max(1, most if limit is None else min(most, limit)) for limit in of_rope]
+
+    def _numbers_left(self, prompts: Sequence[GivenPrompt]) -> Iterator[int]:
+        """New tokens of each row for which there are positions, and those for which there is memory."""
         if self._prompt_limits.max_positions is not None and not self._engine.policies.chooses:
-            bounds.append(self._prompt_limits.max_positions - max(map(_end, prompts)))
+            yield self._prompt_limits.max_positions - max(map(_end, prompts))
         if self._limits.max_tokens is not None:
             prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
             num_prompts, num_answers = num_places(len(prompts), prompt_of)
-            left = self._limits.max_tokens - num_held(prompts) - num_prompts * longest
-            bounds.append(left // num_answers)
-        most = (self._prompt_limits.most_new_tokens(len(ids)) for ids in prompts)
-        bounds += [num_new for num_new in most if num_new is not None]
-        return max(1, min(bounds))
+            num_free = self._limits.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
+            yield num_free // num_answers
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises: Refused: too many do, or too many of this client."""

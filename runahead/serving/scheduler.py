@@ -128,12 +128,12 @@ class Scheduler:
         return "the server is shutting down" if self._draining else None
 
     def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
-        """Check that prompts can be generated from at once, as the engine does. Raises: ValueError."""
+        """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
         self._queue.check(prompts, options)
 
-    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int) -> int:
-        """The most new tokens, up to `wanted`, for which there are positions and memory; at least 1."""
-        return self._queue.fitting(prompts, wanted)
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> list[int]:
+        """The new tokens of each row, at most `wanted`, as the queue has it."""
+        return self._queue.fitting(prompts, wanted, is_chosen=is_chosen)
 
     def submit(self, request: Request) -> None:
         """Queue a request.

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -30,13 +31,16 @@ KEY = "a-key-of-this-test-only"
 CLIENT = httpx2.Client(timeout=30, trust_env=False)
 HELLO = {"messages": [{"role": "user", "content": "hello world"}]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+LEFT_OUT = object()
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
-def calling(arguments: str) -> dict[str, Any]:
-    """A message of the assistant that calls a tool."""
-    function = CALL["function"] | {"arguments": arguments}  # type: ignore[operator]
-    return {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}]}
+def calling(arguments: Any = LEFT_OUT, *, name: Any = "f", **call: Any) -> dict[str, Any]:
+    """A message of the assistant that calls a tool. What is `LEFT_OUT` is not in it."""
+    function = {"name": name, "arguments": arguments}
+    function = {key: value for key, value in function.items() if value is not LEFT_OUT}
+    said = {key: value for key, value in (CALL | {"function": function} | call).items() if value is not LEFT_OUT}
+    return {"role": "assistant", "content": None, "tool_calls": [said]}
 
 
 def schema(inner: dict[str, Any] | None) -> dict[str, Any]:
@@ -88,7 +92,7 @@ def test_the_official_client_gets_whole_answers_and_streams(served):
         chunk.usage.completion_tokens
         for chunk in client.chat.completions.create(**asked, stream=True, stream_options=options)
     ]
-    assert counts == sorted(counts) and len(set(counts)) > 2 and counts[-2:] == [5, 5]
+    assert counts == sorted(counts) and len(set(counts)) > 1 and counts[-2:] == [5, 5]
     assert [model.id for model in client.models.list()] == ["fake"]
     with pytest.raises(APIStatusError) as refused:
         client.chat.completions.create(**asked, reasoning_effort="high")
@@ -104,6 +108,33 @@ def test_a_stream_says_what_the_whole_answer_says(served):
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 100}, {"max_completion_tokens": 100}])
+def test_an_answer_ends_where_longrope_would_change_its_tables(asked):
+    engine = FakeEngine()
+    engine.prompt_limits = replace(engine.prompt_limits, length_threshold=40)
+    wanted = 100 if asked else 16
+    with serving(engine=engine) as served:
+        body = asked | {"prompt": [[5] * 30, [6] * 39, [7] * 40, [8] * 41], "n": 2}
+        most = [min(number, wanted) for number in (11, 2, 1, wanted)]
+        whole = post(served, TEXT, body).json()
+        assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 8
+        assert [options.max_new_tokens for options in engine.options] == [number for number in most for _ in range(2)]
+        assert whole["usage"]["completion_tokens"] == 2 * sum(most)
+        streamed = events_of(post(served, TEXT, body | {"stream": True, "stream_options": {"include_usage": True}}))
+        assert streamed[-1]["usage"] == whole["usage"]
+        ends = [event["choices"][0]["finish_reason"] for event in streamed[:-1]]
+        assert [reason for reason in ends if reason] == ["length"] * 8
+        # A chat grows turn by turn: an answer has less room, and one that begins behind the threshold has any.
+        messages, counts = list(HELLO["messages"]), []
+        for _ in range(3):
+            answer = post(served, CHAT, {"messages": messages, "max_tokens": 30}).json()
+            counts.append((answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]))
+            assert answer["choices"][0]["finish_reason"] == "length"
+            messages += [answer["choices"][0]["message"], *HELLO["messages"]]
+        assert any(used <= 40 for used, _ in counts) and any(used > 40 for used, _ in counts)
+        assert [new for _, new in counts] == [30 if used > 40 else min(30, 41 - used) for used, _ in counts]
 
 
 def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
@@ -135,7 +166,8 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"n": 9}, "n"),
         (HELLO | {"max_tokens": 0}, "max_tokens"),
         (HELLO | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        (HELLO | {"max_tokens": POSITIONS + 1}, "messages"),
+        (HELLO | {"max_tokens": POSITIONS + 1}, "max_tokens"),
+        (HELLO | {"max_completion_tokens": POSITIONS + 1}, "max_completion_tokens"),
         (HELLO | {"seed": -1}, "seed"),
         (HELLO | {"stop": ["x"] * 17}, "stop"),
         (HELLO | {"stop": [""]}, "stop"),
@@ -173,10 +205,14 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"tools": [TOOL]}, "tools"),
         (HELLO | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         (HELLO | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": {"ship": "x"}}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [calling(name=None)]}, "messages[0].tool_calls[0].function.name"),
+        ({"messages": [calling("{}", type="custom")]}, "messages[0].tool_calls[0]"),
         ({"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [calling("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [calling(["x"])]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [calling("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
         (HELLO | {"colour": "red"}, "colour"),
         (HELLO | {"model": "gpt"}, "model"),
@@ -323,6 +359,62 @@ def changed_somewhere(draw: st.DrawFn) -> dict[str, Any]:
 def with_tools():
     with serving(tokenizer=chat_tokenizer(TOOLS_TEMPLATE)) as running:
         yield running
+
+
+SAID = {"role": "assistant", "content": "aye"}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("history", "as_if"),
+    [
+        ([calling("")], [calling("{}")]),
+        ([calling(" ")], [calling("{}")]),
+        ([calling("null")], [calling("{}")]),
+        ([calling(None)], [calling("{}")]),
+        ([calling()], [calling("{}")]),
+        ([calling({"ship": "Terror"})], [calling('{"ship": "Terror"}')]),
+        ([calling("{}", type=LEFT_OUT)], [calling("{}")]),
+        ([calling("{}", type=None, index=0)], [calling("{}")]),
+        ([calling("{}", id=None)], [calling("{}", id="")]),
+        ([calling("{}", id=LEFT_OUT)], [calling("{}", id="")]),
+        ([calling("{}") | {"content": []}], [calling("{}")]),
+        ([calling("{}") | {"content": ""}], [calling("{}")]),
+        ([SAID | {"content": None}], [SAID | {"content": ""}]),
+        ([{"role": "assistant"}], [SAID | {"content": ""}]),
+        ([SAID | {"content": None, "refusal": "never"}], [SAID | {"content": "never"}]),
+        ([SAID | {"content": [{"type": "refusal", "refusal": "never"}]}], [SAID | {"content": "never"}]),
+        ([SAID | {"content": [{"type": "output_text", "text": "aye"}]}], [SAID]),
+        (
+            [SAID | {"tool_calls": None, "refusal": None, "annotations": [], "audio": None, "function_call": None}],
+            [SAID],
+        ),
+        (
+            [RESULT | {"content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}],
+            [RESULT | {"content": "xy"}],
+        ),
+        ([RESULT | {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}], [RESULT]),
+        ([RESULT | {"content": None}], [RESULT | {"content": ""}]),
+        ([RESULT | {"content": []}], [RESULT | {"content": ""}]),
+        ([{"role": "tool", "tool_call_id": "1"}], [RESULT | {"content": ""}]),
+        ([{"role": "tool", "content": "x"}], [RESULT | {"tool_call_id": ""}]),
+        ([RESULT | {"name": "f"}], [RESULT]),
+    ],
+)
+def test_a_history_that_other_servers_take_is_the_prompt_that_it_means(with_tools, history, as_if):
+    asked = {"max_tokens": 1, "tools": [TOOL]}
+    for messages in (history, as_if):
+        body = asked | {"messages": [*HELLO["messages"], *messages, *HELLO["messages"]]}
+        response = post(with_tools, CHAT, body)
+        assert response.status_code == 200, response.text
+    one, other = with_tools.engine.batches[-2:]
+    assert one == other
+
+
+def test_a_tool_without_a_type_is_a_function(with_tools):
+    for tool in (TOOL, {"function": TOOL["function"], "type": None}, {"function": TOOL["function"]}):
+        assert post(with_tools, CHAT, HELLO | {"tools": [tool]}).status_code == 200
+    assert len({str(batch) for batch in with_tools.engine.batches[-2:]}) == 1
 
 
 def test_a_request_with_all_fields_is_answered(with_tools):

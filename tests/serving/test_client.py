@@ -261,7 +261,7 @@ def test_tools_that_the_template_does_not_take_are_refused(client):
     assert refused.value.body["param"] == "tools"
     with pytest.raises(BadRequestError) as refused:
         client.chat.completions.create(**ASKED, tools=[TOOL], tool_choice="required")
-    assert (refused.value.body["param"], refused.value.body["code"]) == ("tool_choice", "unsupported_parameter")
+    assert (refused.value.body["param"], refused.value.body["code"]) == ("tool_choice", "unsupported_value")
 
 
 def test_a_server_without_the_extra_names_it():

@@ -60,7 +60,8 @@ def test_a_prompt_that_gives_no_numbers_is_an_error_of_its_client_alone(served: 
     long, whole, two, stream = asyncio.run(several())
     assert long.json()["choices"][0]["text"] == expected
     for refused in (whole, two):
-        assert refused.status_code == 503 and refused.json()["error"]["message"] == NOT_NUMBERS
+        assert refused.status_code == 500 and refused.headers["x-should-retry"] == "false"
+        assert refused.json()["error"]["message"] == NOT_NUMBERS
     assert NOT_NUMBERS in stream.text and "[DONE]" not in stream.text
     until(lambda: served.scheduler.num_running == 0)
     assert served.ended is None

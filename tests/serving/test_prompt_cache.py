@@ -153,7 +153,7 @@ TOO_LONG = f'<schema name="s"><param name="p" len="{MOST_TOKENS + 1}"/></schema>
         ({"prompt_cache": {"prompt": '<prompt schema="x y"/>'}}, "prompt_cache.prompt", "is of the schema x y, which"),
         (brings(ICE, ASKED) | {"prompt": [5, 6]}, "prompt", "must be a text"),
         (brings(ICE, ASKED) | {"prompt": "a" * (POSITIONS + 9)}, "prompt_cache.prompt", "of the model's 4,096"),
-        (brings(ICE, ASKED) | {"max_tokens": POSITIONS - 9}, "prompt_cache.prompt", "exceeds the model's 4,096 pos"),
+        (brings(ICE, ASKED) | {"max_tokens": POSITIONS - 9}, "max_tokens", "exceeds the model's 4,096 pos"),
         (
             brings(ICE, ASKED) | {"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]},
             "messages[0]",
@@ -179,8 +179,10 @@ def test_what_is_wrong_is_a_400_that_names_the_field_and_the_line(
 
 
 def test_a_prompt_without_room_for_its_answer_has_the_code_of_one(served: Served) -> None:
-    error = error_of(post(served, TEXT, brings(ICE, ASKED) | {"max_tokens": POSITIONS - 9}))
+    error = error_of(post(served, TEXT, brings(ICE, ASKED) | {"prompt": "a" * (POSITIONS + 9), "max_tokens": 1}))
     assert error["code"] == "context_length_exceeded"
+    error = error_of(post(served, TEXT, brings(ICE, ASKED) | {"max_tokens": POSITIONS - 9}))
+    assert error["code"] == "invalid_value" and "; max_tokens=40" in error["message"]
     fitting = post(served, TEXT, brings(ICE, ASKED)).json()
     assert fitting["usage"]["completion_tokens"] == 16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -17,6 +17,7 @@ from launch.server.metrics import Metrics
 from launch.server.request.fields import ChatRequest, CompletionRequest
 from launch.server.request_log import RequestLog
 from policies.reuse import ids_of
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.serving.items import PROGRESS_S
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -93,8 +94,8 @@ class Answering:
         while not self._exchange.is_over:
             await self._exchange.changed(None)
         if self._exchange.failure is not None:
-            error = APIError(503, self._exchange.failure)
-            await self._start(503, "application/json")
+            error = _error(self._exchange.failure)
+            await self._start(error.status, "application/json", error.headers)
             await self._write(dumps(error.body), more=False)
             return
         await self._start(200, "application/json")
@@ -122,7 +123,7 @@ class Answering:
                 events = [event and event | {"usage": self._usage} for event in events]
             await self._write_events(events)
         if exchange.failure is not None and not all(ended):
-            await self._write_events([APIError(503, exchange.failure).body])
+            await self._write_events([_error(exchange.failure).body])
         else:
             if self._read.include_usage:
                 await self._write_events([form.usage(self._usage)])
@@ -166,14 +167,14 @@ class Answering:
         before = self._scheduler.num_before(self._queued)
         return "waiting" if before is None else f"waiting, {before} requests before it"
 
-    async def _start(self, status: int, kind: str) -> None:
+    async def _start(self, status: int, kind: str, more: Mapping[str, str] | None = None) -> None:
         headers = {
             "content-type": kind,
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would hold a stream back
             "x-request-id": self._request.state.identity,
             "x-predicted-ttft": f"{self._queued.predicted_ttft_s:.3f}",
-        }
+        } | dict(more or {})
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
@@ -184,6 +185,13 @@ class Answering:
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _error(failure: str) -> APIError:
+    """The error for a request that is not answered any more. Clients need not try again where the prompt is why."""
+    if failure == NOT_NUMBERS:
+        return APIError(500, failure, headers={"x-should-retry": "false"})
+    return APIError(503, failure)
 
 
 async def _disconnected(receive: Receive) -> None:

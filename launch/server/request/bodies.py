@@ -48,10 +48,12 @@ class Bodies:
                     if size > limit:
                         raise too_large
                     if self.num_bytes > BODIES * limit:
-                        raise APIError(429, "too many large requests are being read", headers={"retry-after": "1"})
+                        message, later = "too many large requests are being read", {"retry-after": "1"}
+                        raise APIError(429, message, code="rate_limit_exceeded", headers=later)
             yield b"".join(parts)
         except TimeoutError as error:
-            raise APIError(408, f"the body did not arrive within {self._options.read_timeout_s:g} s") from error
+            message = f"the body did not arrive within {self._options.read_timeout_s:g} s"
+            raise APIError(408, message, code="request_timeout") from error
         finally:
             self.num_bytes -= size
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.server.errors import APIError, shown, wrong
+from launch.server.errors import missing, wrong
 from launch.server.request.generation import read_generation
 from launch.server.request.messages import Message, read_messages, read_tools
-from launch.server.request.reader import Fields, check_unicode
+from launch.server.request.reader import Fields, check_unicode, unknown
 from runahead.config import MAX_SEED, GenerationOptions
 
 
@@ -28,7 +28,8 @@ class Common:
     Attributes:
         model: the name that the client asked for; None if it named none.
         options: of each of the `n` answers to a prompt, whose seeds count up.
-        chose_length, chose_seed: whether the client gave max_tokens, and seed.
+        length_field: the field in which the client gave the length of answers; None if it gave none.
+        chose_seed: whether it gave a seed.
         stream: tokens are sent as they come.
         include_usage: a stream ends with its usage.
         continuous_usage: every event of a stream has the usage so far.
@@ -38,7 +39,7 @@ class Common:
 
     model: str | None
     options: list[GenerationOptions]
-    chose_length: bool
+    length_field: str | None
     chose_seed: bool
     stream: bool
     include_usage: bool
@@ -79,7 +80,7 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
     if prompt in (None, "") and prompt_cache is not None:
         return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults, is_chat=False))
     if prompt is None:
-        raise wrong("prompt", "is missing")
+        raise missing("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
     for each in prompts:
         are_tokens = isinstance(each, list) and bool(each) and all(map(_is_token, each))
@@ -98,14 +99,14 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
     progress = fields.flag("return_progress")
     if progress and not stream:
         raise wrong("return_progress", "is for 'stream': true only")
-    options, chose_length, chose_seed = read_generation(fields, defaults, is_chat=is_chat)
+    options, length_field, chose_seed = read_generation(fields, defaults, is_chat=is_chat)
     n = fields.number("n", 1, 128, whole=True) or 1
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
     fields.end()
     return {
         "model": model,
         "options": rows,
-        "chose_length": chose_length,
+        "length_field": length_field,
         "chose_seed": chose_seed,
         "stream": stream,
         "include_usage": include_usage,
@@ -120,8 +121,7 @@ def _prompt_cache(fields: Fields) -> PromptCacheFields | None:
         return None
     for name in given:
         if name not in ("prompt", "schema"):
-            message = f"Unrecognized request argument supplied: prompt_cache.{shown(name)}"
-            raise APIError(400, message, param="prompt_cache")
+            raise unknown(name, "prompt_cache")
     for name, begins in (("prompt", '<prompt schema="...">'), ("schema", '<schema name="...">')):
         xml = given.get(name)
         if name == "schema" and xml is None:
@@ -144,9 +144,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
         raise wrong("stream_options", "is for 'stream': true only")
     for name, value in given.items():
         if name not in _USAGE and not (name == "include_obfuscation" and value in (None, False)):
-            raise APIError(
-                400, f"Unrecognized request argument supplied: stream_options.{shown(name)}", param="stream_options"
-            )
+            raise unknown(name, "stream_options")
     for name in _USAGE:
         if not isinstance(given.get(name), bool | None):
             raise wrong(f"stream_options.{name}", "must be true or false")

@@ -26,13 +26,13 @@ ANY_OBJECT = '{"type": "object"}'
 
 def read_generation(
     fields: Fields, defaults: GenerationOptions, *, is_chat: bool
-) -> tuple[GenerationOptions, bool, bool]:
-    """Options of one answer, and whether the client gave its length and its seed. Raises: APIError."""
+) -> tuple[GenerationOptions, str | None, bool]:
+    """Options of one answer, the field that gave its length, and whether the client gave its seed. Raises: APIError."""
     lengths = {
         name: fields.number(name, 1, MAX_NEW_TOKENS, whole=True) for name in ("max_completion_tokens", "max_tokens")
     }
-    given = [value for value in lengths.values() if value is not None]
-    if len(set(given)) == 2:
+    given = {name: value for name, value in lengths.items() if value is not None}
+    if len(set(given.values())) == 2:
         raise wrong("max_tokens", "and 'max_completion_tokens' differ; give one")
     seed = fields.number("seed", 0, MAX_SEED, whole=True)
     stops, biases, schema = _stops(fields), _biases(fields), _schema(fields, defaults.json_schema)
@@ -45,7 +45,7 @@ def read_generation(
     )
     chosen = replace(
         defaults,
-        max_new_tokens=given[0] if given else defaults.max_new_tokens,
+        max_new_tokens=next(iter(given.values()), defaults.max_new_tokens),
         **_sampling(fields, defaults),
         repetition_penalty=repetition or defaults.repetition_penalty,
         presence_penalty=defaults.presence_penalty if presence is None else presence,
@@ -57,7 +57,7 @@ def read_generation(
         json_schema=schema,
         logprobs=(_chat_logprobs if is_chat else _text_logprobs)(fields, defaults.logprobs),
     )
-    return chosen, bool(given), seed is not None
+    return chosen, next(iter(given), None), seed is not None
 
 
 def _sampling(fields: Fields, defaults: GenerationOptions) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from policies.prompt_cache.prompt_cache import PromptCache
 from policies.prompt_cache.schema import ROLES
 from policies.prompt_cache.schemas import Schemas
 from policies.prompt_cache.xml_reader import PMLError, read_xml
-from policies.reuse import GivenPrompt
+from policies.reuse import GivenPrompt, PromptTooLong
 
 
 def prompts_of(
@@ -80,7 +80,8 @@ def _known(asked: PromptCacheFields, schemas: Schemas, client: str) -> PromptCac
 
 
 def _refused(field: str, error: ValueError) -> APIError:
-    return wrong(f"prompt_cache.{field}", f"is refused: {shown(str(error), 300)}")
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else "invalid_value"
+    return wrong(f"prompt_cache.{field}", f"is refused: {shown(str(error), 300)}", code=code)
 
 
 def _messages(request: ChatRequest) -> list[NewText]:
@@ -106,14 +107,16 @@ def _text(prompt: str | list[int]) -> list[NewText]:
 def _of_chat(request: ChatRequest, tokenizer: Any | None) -> list[int]:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise APIError(400, "this model has no chat template; use /v1/completions", param="messages")
-    # A template has the assistant answer next, or go on with what it has begun to say.
-    goes_on = request.messages[-1]["role"] == "assistant"
+    # A template has the assistant answer next, or go on with what it has begun to say. After a call it cannot go on.
+    last = request.messages[-1]
+    goes_on = last["role"] == "assistant" and "tool_calls" not in last
     how: dict[str, Any] = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
     text = _rendered(request, tokenizer, how)
     if request.tools:
         told = _rendered(request, tokenizer, how | {"tools": request.tools})
         if told == text:
-            raise wrong("tools", "are not in this model's chat template, so it would not know of them; leave them out")
+            rule = "are not in this model's chat template, so it would not know of them; leave them out"
+            raise wrong("tools", rule, code="unsupported_parameter")
         text = told
     return _ids(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], "messages")
 

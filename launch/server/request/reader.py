@@ -34,6 +34,16 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's API that are not supported where nothing takes them, with the values that ask for nothing."""
 
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x78\x01": "deflate",
+    b"\x78\x5e": "deflate",
+    b"\x78\x9c": "deflate",
+    b"\x78\xda": "deflate",
+}
+"""First bytes of compressed data, for bodies without a header that says so."""
+
 WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "metadata", "parallel_tool_calls")
 """Fields that are taken and change nothing in the answer, neither here nor at OpenAI's."""
 
@@ -43,6 +53,9 @@ def read_json(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        for start, encoding in COMPRESSED.items():
+            if body.startswith(start):
+                raise compressed(encoding) from error
         reason = "nested too deep" if isinstance(error, RecursionError) else shown(str(error), 120)
         raise APIError(400, f"the body is not JSON in UTF-8: {reason}") from error
     if not isinstance(value, dict):
@@ -88,7 +101,7 @@ class Fields:
             if name in WITHOUT_EFFECT:
                 continue
             if name not in NOT_SUPPORTED:
-                raise APIError(400, f"Unrecognized request argument supplied: {shown(name)}", param=shown(name))
+                raise unknown(name)
             # True == 1 and False == 0 in Python, and either asks for something else.
             if not any(
                 (type(value) is type(idle) and value == idle) or _same(value, idle) for idle in NOT_SUPPORTED[name]
@@ -96,10 +109,23 @@ class Fields:
                 raise unsupported(name)
 
 
+def compressed(encoding: str) -> APIError:
+    """The error for a body in an encoding that this server does not read."""
+    message = f"the body is compressed ({shown(encoding)}), which this server does not read; send the JSON as it is"
+    return APIError(415, message, code="unsupported_media_type", headers={"accept-encoding": "identity"})
+
+
+def unknown(name: str, param: str | None = None) -> APIError:
+    """The error for a field that nobody knows. `param` is the field that holds it, if one does."""
+    name = shown(name) if param is None else f"{param}.{shown(name)}"
+    message = f"Unrecognized request argument supplied: {name}"
+    return APIError(400, message, param=param or name, code="unknown_parameter")
+
+
 def unsupported(name: str, what: str = "") -> APIError:
     """The error for a field of OpenAI's API, or one of its values, that this server does not support."""
     message = f"'{name}'{f' {what}' if what else ''} is not supported by this server; leave it out"
-    return APIError(400, message, param=name, code="unsupported_parameter")
+    return APIError(400, message, param=name, code="unsupported_value" if what else "unsupported_parameter")
 
 
 def check_unicode(text: str, name: str) -> None:
