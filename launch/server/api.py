@@ -251,8 +251,9 @@ class API:
             field = "n" if len(one_by_one) == 1 else field
         else:
             field = read.length_field or field
-            most = self.scheduler.fitting(prompts, options[0].max_new_tokens, is_chosen=False)
-            message += f"; {field}={min(most)} would fit"
+            wanted = max(each.max_new_tokens for each in options)
+            most = min(self.scheduler.fitting(prompts, wanted, is_chosen=False))
+            message += f"; {field}={most} would fit" if most < wanted else ""
         return APIError(400, message, param=field, code=code)
 
     def _why_not(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> ValueError | None:

@@ -88,14 +88,15 @@ class RequestQueue:
         No answer may cross a length at which the model's RoPE changes. Where a client has not chosen the length, there
         are also no more than there are positions and memory for.
         """
-        most = wanted if is_chosen else min([wanted, *self._numbers_left(prompts)])
+        most = wanted if is_chosen else min([wanted, *self._numbers_left(prompts, wanted)])
         of_rope = (self._prompt_limits.most_new_tokens(len(ids)) for ids in prompts)
         return [max(1, most if limit is None else min(most, limit)) for limit in of_rope]
 
-    def _numbers_left(self, prompts: Sequence[GivenPrompt]) -> Iterator[int]:
-        """New tokens of each row for which there are positions, and those for which there is memory."""
-        if self._prompt_limits.max_positions is not None and not self._engine.policies.chooses:
-            yield self._prompt_limits.max_positions - max(map(_end, prompts))
+    def _numbers_left(self, prompts: Sequence[GivenPrompt], wanted: int) -> Iterator[int]:
+        """New tokens of each row for which there are positions and memory, where these are fewer than `wanted`."""
+        most, ends = self._prompt_limits.max_positions, list(map(_end, prompts))
+        if most is not None and any(self._prompt_limits.remedy(end, wanted) for end in ends):
+            yield most - max(ends)
         if self._limits.max_tokens is not None:
             prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
             num_prompts, num_answers = num_places(len(prompts), prompt_of)

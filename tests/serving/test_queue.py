@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from policies.h2o import H2O
+from policies.streaming_llm import StreamingLLM
 from runahead import GenerationOptions
+from runahead.config import Positions
 from runahead.ranks.mesh import Mesh
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import TimeEstimate
@@ -15,7 +19,8 @@ from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import SLACK, Refused, RequestQueue
 from runahead.serving.request import Request
 from runahead.serving.state import share_computed
-from tests.serving.fakes import FakeEngine
+from runahead.thinning.rank_policies import RankPolicies
+from tests.serving.fakes import POSITIONS, FakeEngine
 from tests.serving.rank_tasks import Kept
 
 
@@ -150,3 +155,22 @@ def test_a_refused_request_is_told_when_to_come_back():
     with pytest.raises(Refused, match="predicted after 20 s, which is longer than 15 s") as refused:
         queue.add(request(20))
     assert refused.value.retry_after_s == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "positions", "new_tokens"),
+    [
+        (None, Positions.original, 96),
+        (H2O(budget=16), Positions.original, 96),
+        (StreamingLLM(budget=16), Positions.reencoded, 500),
+    ],
+)
+def test_an_answer_without_a_length_has_the_positions_that_are_left(policy, positions, new_tokens):
+    queue = queue_of()
+    policies = RankPolicies() if policy is None else RankPolicies.everywhere([policy], positions=positions)
+    queue._engine.policies = policies
+    queue._prompt_limits = replace(queue._prompt_limits, policies=policies)
+    prompts = [[5] * (POSITIONS - 96), [5] * 10]
+    assert queue.fitting(prompts, 500, is_chosen=False) == [new_tokens] * 2
+    queue.check(prompts, [GenerationOptions(max_new_tokens=new_tokens)] * 2)
+    assert queue.fitting(prompts, 500, is_chosen=True) == [500] * 2
