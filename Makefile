@@ -10,6 +10,7 @@
 #   VENV=path           where the environment is
 #   SYSTEM_TORCH=1      take the torch that PYTHON already has, such as a CUDA build
 #   WORKERS=2           how many tests run side by side
+#   SAMPLE=20           of make test-slow: about one in so many tests, the same ones every time
 #   PYTEST_ARGS=...     more arguments for pytest, such as "-k exactness"
 
 SHELL := /bin/bash
@@ -21,6 +22,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 SYSTEM_TORCH ?=
 WORKERS ?= 2
+SAMPLE ?= 1
 PYTEST_ARGS ?=
 # Tried rather than looked up: a version manager's shim may be there for a Python that is not.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
@@ -46,18 +48,28 @@ demo: $(STAMP)
 	$(IN_VENV) -m torch.distributed.run --standalone --nproc-per-node=2 launch/infer.py model=smollm2 \
 		prompt.file=$(TEXT) prompt.question='$(QUESTION)' generation.max_new_tokens=64
 
-# Tests that measure the rates of links or have the GPU go one by one; the others side by side, a file in one process,
-# those first that take longest (tests/conftest.py). A process that ends early fails its test and the run: in its place
-# another would wait for ever for the rest of a file. 5: nothing was selected.
-ALONE := $(wildcard tests/network/test_shaped_network.py tests/gpu)
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-test: check
-	$(IN_VENV) -m pytest -m 'not slow' $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(IN_VENV) -m pytest -m 'not slow' $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+# Tests go side by side, a file in one process, those first that take longest (tests/runs.py). A process that ends
+# early fails its test and the run: in its place another would wait for ever for the rest of a file. Tests of whole jobs,
+# of servers and of the rates of links come after them, one by one: on a busy machine a rank is late, as if it were lost.
+JOBS := tests/doctor tests/faults tests/gpu tests/network tests/serving/test_endurance.py tests/serving/test_page.py \
+	tests/serving/test_server.py tests/slurm
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(JOBS:%=--ignore=%)
 
+# $(call run,arguments,profile): a run of tests. Those that fail run once more, alone: what fails again fails the run, and what
+# passes is named as flaky. 5: nothing was selected. 1: tests failed; anything else is no matter of one test.
+PYTEST := $(IN_VENV) -m pytest --durations=40
+run = $(PYTEST) --cache-clear $(1) $(PYTEST_ARGS) || { status=$$?; test $$status = 5 || { test $$status = 1 && \
+	$(PYTEST) --last-failed --last-failed-no-failures=none --again --maxfail=10 $(2) $(PYTEST_ARGS); }; }
+
+test: check
+	$(call run,-m 'not slow' $(SIDE_BY_SIDE))
+	$(call run,-m 'not slow' $(JOBS))
+
+MANY := --hypothesis-profile=many
 test-slow: $(STAMP)
-	$(IN_VENV) -m pytest -m slow $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(IN_VENV) -m pytest -m 'hypothesis and not slow' --hypothesis-profile=many $(SIDE_BY_SIDE) $(PYTEST_ARGS) || [ $$? = 5 ]
+	$(call run,-m slow $(SIDE_BY_SIDE) --sample=$(SAMPLE))
+	$(call run,-m slow $(JOBS) --sample=$(SAMPLE))
+	$(call run,-m 'hypothesis and not slow' $(MANY) $(SIDE_BY_SIDE) --sample=$(SAMPLE),$(MANY))
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .

@@ -1,10 +1,8 @@
-"""Set-up of all tests: one thread, the same examples on every run, ranks that stay between tests, an order of files."""
+"""Set-up of all tests: one thread, the same examples on every run, ranks that stay between tests."""
 
 from __future__ import annotations
 
-import math
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,51 +14,19 @@ from hypothesis import settings
 from transformers.utils import logging
 
 from runahead.model.loading.cache_folder import cache_folder
+from tests.examples import FEW, MANY
 from tests.exit_status import Exited
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
-settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=30)
-settings.register_profile("many", settings.get_profile("few"), max_examples=150)  # make test-slow
+settings.register_profile("few", derandomize=True, deadline=None, database=None, max_examples=FEW)
+settings.register_profile("many", settings.get_profile("few"), max_examples=MANY)  # make test-slow
 settings.load_profile("few")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is to run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the programs that tests interrupt inherit it
 
-LONGEST = (
-    "tests/faults/test_drill.py",
-    "tests/doctor/test_doctor.py",
-    "tests/slurm/",
-    "tests/bench/test_bench.py",
-    "tests/policies/test_relations.py",
-    "tests/prompt_cache/test_relations.py",
-    "tests/ranks/",
-    "tests/faults/",
-    "tests/network/",
-    "tests/unit/test_loading_",
-    "tests/prompt_cache/",
-    "tests/partitioner/",
-)
-"""Files that take long, the longest first: what begins last decides when all are done."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before what is marked slow is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All but a sample of tests marked `sampled` are slow. Where tests run side by side: the longest files first."""
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for name, sets in functions.items():
-        [one_in] = sets[0].get_closest_marker("sampled").args
-        often = random.Random(name).sample(sets, math.ceil(len(sets) / one_in))
-        for item in sets:
-            if item not in often:
-                item.add_marker("slow")
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}
-    items.sort(key=places.__getitem__)
+pytest_plugins = ["tests.runs", "pytester"]
 
 
 @pytest.fixture(scope="session", autouse=True)

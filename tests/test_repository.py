@@ -117,6 +117,14 @@ def test_the_citation_is_of_this_version() -> None:
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
 
 
+def test_numbers_of_examples_grow_with_the_profile() -> None:
+    """Else `make test-slow` tries those of `make test` again. Properties inside a test have other parameters."""
+    fixed = [
+        path for path in sorted((ROOT / "tests").rglob("*.py")) if re.search(r"^@settings\(", read(path), re.MULTILINE)
+    ]
+    assert not fixed, f"use tests.examples.examples in {', '.join(map(str, fixed))}"
+
+
 def test_no_file_names_a_machine_or_an_index() -> None:
     files = repository_files()
     assert len(files) > 20, files

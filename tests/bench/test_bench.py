@@ -21,6 +21,7 @@ from benchmarks.ttft.plot import main as plot
 from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
 from tests.exit_status import exit_status
+from tests.needs import missing
 
 BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
@@ -244,17 +245,12 @@ def test_a_model_that_a_variant_cannot_run_is_told_before_anything_is_measured(t
     assert done.stdout == "" and not results.exists()
 
 
-def machine_problem() -> str:
+@pytest.mark.slow
+def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
     try:
         check_machine()
     except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(machine_problem()), reason=machine_problem())
-def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
+        missing(str(error))
     results = tmp_path / "bench.jsonl"
     more = [
         "bench.network=netns",

@@ -155,7 +155,7 @@ def test_the_last_run_is_that_of_the_last_line() -> None:
 
 
 @pytest.mark.parametrize("module", STUDIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_study_draws_and_tells_its_committed_lines(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_inputs_are_taken_and_usable_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     count = max(8, sum(count for target, _, count in planned(SMALL) if target.name == name) // 10)
     batch = run_batch(TARGETS[name], seed_number=0, number=0, count=count, folder=tmp_path / "input")

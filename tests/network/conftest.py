@@ -1,4 +1,4 @@
-"""Networks are made for real where the tests run as root and the kernel can; else those tests are skipped."""
+"""Networks are made for real where the tests run as root and the kernel can."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import subprocess
 
 import pytest
 
+from tests.needs import missing
+
 
 @pytest.fixture(scope="session")
 def netns() -> None:
-    """Asks the system directly, so that an error in what is tested fails rather than skips."""
+    """Asks the system directly, so that an error in what is tested is not taken for a machine that cannot."""
     if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    missing = [tool for tool in ("ip", "tc", "setpriv", "taskset") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"no command {missing[0]}")
+        missing("network namespaces need root")
+    absent = [tool for tool in ("ip", "tc", "setpriv", "taskset") if shutil.which(tool) is None]
+    if absent:
+        missing(f"no command {absent[0]}")
     name = f"runahead-probe-{os.getpid()}"
     commands = (
         f"ip netns add {name}",
@@ -28,6 +30,6 @@ def netns() -> None:
         for command in commands:
             done = subprocess.run(command.split(), capture_output=True, text=True)
             if done.returncode != 0:
-                pytest.skip(f"{command}: {done.stderr.strip()}")
+                missing(f"{command}: {done.stderr.strip()}")
     finally:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)

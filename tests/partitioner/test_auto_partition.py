@@ -119,6 +119,7 @@ def test_more_ranks_than_tokens(rank_pools: RankPools, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b'{"format": 1}', b"null"])
+@pytest.mark.sampled(2)
 def test_a_damaged_file_is_told_and_made_anew(rank_pools: RankPools, tmp_path: Path, content: bytes) -> None:
     rank_pools.run(2, run, tmp_path, [[30]])
     [path] = files(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
@@ -24,6 +24,7 @@ from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
 from runahead import Model
 from runahead.config import PrefillOptions, Transfer
+from tests.examples import examples
 from tests.families import build, throughout
 from tests.partitioner.clusters import llama, llama_cluster
 
@@ -301,7 +302,7 @@ def test_partitions_have_the_papers_names() -> None:
 
 
 @given(first=tables(), second=tables(), third=tables())
-@settings(max_examples=50)
+@examples(50)
 def test_merging_keeps_everything_and_knows_no_order(
     first: LookupTable, second: LookupTable, third: LookupTable
 ) -> None:
@@ -459,7 +460,7 @@ def test_the_fingerprint_of_a_model() -> None:
 
 
 @given(table=tables(min_entries=0))
-@settings(max_examples=25)
+@examples(25)
 def test_a_saved_table_is_loaded_as_it_was(table: LookupTable, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("tables") / "table.json"
     table.save(path)
@@ -614,7 +615,7 @@ VALUES = st.recursive(
 
 
 @given(path=st.sampled_from(PLACES), value=VALUES | st.just(...))
-@settings(max_examples=400)
+@examples(400)
 def test_any_value_in_any_place_is_read_or_refused(path: str, value: Any) -> None:
     reads_or_refuses(damaged(path, value))
 
@@ -625,7 +626,7 @@ def test_any_value_in_any_place_is_read_or_refused(path: str, value: Any) -> Non
     put=st.binary(max_size=4) | st.sampled_from([b"-", b"9", b"e5", b",", b"}", b"[", b'"', b"NaN", b"null"]),
 )
 @example(at=0, removed=0, put=b"\xef\xbb\xbf")
-@settings(max_examples=400)
+@examples(400)
 def test_any_change_of_bytes_is_read_or_refused(at: int, removed: int, put: bytes) -> None:
     data = json.dumps(VALID).encode()
     reads_or_refuses(data[:at] + put + data[at + removed :])

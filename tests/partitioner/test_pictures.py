@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.cost.fitted import FittedCost
@@ -31,6 +31,7 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.picture_style import rows_and_columns, seconds, tokens
+from tests.examples import examples
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 
 COMPUTE = FittedCost.from_shape(
@@ -132,7 +133,7 @@ def test_bounds_are_drawn() -> None:
 
 @pytest.mark.parametrize("draw", [lambda s: boundary_png({s.partition.num_tokens: s}), grids_png])
 @given(data=st.data())
-@settings(max_examples=8)
+@examples(8)
 def test_any_search_has_a_picture(draw: Callable[[SearchResult], bytes], data: st.DataObject) -> None:
     ranks = 3 if draw is grids_png else 2
     length = data.draw(st.integers(1, 5000))
@@ -256,7 +257,7 @@ def small_record(folder: Path) -> bytes:
     removed=st.integers(0, 30),
     put=st.sampled_from([b"", b"-", b"1e999", b"null", b"{}", b"[]", b'"x"', b"NaN", b"\xff", b"99999999999"]),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_a_damaged_record_is_told_in_one_sentence(
     at: int, removed: int, put: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

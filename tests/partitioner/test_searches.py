@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.searches.equal_work import equal_work
@@ -15,6 +15,7 @@ from partitioner.searches.grid import grid_search
 from partitioner.searches.seeded import seeded_search
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
+from tests.examples import examples
 from tests.partitioner.clusters import llama_cluster, random_cluster
 
 SEARCHES = [grid_search, seeded_search]
@@ -92,7 +93,7 @@ def test_golden_section_finds_the_minimum_of_a_curve(bottom, stride, num_tokens)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@settings(max_examples=40)
+@examples(40)
 @given(
     num_ranks=st.integers(1, 5),
     num_tokens=st.integers(1, 3000),

@@ -54,6 +54,7 @@ def losses(table: LookupTable, cluster: Cluster, lengths: list[int]) -> dict[int
 
 
 @pytest.mark.parametrize("GBps", [1.25, 3, 12.5, 100])
+@pytest.mark.sampled(2)
 def test_left_out_lengths_lose_little(GBps: float) -> None:
     cluster = llama_cluster(4, GBps, compute=llama(num_layers=8))
     table = searched(cluster, LENGTHS)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
@@ -13,6 +13,7 @@ from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even
+from tests.examples import examples
 from tests.partitioner.clusters import llama, llama_cluster, partitions, random_clusters, rank_s
 from tests.partitioner.fixed_point import ttft_s
 
@@ -45,7 +46,7 @@ def private(cluster: Cluster) -> Cluster:
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(random_clusters(4), partitions(4), st.booleans())
 def test_agrees_with_the_fixed_point(cluster, boundaries, as_landed):
     cluster = replace(cluster, pass_on_as_landed=as_landed)
@@ -104,7 +105,7 @@ def test_free_communication_is_a_lower_bound(cluster, boundaries):
 
 
 @pytest.mark.parametrize(("transfer", "as_landed"), TRANSFERS)
-@settings(max_examples=40)
+@examples(40)
 @given(cluster=random_clusters(4), boundaries=partitions(4), factor=st.floats(1, 100))
 def test_more_bandwidth_never_hurts(transfer, as_landed, cluster, boundaries, factor):
     cluster = replace(private(cluster), transfer=transfer, pass_on_as_landed=as_landed)
@@ -115,7 +116,7 @@ def test_more_bandwidth_never_hurts(transfer, as_landed, cluster, boundaries, fa
     assert fast <= slow * (1.05 if transfer is Transfer.relay and as_landed else ROUNDING)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(random_clusters(4), partitions(4))
 def test_more_room_never_hurts_messages_in_a_fixed_order(cluster, boundaries):
     cluster = replace(private(cluster), transfer=Transfer.direct)
@@ -123,7 +124,7 @@ def test_more_room_never_hurts_messages_in_a_fixed_order(cluster, boundaries):
     assert all(more <= fewer * ROUNDING for fewer, more in pairwise(seconds))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(random_clusters(4), partitions(4))
 def test_direct_is_never_later_than_relay_on_private_links_that_are_alike(cluster, boundaries):
     assert cluster.links is not None

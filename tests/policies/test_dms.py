@@ -134,6 +134,7 @@ def test_padded_rows_chunks_and_later_turns(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("chosen", [RankPolicies(), RankPolicies.everywhere([DMS()])], ids=["full", "dms"])
+@pytest.mark.sampled(2)
 def test_chains_of_ranks(rank_pools: RankPools, family: str, chosen: RankPolicies) -> None:
     """The last token of a rank's chunk may be marked by the first one of the next."""
     given = [prompt(NUM_TOKENS), prompt(23, seed=1)]

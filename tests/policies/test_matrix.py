@@ -214,7 +214,7 @@ def test_a_step_that_does_nothing_leaves_a_later_one_what_it_accumulates(name: s
 @every_family
 @every_policy
 @every_batch
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 def test_tokens_that_follow_in_one_forward_do_what_they_do_one_by_one(
     name: str, family: str, lengths: tuple[int, ...]
 ) -> None:
@@ -257,6 +257,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
 )  # it narrows each chunk
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @every_batch
+@pytest.mark.sampled(3)
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model = tiny_model(family)
     whole, pieces = (Run(model, [policy(name)], prompts(lengths)) for _ in range(2))
@@ -270,6 +271,7 @@ def test_chunks_of_a_prompt_do_not_matter(name: str, family: str, lengths: tuple
 @every_family
 @pytest.mark.parametrize("name", OF_EACH_LAYER)
 @every_batch
+@pytest.mark.sampled(2)
 def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model, batch = tiny_model(family), len(lengths)
     run = Run(model, [policy(name)], prompts(lengths))
@@ -357,7 +359,7 @@ def test_a_fork_does_not_depend_on_how_its_original_goes_on(name: str, bits: int
 @every_family
 @every_policy
 @every_batch
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_another_turn_sees_what_was_kept_and_itself(name: str, family: str, lengths: tuple[int, ...]) -> None:
     """All at once under the policy it is what it is token by token over the same cache."""
     run, more = Run(tiny_model(family), [policy(name)], prompts(lengths)), prompt(7, seed=5)
@@ -400,6 +402,7 @@ def test_generated_tokens_are_kept(name: str) -> None:
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @pytest.mark.parametrize("lengths", [(3,), (3, 2, 1)], ids=["alone", "padded"])
+@pytest.mark.sampled(3)
 def test_a_prompt_shorter_than_the_window_is_kept_whole(name: str, family: str, lengths: tuple[int, ...]) -> None:
     model = tiny_model(family)
     ours, full = Run(model, [policy(name)], prompts(lengths)), Run(model, [policy("full")], prompts(lengths))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.pool import SATURATED, Pool, Victim, note_choice, victims
+from tests.examples import examples
 
 
 @given(
@@ -19,7 +20,7 @@ from policies.pool import SATURATED, Pool, Victim, note_choice, victims
     count=st.integers(1, 4),
     victim=st.sampled_from(Victim),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_victims_are_those_used_least_and_never_pinned(
     seed: int, num_slots: int, pad: int, sinks: int, recent: int, count: int, victim: Victim
 ) -> None:

@@ -99,6 +99,7 @@ def model_of(family: str) -> Model:
 
 
 @pytest.mark.parametrize("family", [*ROTATING, *OTHERS])
+@pytest.mark.sampled(2)
 def test_where_nothing_is_dropped_it_is_the_full_cache(family: str) -> None:
     """Slots are positions then: so this is each family's rotation, against its own."""
     model, prompts = model_of(family), [prompt(40), prompt(23, seed=1)]

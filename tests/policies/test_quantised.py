@@ -79,6 +79,7 @@ def generate(family: str, prompts: list[list[int]], policies: RankPolicies, num_
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", [(77,), LENGTHS], ids=["alone", "padded"])
 @by_channel_or_token
+@pytest.mark.sampled(3)
 def test_attention_is_that_to_the_dequantised_tokens(
     family: str, lengths: tuple[int, ...], policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def place(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", [(77,), LENGTHS], ids=["alone", "padded"])
 @pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_attention_is_that_to_the_dequantised_tokens(
     name: str, lengths: tuple[int, ...], bits: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +146,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "deepseek_v3", "gemma2"])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_where_all_is_chosen_it_is_the_quantised_cache(name: str, family: str, place: str) -> None:
     """KV heads for two queries and for one, values of other width than keys, and windows."""
     options = ALL[name] | ({"outliers": 0, "rank": None} if name == "shadowkv" else {})  # which has exact ones besides
@@ -231,6 +231,7 @@ def test_chunks_of_a_prompt_do_not_matter(place: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"turn_tokens": 9}, {"late": 0.3}, {"late": 1.0}], ids=str)
+@pytest.mark.sampled(2)
 def test_turns_and_late_choices_fetch_what_is_dequantised(
     options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_turns_and_late_choices_fetch_what_is_dequantised(
 
 
 @pytest.mark.parametrize("lengths", [(92,), LENGTHS], ids=["alone", "padded"])
+@pytest.mark.sampled(2)
 def test_forks_do_not_know_of_each_other(lengths: tuple[int, ...], place: str) -> None:
     """Both quantise what they generate, from one window, and rows of one length go on in memory that others read."""
     policies = policies_of(ExactTopK(fetch=1.0, min_tokens=0))

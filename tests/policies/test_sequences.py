@@ -266,6 +266,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(steps: list[Policy]) -> 
 
 @every_sequence
 @pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.sampled(3)
 def test_a_conversation_goes_on_and_forks(steps: list[Policy], bits: int | None) -> None:
     with throughout(torch.float64):
         storage = CacheOptions(bits=bits, residual=4)

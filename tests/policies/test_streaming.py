@@ -102,6 +102,7 @@ def top5(batch: GenerationBatch, row: int = 0) -> dict[int, float]:
     "family", ["llama", "gemma2", "phi3_longrope", "llama_dynamic_ntk", "bart", "falcon_alibi", "gpt_oss"]
 )
 @pytest.mark.parametrize("chunk_tokens", [1, 16, 60, 1000])
+@pytest.mark.sampled(3)
 def test_chunks_of_a_full_cache_do_not_matter(ranks: Ranks, family: str, chunk_tokens: int) -> None:
     ids = prompt(60)
     batch = generate(ranks, tiny_model(family), [ids], chunk_tokens=chunk_tokens)

@@ -259,6 +259,7 @@ def test_rows_of_a_batch_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.sampled(2)
 def test_each_rank_chooses_in_its_chunk(rank_pools: RankPools, share: float) -> None:
     asked, lengths = blended_prompt(3, share), [16, 18]
     assert len(asked.new_ids) == sum(lengths)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -18,6 +18,7 @@ from runahead import Model
 from runahead.reuse.reuse import encode_segment
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits, Tier
+from tests.examples import examples
 from tests.families import build, largest_difference, throughout
 from tests.prompt_cache.serving import chatting, random_ids, serve, written_out_logits
 from tests.ranks.tasks import tiny_model
@@ -244,7 +245,7 @@ def test_what_is_no_folder_or_no_size_is_refused(tmp_path: Path) -> None:
 CHOICES = [segment("a", start=0), segment("b", start=30), segment("c", start=60)]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     requests=st.lists(st.sets(st.sampled_from([0, 1, 2]), max_size=3), min_size=1, max_size=6),
     host=st.sampled_from([0, 1, 2]),

@@ -53,7 +53,7 @@ FAMILIES = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("examples", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_logits_of_every_row_equal_transformers_on_that_prompt_alone(
     rank_pools: RankPools, family: str, size: int, examples: int
 ) -> None:
@@ -73,7 +73,7 @@ def test_logits_of_every_row_equal_transformers_on_that_prompt_alone(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("size", "bounds"), [(1, (0, 70)), (2, (0, 25, 70)), (3, (0, 17, 69, 70))])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_tokens_of_every_row_equal_generate_on_that_prompt_alone(
     rank_pools: RankPools, family: str, size: int, bounds: tuple[int, ...]
 ) -> None:
@@ -222,7 +222,7 @@ def test_calls_in_a_row_do_not_influence_each_other(rank_pools: RankPools, famil
 
 @pytest.mark.parametrize("family", ["llama", "phi3_longrope", "llama_dynamic_ntk", "gemma3_text", "bloom"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_memory_stays_flat_over_many_calls(rank_pools: RankPools, family: str, size: int) -> None:
     options = GenerationOptions(max_new_tokens=4, ignore_eos=True)
     batches = [[prompt(60, seed=1)], [prompt(20, seed=2), prompt(50, seed=3)]]

@@ -51,7 +51,7 @@ def first_logits(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("examples", [4, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_first_logits_equal_transformers_for_any_partition_and_transfer(
     rank_pools: RankPools, family: str, size: int, examples: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_prompts_of_fewer_tokens_than_ranks(rank_pools: RankPools, family: str, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("size", "bounds"), [(1, (0, 70)), (2, (0, 41, 70)), (3, (0, 30, 31, 70))])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_greedy_tokens_equal_generate_on_every_rank(
     rank_pools: RankPools, family: str, size: int, bounds: tuple[int, ...]
 ) -> None:

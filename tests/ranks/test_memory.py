@@ -33,7 +33,7 @@ def layers_bound(options: PrefillOptions, position: int) -> int:
 @pytest.mark.parametrize("layers_in_flight", [2, 3, 5])
 @pytest.mark.parametrize("transfer", list(Transfer))
 @pytest.mark.parametrize("bounds", SPLITS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_earlier_ranks_hold_a_few_layers_and_the_last_one_all(
     rank_pools: RankPools, bounds: tuple[int, ...], transfer: Transfer, layers_in_flight: int
 ) -> None:

@@ -110,6 +110,7 @@ def test_two_stages_of_two_equal_transformers_in_every_family(rank_pools: RankPo
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.sampled(2)
 def test_three_stages_of_two_equal_transformers(rank_pools: RankPools, family: str) -> None:
     @seed(zlib.crc32(family.encode()))
     @settings(max_examples=4, phases=[Phase.generate])
@@ -267,7 +268,7 @@ class TestPolicies:
             if (name, how) not in REFUSED
         ],
     )
-    @pytest.mark.sampled(11)
+    @pytest.mark.sampled(18)
     def test_two_stages_choose_the_same_tokens(self, rank_pools: RankPools, name: str, decode: DecodeName) -> None:
         """All of them are on the last stage, or with sharded decoding each stage chooses among its own."""
         policies = RankPolicies.everywhere(POLICIES[name])

@@ -72,7 +72,7 @@ def test_first_logits_equal_transformers_for_every_family(rank_pools: RankPools,
 
 @pytest.mark.parametrize("family", SELECTED)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_first_logits_equal_transformers_for_any_length(rank_pools: RankPools, family: str, size: int) -> None:
     """Also for lengths that no number of chunks divides, and for fewer tokens than ranks or chunks."""
 

@@ -98,7 +98,7 @@ def assert_same_answer(ours: GenerationBatch, theirs: GenerationBatch) -> None:
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 1, 59, 60), (0, 0, 40, 60)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_evicting_on_the_last_rank_is_what_one_rank_does(
     rank_pools: RankPools, policy: Policy | list[Policy], bounds: tuple[int, ...]
 ) -> None:
@@ -207,6 +207,7 @@ def test_one_rank_alone_is_the_policy_step_by_step(rank_pools: RankPools) -> Non
 @pytest.mark.parametrize("transfer", list(Transfer))
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 44, 60), (0, 0, 30, 60), (0, 1, 30, 60)])
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "llama_deep"])
+@pytest.mark.sampled(3)
 def test_pyramid_on_every_rank_is_chunked_prefill_with_every_chunk_narrowed(
     rank_pools: RankPools, family: str, bounds: tuple[int, ...], transfer: Transfer
 ) -> None:

@@ -39,6 +39,7 @@ POLICIES: dict[str, Policy] = {
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 17])
+@pytest.mark.sampled(2)
 def test_shares_keep_what_one_rank_keeps(rank_pools: RankPools, tmp_path: Path, chunk_tokens: int | None) -> None:
     """Budgets are shared out over all heads. If each share divided one over its own heads, it would keep others."""
     table = DuoTable(gates=[torch.tensor(gates_K) for gates_K in GATES], sinks=3, recent=9)

@@ -46,6 +46,7 @@ def test_answers_of_several_turns_are_those_of_transformers(rank_pools: RankPool
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
+@pytest.mark.sampled(2)
 def test_long_turns_go_in_pieces_and_look_ahead_and_forks_change_nothing(
     rank_pools: RankPools, family: str, turns: list[list[int]]
 ) -> None:

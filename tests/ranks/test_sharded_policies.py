@@ -249,7 +249,7 @@ def test_with_room_for_all_tokens_the_answer_is_that_of_one_rank(rank_pools: Ran
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("name", EVICTING)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_attention_is_over_what_the_ranks_kept(rank_pools: RankPools, name: str, bounds: tuple[int, ...]) -> None:
     seen = run(rank_pools, EVICTING[name], bounds)
     check_steps(seen)
@@ -517,7 +517,7 @@ def test_a_rank_may_have_another_policy_or_none(rank_pools: RankPools) -> None:
 
 @pytest.mark.parametrize("num_new", [1, 5, 40])
 @pytest.mark.parametrize("bounds", [(0, 35, 70), (0, 44, 70), (0, 20, 45, 70), (0, 30, 30, 70)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_bytes_are_the_share_of_the_budget_and_a_ring(
     rank_pools: RankPools, bounds: tuple[int, ...], num_new: int
 ) -> None:

@@ -61,6 +61,7 @@ def test_layers_that_share_are_found(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("bounds", CHAINS)
+@pytest.mark.sampled(2)
 def test_first_logits_and_tokens_are_transformers_own(
     rank_pools: RankPools, family: str, bounds: tuple[int, ...]
 ) -> None:
@@ -132,6 +133,7 @@ def prompts() -> list[list[int]]:
 
 @one_family
 @every_policy
+@pytest.mark.sampled(2)
 def test_policies_drop_tokens_once_all_layers_have_read_them(policy: Policy, family: str) -> None:
     """So the logits after a prompt are those of the full cache; the layers with windows keep their tokens."""
     model = tiny_model(family)

@@ -98,6 +98,7 @@ def test_models_with_windows_and_biases_too(rank_pools: RankPools, family: str) 
 
 
 @pytest.mark.parametrize("prefill", WAYS, ids=lambda each: f"{each.transfer.name}, {each.carrier.name}")
+@pytest.mark.sampled(2)
 def test_many_layers_go_through_the_memory_of_a_few(rank_pools: RankPools, prefill: PrefillOptions) -> None:
     turns = run(rank_pools, 2, "deep", Split(), prefill)
     for ours, theirs in zip(turns.ours, turns.theirs, strict=True):

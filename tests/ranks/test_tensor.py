@@ -74,7 +74,7 @@ def oracle_tokens(family: str, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_logits_are_the_whole_models_and_bitwise_the_same_on_all_ranks(
     rank_pools: RankPools, family: str, size: int
 ) -> None:

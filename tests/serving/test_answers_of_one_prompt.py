@@ -165,6 +165,7 @@ def test_under_a_policy_a_prompt_is_computed_once_too(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "policy", *slowly("windows")])
+@pytest.mark.sampled(2)
 def test_answers_on_two_ranks_are_those_of_single_requests(rank_pools: RankPools, how: str) -> None:
     policies = RankPolicies.everywhere([H2O(budget=16)]) if how == "policy" else None
     load = Load(

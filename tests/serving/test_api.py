@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from openai import APIStatusError, OpenAI
 
@@ -23,6 +23,7 @@ from launch.server.options import ServeOptions
 from launch.server.request.reader import NOT_SUPPORTED
 from runahead.failures import PeerFailure
 from runahead.serving.limits import QueueLimits
+from tests.examples import examples
 from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, Served, chat_tokenizer, held, serving
 from tests.waiting import until
 
@@ -310,7 +311,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(is_chat=st.booleans(), changes=st.dictionaries(FIELDS, JSON, max_size=3))
 def test_any_body_gets_an_answer_or_an_error_in_openais_shape(served, is_chat, changes):
     body = ({"messages": HELLO["messages"]} if is_chat else {"prompt": "hello"}) | {"max_tokens": 2} | changes
@@ -422,7 +423,7 @@ def test_a_request_with_all_fields_is_answered(with_tools):
     assert [len(each["top_logprobs"]) for each in choice["logprobs"]["content"]] == [2, 2]
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=changed_somewhere())
 def test_any_value_in_a_field_gets_an_answer_or_an_error_in_openais_shape(with_tools, body):
     response = post(with_tools, CHAT, body)

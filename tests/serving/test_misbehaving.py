@@ -19,12 +19,13 @@ from unittest import mock
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from launch.server.answer.exchange import Exchange
 from launch.server.request import bodies
+from tests.examples import examples
 from tests.fuzz.mutations import changed_bytes
 from tests.serving.fakes import Served, serving
 from tests.serving.test_api import TEXT, read_until, request_of
@@ -286,7 +287,7 @@ WORDS = (
 )
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=changed_bytes(REQUESTS, WORDS), parts=st.integers(1, 3))
 def test_any_bytes_get_an_answer_or_the_end_of_their_connection(served: Served, data: bytes, parts: int) -> None:
     with connect(served) as connection:

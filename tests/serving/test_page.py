@@ -27,6 +27,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.limits import QueueLimits
 from runahead.timeline.trace import Span
 from tests.families import prompt
+from tests.needs import missing
 from tests.ranks.tasks import tiny_model
 from tests.serving.browser import Browser, Tab
 from tests.serving.fakes import Served, serving
@@ -272,7 +273,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One for all tests."""
     program = shutil.which("chromium")
     if program is None:
-        pytest.skip("no command chromium; apt-get install chromium")
+        missing("no command chromium; apt-get install chromium")
     browser = Browser(program, tmp_path_factory.mktemp("chromium"))
     try:
         yield browser

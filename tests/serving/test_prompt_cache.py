@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from openai import OpenAI
 
@@ -25,6 +25,7 @@ from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOpti
 from runahead.config import Carrier, Device, DType, ModelName
 from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
+from tests.examples import examples
 from tests.families import prompt, save_tiny_llama
 from tests.prompt_cache.serving import random_prompt, random_segments
 from tests.prompt_cache.test_pml import pieces
@@ -210,7 +211,7 @@ def test_the_log_quotes_nothing_of_a_wrong_schema(served: Served, capsys: pytest
     assert "400 'prompt_cache.schema' is wrong" in told and "secret" not in told
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=pieces(), schema=st.none() | pieces(), is_chat=st.booleans())
 def test_any_xml_gets_an_answer_or_an_error_in_openais_shape(
     served: Served, body: str, schema: str | None, is_chat: bool

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -241,31 +240,8 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         assert "draining: 1 running, 0 waiting" in server.ranks[0].errors
 
 
-@pytest.mark.parametrize(
-    ("number", "found"),
-    [
-        (signal.SIGKILL, "rank 1 has ended"),
-        pytest.param(signal.SIGSTOP, "rank 1 has been silent", marks=pytest.mark.slow),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_a_rank_that_is_lost_is_a_503_and_the_end(model, number, found):
-    with job(*options(model, "ranks.timeout_s=5")) as server:
-        time.sleep(3)  # idle for longer than a heartbeat, and than half of ranks.timeout_s
-        endless = {"prompt": "the ice", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=endless) as response:
-            lines = response.iter_lines()
-            next(lines)
-            os.kill(server.ranks[1].pid, number)
-            rest = list(lines)
-        assert "data: [DONE]" not in rest
-        assert any("server has failed" in line and "rank 1" in line for line in rest)
-        assert server.ranks[0].wait(60) == 1
-        assert f"[rank 0/2] {found}" in server.ranks[0].errors
-
-
 def test_a_drain_that_another_rank_begins_ends_in_time(model):
-    with job(*options(model, "ranks.timeout_s=4", "serve.drain_s=1")) as server:
+    with job(*options(model, "serve.drain_s=1")) as server:
         endless = {"prompt": "the ice", "n": 8, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
@@ -278,7 +254,7 @@ def test_a_drain_that_another_rank_begins_ends_in_time(model):
 
 def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
     with job(*options(model, "serve.itl_s=0.05", "serve.prefix_cache_bytes=100000000")) as server:
-        endless = {"prompt": TEXT * 5, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        endless = {"prompt": TEXT * 5, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=endless) as response:
             lines = response.iter_lines()
             while not next(lines).startswith("data: "):
@@ -290,7 +266,6 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
-            assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.slow

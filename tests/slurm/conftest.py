@@ -1,4 +1,4 @@
-"""SLURM is brought up for real where its programs are and the tests run as root; else its tests are skipped."""
+"""SLURM is brought up for real where its programs are and the tests run as root."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import missing
 from tests.slurm.cluster import PROGRAMS, Cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes for all tests. What it started is gone afterwards."""
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if missing:
-        pytest.skip(f"no command {missing[0]}; apt-get install slurm-wlm munge")
+    absent = [program for program in PROGRAMS if shutil.which(program) is None]
+    if absent:
+        missing(f"no command {absent[0]}; apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons need root")
+        missing("SLURM's daemons need root")
     folder = tmp_path_factory.mktemp("slurm")
     cluster = Cluster(folder)
     # Batch scripts find themselves and the packages wherever they are submitted.
@@ -36,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.__enter__()
     except TimeoutError as error:
         tails = [path.read_text(errors="replace").strip()[-200:] for path in folder.glob("*.out")]
-        pytest.skip(f"SLURM does not come up here: {error}; {' | '.join(tails)}")
+        missing(f"SLURM does not come up here: {error}; {' | '.join(tails)}")
     try:
         yield cluster
     finally:

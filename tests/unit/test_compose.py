@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launch.infer import HELP, INFER
@@ -17,11 +17,12 @@ from launch.inputs.options import Chat, PartitionName, RunOptions
 from launch.program.compose import CONF, FLAGS_HELP
 from launch.program.typed_options import leaf_names, option_kinds
 from runahead.config import DecodeName, ModelName, PrefillName
+from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # Composing takes a tenth of a second, which is Hydra's.
-few = settings(max_examples=settings().max_examples // 3)
+few = examples(10)
 
 # What an operating system lets through as an argument: any text without NUL.
 ARGUMENTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

@@ -168,6 +168,7 @@ def full_disk_in_rust(*_: Any, **__: Any) -> Any:
         ("transformers.TokenizersBackend._save_pretrained", full_disk_in_rust, "No space left on device"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_disk_that_fills_up_meanwhile_is_a_warning(
     place: str, fail: Any, reason: str, path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows, LostRows
 from runahead.reuse.tree.node import PrefixNode
 from runahead.reuse.tree.tiers import Tier, TierCopies
 from tests.conftest import RankPools
+from tests.examples import examples
 from tests.families import build, prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.unit import prefix_tasks
@@ -152,7 +153,7 @@ def operate(operations: list[tuple[Any, ...]], tree: Tiered) -> None:
         tree.check()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     st.lists(TIERED_OPERATIONS, max_size=15),
     st.sampled_from([6, 14]),

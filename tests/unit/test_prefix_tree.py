@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from runahead.reuse import prefix_tree
 from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored
 from runahead.reuse.tree import layer_rows
 from runahead.reuse.tree.node import PrefixNode
+from tests.examples import examples
 
 Ids = tuple[int, ...]
 WIDTHS = (1, 2)
@@ -168,7 +169,7 @@ def operate(operations: list[tuple[Any, ...]], limit_bytes: float) -> Checked:
     return checked
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(OPERATIONS, max_size=25), st.sampled_from([0, 6, 14, 40, inf]))
 @example(EXAMPLE, LIMIT / TOKEN_BYTES)
 def test_a_tree_holds_what_a_set_of_all_prefixes_says(operations: list[tuple[Any, ...]], limit_tokens: float) -> None:

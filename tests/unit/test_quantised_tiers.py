@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,6 +23,7 @@ from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.tree.node import PrefixNode
 from runahead.reuse.tree.tiers import Tier
+from tests.examples import examples
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.unit.test_prefix_tiers import OPTIONS, TIERED_EXAMPLE, TIERED_OPERATIONS, Tiered, operate, rows_of
@@ -234,7 +235,7 @@ def test_tiers_in_few_bits_hold_what_a_set_of_all_prefixes_says(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@examples(20)
 @given(
     st.lists(TIERED_OPERATIONS, max_size=15),
     st.sampled_from([6, 14]),

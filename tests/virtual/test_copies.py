@@ -37,6 +37,7 @@ def check(carrier: Any = CopyTransfer, choose: Choose = copies_late, hosts: tupl
 
 @pytest.mark.parametrize("choose", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.sampled(2)
 def test_nothing_races_or_gets_stuck(hosts: tuple[int, ...], choose: Choose) -> None:
     check(choose=choose, hosts=hosts)
 

@@ -61,6 +61,7 @@ def test_a_layer_has_few_kernels(
 
 @pytest.mark.parametrize("boundaries", [(0, 16), BOUNDARIES], ids=["one rank", "three ranks"])
 @pytest.mark.parametrize("name", [None, *OPTIONS])
+@pytest.mark.sampled(2)
 def test_the_host_waits_for_no_value_and_copies_none(
     name: str | None, boundaries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def programs(body: Callable[[VirtualRanks], None], size: int, ctas: int | None =
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.sampled(2)
 def test_every_send_meets_a_receipt_of_its_size(name: str, size: int) -> None:
     halves = [half for program in programs(BODIES[name](size), size) for each in program for half in each.halves]
     assert len(set(halves)) == len(halves) > 0
@@ -54,6 +55,7 @@ def test_no_order_gets_stuck(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.sampled(2)
 def test_eight_ranks_do_not_get_stuck(name: str) -> None:
     issued = programs(BODIES[name](8), 8)
     assert not any(stuck_after(issued, H100, seed) for seed in range(3))
@@ -61,6 +63,7 @@ def test_eight_ranks_do_not_get_stuck(name: str) -> None:
 
 @pytest.mark.parametrize("choose", [transfers_early, transfers_late, at_random(1), at_random(2)])
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.sampled(2)
 def test_what_hosts_issue_does_not_depend_on_the_order(name: str, choose: Callable[..., Operation]) -> None:
     job = Job(3, choose=choose)
     job.run(BODIES[name](3))
