@@ -50,6 +50,9 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
   key_value    key_value.pairs=[<n>,...]   key_value.samples=20   key_value.question=...
                key_value.search_samples=8   key_value.most_tokens=8192
                one value among random keys and values; without pairs as many as make the full cache answer half
+  file         tasks=[copy,{{name:file,path:mine.jsonl}}]   also metric, question, new_tokens, most_tokens, samples
+               questions of your own: a line has prompt, question, answers and perhaps metric
+               (exact_match|contained|f1|perplexity); LongBench's files are read too
   throughput   throughput.prompt_tokens=512   throughput.new_tokens=256   throughput.kv_tokens=6144 (or .kv_bytes)
                throughput.max_batch=64   throughput.rounds=3
                tokens/s with the largest batch whose KV cache fits

@@ -7,9 +7,10 @@ from enum import Enum
 from typing import Any
 
 from launch.inputs.policies import ineffective_options
+from launch.program.typed_options import typed
 from runahead.config import ModelOptions, RanksOptions, choice, require
 
-TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "ruler", "key_value", "throughput")
+TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "ruler", "key_value", "throughput", "file")
 RULER_TASKS = (
     "niah_single_1",
     "niah_single_2",
@@ -26,6 +27,8 @@ RULER_TASKS = (
     "qa_2",
 )
 """Tasks of RULER, as published."""
+RULER_SETS = ("niah_multivalue", "niah_multiquery", "cwe", "fwe")
+"""Those that ask for several strings, which are right in any order."""
 RULER_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}
 """Option that names the file of a task's questions."""
 TEXT_TASKS = ("perplexity", "copy", "needle", "ruler")
@@ -118,8 +121,8 @@ class RulerOptions:
         lengths: maximum numbers of tokens of context and question together.
         samples: questions per task and length.
         new_tokens: maximum number of tokens of an answer; None: the published one of each task. With 0 none is
-            generated: an answer is what the model says up to its first difference from a right answer, which takes
-            little time and finds no more than generating does.
+            generated, but in `RULER_SETS`: an answer is what the model says up to its first difference from a right
+            answer, which takes little time and finds no more than generating does.
         squad: SQuAD 2.0's dev-v2.0.json, whose questions are qa_1.
         hotpotqa: HotpotQA's hotpot_dev_distractor_v1.json, whose questions are qa_2.
     """
@@ -198,13 +201,53 @@ class ThroughputOptions:
         require(self.kv_tokens >= row, "throughput.kv_tokens", self.kv_tokens, rule)
 
 
+class Score(Enum):
+    """How an answer to a question of a user's own is scored."""
+
+    exact_match = "exact_match"
+    contained = "contained"
+    f1 = "f1"
+    perplexity = "perplexity"
+
+
+@dataclass(kw_only=True)
+class FileTaskOptions:
+    """An entry {name:file,...} of tasks=: questions of a user's own, a JSON object per line of a file.
+
+    Attributes:
+        path: the file. A line has `prompt`, `question`, `answers` and perhaps `metric`, or LongBench's fields.
+        metric: how all answers are scored, whatever the lines say.
+        new_tokens: maximum number of tokens of an answer; by default LongBench's for its lines, else 32.
+        most_tokens: longest prompt with its question; longer ones lose their middle, as in LongBench.
+        samples: number of questions, from the first on; None: all.
+    """
+
+    path: str | None = None
+    metric: Score | None = None
+    question: Question = Question.separate
+    new_tokens: int | None = None
+    most_tokens: int | None = None
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            raise ValueError("tasks has file without a path; give {name:file,path:<jsonl>}")
+        for name in ("new_tokens", "most_tokens", "samples"):
+            if getattr(self, name) is not None:
+                _require_least("tasks", self, **{name: 1})
+
+    def __str__(self) -> str:
+        """The task's name in tables and lines."""
+        return f"file {self.path}"
+
+
 @dataclass(kw_only=True)
 class EvaluateRun:
     """Configuration of one run of launch/evaluate.py.
 
     Attributes:
         policies: one or a list of policies, each a name or a mapping {name: ..., and its options}.
-        tasks: names of `TASK_NAMES`.
+        tasks: names of `TASK_NAMES`, and {name:file,path:...} with further options of `FileTaskOptions`.
         budgets: for policies that have one: a whole number is in tokens, a fraction is a share of the prompt.
         report: JSON file for the results; pictures are written next to it.
         lines: JSON lines, one per measurement; measurements already in the file are skipped. By default next to the
@@ -232,11 +275,10 @@ class EvaluateRun:
             list(value) if isinstance(value, list) else [value] for value in (self.policies, self.tasks, self.budgets)
         )
         require(bool(self.policies), "policies", [], "must name at least one policy, such as policies=[full,snapkv]")
-        unknown = [str(name) for name in self.tasks if name not in TASK_NAMES]
-        if unknown:
-            raise ValueError(f"tasks has {', '.join(unknown)}, which is not one of {', '.join(TASK_NAMES)}")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks=[{','.join(self.tasks)}] must name at least one task, and each only once")
+        self.tasks = [_task(entry) for entry in self.tasks]
+        names = list(map(str, self.tasks))
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"tasks=[{','.join(names)}] must name at least one task, and each only once")
         for budget in self.budgets:
             _check_budget(budget)
         is_unique = len(set(map(repr, self.budgets))) == len(self.budgets)
@@ -248,6 +290,21 @@ class EvaluateRun:
             self.lines = f"{stem if dot and '/' not in ending else self.report}.jsonl"
         if self.lines is not None and self.lines == self.report:
             raise ValueError(f"report={self.report} and lines={self.lines} would overwrite each other; rename one")
+
+
+def _task(entry: Any) -> str | FileTaskOptions:
+    """An entry of tasks=. Raises: ValueError."""
+    if isinstance(entry, FileTaskOptions):
+        return entry
+    given = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    name = given.pop("name", None)
+    if name == "file":
+        return typed(given, FileTaskOptions, "tasks")
+    if not isinstance(name, str) or name not in TASK_NAMES:
+        raise ValueError(f"tasks has {entry}, which is not one of {', '.join(TASK_NAMES)}")
+    if given:
+        raise ValueError(f"tasks has {entry}; options of {name} are {name}.{next(iter(given))}=... and so on")
+    return name
 
 
 def _require_least(section: str, options: object, **least: int) -> None:
@@ -276,9 +333,9 @@ def ineffective_settings(run: EvaluateRun) -> list[str]:
     sentences = [
         f"{name}.* has no effect without {name} among tasks"
         for name in TASK_NAMES
-        if name not in run.tasks and getattr(run, name) != getattr(defaults, name)
+        if name != "file" and name not in run.tasks and getattr(run, name) != getattr(defaults, name)
     ]
-    if run.text.file is not None and not set(TEXT_TASKS) & set(run.tasks):
+    if run.text.file is not None and not any(task in run.tasks for task in TEXT_TASKS):
         names = f"{', '.join(TEXT_TASKS[:-1])} or {TEXT_TASKS[-1]}"
         sentences.append(f"text.file has no effect without {names} among tasks")
     sentences += [

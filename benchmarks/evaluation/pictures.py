@@ -12,8 +12,8 @@ import matplotlib
 from matplotlib.lines import Line2D
 
 from benchmarks.evaluation.contenders import budget_text
-from benchmarks.evaluation.summary import FULL, SHARES, Row
-from benchmarks.evaluation.tasks import TASKS
+from benchmarks.evaluation.metrics import METRICS, PERPLEXITY, Metric
+from benchmarks.evaluation.summary import FULL, Row
 from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from policies.base import Budget
 from runahead.picture_style import (
@@ -60,7 +60,8 @@ TITLES = {
     "throughput": "Throughput at a fixed budget of K,V",
 }
 PYRAMID_FROM = ("copy", "needle", "passkey", "ruler", "key_value", "throughput", "perplexity")
-"""Tasks in order of precedence for the picture of kept tokens per layer: the first one that was run is drawn."""
+"""Tasks in order of precedence for the picture of kept tokens per layer: the first one that was run is drawn, or a
+task of a file if there is no other."""
 MOST_LEGEND_COLUMNS = 4
 
 
@@ -82,10 +83,12 @@ def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
             points = sorted((100 * row.kv_share, row.score) for row in of_task if row.policy == policy)
             if points:
                 axes.plot(*zip(*points, strict=True), **look, markersize=6)
-        better = "lower is better" if TASKS[task].lower_is_better else "higher is better"
-        dress(axes, title=TITLES[task], x="K,V kept, % of the full cache's bytes", y=f"{TASKS[task].metric} ({better})")
+        metric = METRICS[of_task[0].metric]
+        better = "lower is better" if metric.lower_is_better else "higher is better"
+        x = "K,V kept on the device, % of the full cache's bytes"
+        dress(axes, title=TITLES.get(task, task), x=x, y=f"{metric.name} ({better})")
         axes.set_xlim(0, max(105.0, 1.03 * max(100 * row.kv_share for row in of_task)))
-        _set_scores(axes, task, [row.score for row in of_task])
+        _set_scores(axes, metric, [row.score for row in of_task])
     _legend(figure, looks, with_full=any(row.policy == FULL for row in rows))
     set_title(figure, "What is lost, and what is saved", subject)
     return png(figure)
@@ -131,7 +134,8 @@ def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
 
 def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
     """Draw the tokens that each layer keeps, a panel per budget."""
-    source = next((task for task in PYRAMID_FROM if any(row.task == task for row in rows)), None)
+    run = list(dict.fromkeys(row.task for row in rows))
+    source = next((task for task in (*PYRAMID_FROM, *run) if task in run), None)
     thinned = [row for row in rows if row.task == source and row.policy != FULL and row.kept_shares]
     if source is None or not thinned:
         return None
@@ -163,15 +167,15 @@ PICTURES: dict[str, Callable[[Sequence[Row], str], bytes | None]] = {
 }
 
 
-def _set_scores(axes: Any, task: str, scores: Sequence[float]) -> None:
-    if TASKS[task].metric in SHARES:
+def _set_scores(axes: Any, metric: Metric, scores: Sequence[float]) -> None:
+    if metric.is_share:
         axes.set_ylim(-0.05, 1.05)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    elif task == "perplexity" and max(scores) > 4 * min(scores):
+    elif metric is PERPLEXITY and max(scores) > 4 * min(scores):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(lambda value, _: "")
-    elif task != "perplexity":
+    elif metric is not PERPLEXITY:
         axes.set_ylim(0, 1.1 * max(scores))
 
 

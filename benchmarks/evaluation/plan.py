@@ -13,8 +13,8 @@ import torch
 from benchmarks.evaluation import summary
 from benchmarks.evaluation.contenders import Contender, contenders
 from benchmarks.evaluation.material import Material, Text
-from benchmarks.evaluation.options import EvaluateRun
-from benchmarks.evaluation.tasks import TASKS, Task
+from benchmarks.evaluation.options import EvaluateRun, FileTaskOptions
+from benchmarks.evaluation.tasks import TASKS, FileTask, Task, kind_of
 from benchmarks.evaluation.tasks.base import Case, Outcome
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
@@ -71,7 +71,7 @@ class Plan:
             if path is not None:
                 ensure_writable(path, option=option)
         done = [] if run.lines is None else summary.read(Path(run.lines))
-        kinds = {name: TASKS[name] for name in run.tasks}
+        kinds = {str(task): TASKS[kind_of(str(task))] for task in run.tasks}
         text = None
         if any(kind.needs_text for kind in kinds.values()):
             text = Text(*text_or_example(run.text.file, "text.file"))
@@ -86,7 +86,10 @@ class Plan:
         material = Material(
             tokenizer=tokenizer, vocab_size=config.vocab_size, max_positions=max_positions(config), text=text
         )
-        tasks = {name: kind(run, material) for name, kind in kinds.items()}
+        tasks = {
+            str(task): FileTask(task, material) if isinstance(task, FileTaskOptions) else TASKS[task](run, material)
+            for task in run.tasks
+        }
         for task in tasks.values():
             for contender in chosen:
                 task.check(contender, config.num_hidden_layers)
@@ -133,7 +136,7 @@ class Plan:
     def _comparison(self, name: str, settings: object, about: Mapping[str, Any]) -> str:
         """Key that measurements of a task share if this plan compares them."""
         fields = {field: about.get(field) for field in self.about if field not in self.across}
-        text = fields["text"] if TASKS[name].needs_text else None
+        text = fields["text"] if TASKS[kind_of(name)].needs_text else None
         return lines.key(fields | {"text": text, "task": name, "settings": settings})
 
     def _key(self, comparison: str, policy: object, files: object, case: Case) -> str:
@@ -158,7 +161,7 @@ class Plan:
             "case": case,
             "score": outcome.score,
             "seen_share": outcome.seen_share,
-            "metric": task.metric,
+            "metric": task.metric.name,
             "weight": outcome.weight,
             **asdict(outcome.kv),
             "ttft_s": outcome.ttft_s,

@@ -9,22 +9,23 @@ from statistics import median
 from typing import Any
 
 from benchmarks.evaluation.contenders import budget_text
-from benchmarks.evaluation.tasks import TASKS
+from benchmarks.evaluation.difference import Difference, in_points
+from benchmarks.evaluation.metrics import METRICS
+from benchmarks.evaluation.tasks import TASKS, kind_of
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line, is_above_0, is_number, is_text, or_none
 from benchmarks.harness.text_table import Rows, mebibytes
 from policies.base import Budget
 from runahead.picture_style import seconds
 
-SHARES = ("found", "recall")
-"""Metrics that are shares."""
 FULL = "full"
 """Name of the reference policy, which keeps the full cache."""
 CELL = ("length", "depth")
 """Fields that identify a cell of a heat map, in tasks that have them."""
 
 FIELDS: dict[str, Any] = {
-    "task": lambda task: isinstance(task, str) and task in TASKS,
+    "task": lambda task: is_text(task) and kind_of(task) in TASKS,
+    "metric": lambda metric: metric in METRICS,
     "policy": is_text,
     "budget": or_none(is_above_0),
     "case": lambda case: isinstance(case, dict) and not any(isinstance(each, list | dict) for each in case.values()),
@@ -54,8 +55,9 @@ class Row:
     """Summary of one policy and budget in one task, with the fields of the JSON report.
 
     Attributes:
-        metric: the task's score, with its unit.
+        metric: name of the task's score, with its unit.
         once: why the policy does not run under each budget; None if it does.
+        over_full: mean difference of the scores to the full cache's in the same cases; None without these.
         measurements: number of lines.
         kv_share: KV cache bytes over those of the full cache.
         host_share: bytes of the pool from which a policy retrieves, over those of the full cache.
@@ -72,6 +74,7 @@ class Row:
     budget: Budget | None
     once: str | None
     score: float
+    over_full: Difference | None
     measurements: int
     kv_share: float
     kv_bytes: float
@@ -114,13 +117,23 @@ def latest(found: Sequence[Line]) -> list[Line]:
 def rows(found: Sequence[Line]) -> list[Row]:
     """Group lines into rows, in the order of tasks and of the lines."""
     groups: dict[tuple[str, str, Budget | None], list[Line]] = {}
+    full: dict[tuple[str, str], float] = {}
     for line in found:
         groups.setdefault((line["task"], line["policy"], line["budget"]), []).append(line)
-    made = [_row(task, policy, budget, group) for (task, policy, budget), group in groups.items()]
-    return sorted(made, key=lambda row: list(TASKS).index(row.task))
+        if line["policy"] == FULL:
+            full[_asked(line)] = line["score"]
+    made = [_row(task, policy, budget, group, full) for (task, policy, budget), group in groups.items()]
+    return sorted(made, key=lambda row: list(TASKS).index(kind_of(row.task)))
 
 
-def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Row:
+def _asked(line: Line) -> tuple[str, str]:
+    """Task and case, which are the same for all policies that are compared."""
+    return line["task"], str(line["case"])
+
+
+def _row(task: str, policy: str, budget: Budget | None, group: list[Line], full: dict[tuple[str, str], float]) -> Row:
+    metric = METRICS[group[-1]["metric"]]
+    over_full = [line["score"] - full[_asked(line)] for line in group if _asked(line) in full]
     tpots = [line["tpot_s"] for line in group if line["tpot_s"] is not None]
     shares = [[kept / line["num_tokens"] for kept in line["kept_tokens"]] for line in group]
     seen = [line["seen_share"] for line in group if line["seen_share"] is not None]
@@ -136,11 +149,12 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
     )
     return Row(
         task=task,
-        metric=TASKS[task].metric,
+        metric=metric.name,
         policy=policy,
         budget=budget,
         once=group[-1]["once"],
-        score=TASKS[task].combine([line["score"] for line in group], [line["weight"] for line in group]),
+        score=metric.combine([line["score"] for line in group], [line["weight"] for line in group]),
+        over_full=Difference.of(over_full) if over_full and policy != FULL else None,
         measurements=len(group),
         kv_share=kv_bytes / full_kv_bytes,
         kv_bytes=kv_bytes,
@@ -157,12 +171,18 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line]) -> Ro
 
 
 def table(of_task: Sequence[Row]) -> Rows:
-    """Make the table of one task's rows, for a terminal or Markdown."""
+    """Make the table of one task's rows, for a terminal or Markdown.
+
+    *Over full* is the mean difference to the full cache in the same cases, shares in percentage points, with its 95%
+    interval.
+    """
+    is_share = METRICS[of_task[0].metric].is_share
     made: Rows = [
         (
             "policy",
             "budget",
             of_task[0].metric,
+            "over full",
             "K,V kept",
             "K,V",
             "in host memory",
@@ -177,6 +197,7 @@ def table(of_task: Sequence[Row]) -> Rows:
                 row.policy,
                 budget_text(row.budget),
                 score_text(row),
+                "" if row.over_full is None else row.over_full.told(in_points if is_share else "{:+.2f}".format),
                 f"{row.kv_share:.1%}",
                 mebibytes(row.kv_bytes),
                 f"{row.host_share:.1%}" if row.host_share else "-",
@@ -202,7 +223,7 @@ def notes(found: Sequence[Row]) -> list[str]:
 
 def score_text(row: Row) -> str:
     """Format a score in the task's unit."""
-    if row.metric in SHARES:
+    if METRICS[row.metric].is_share:
         return f"{row.score:.0%}"
     return f"{row.score:.3f}" if row.score < 10 else f"{row.score:.1f}"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.evaluation.contenders import contenders
+from benchmarks.evaluation.difference import Difference
 from benchmarks.evaluation.plan import Plan
 from benchmarks.evaluation.tasks.base import KVUse, Outcome
 from benchmarks.harness import machine
@@ -20,7 +21,8 @@ from benchmarks.studies.quality import losses
 from benchmarks.studies.quality.__main__ import STUDY
 from benchmarks.studies.quality.losses import compared
 from benchmarks.studies.quality.methods import DROPPING, RETRIEVING, Method, override
-from benchmarks.studies.quality.paired import Difference, rows, settings
+from benchmarks.studies.quality.paired import rows, settings
+from benchmarks.studies.quality.pictures import picture
 from benchmarks.studies.quality.recall_picture import recall_picture
 from benchmarks.studies.quality.tables import main_tables, tables
 from launch.evaluate import EVALUATE
@@ -120,11 +122,11 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
 
 def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> None:
     found = [line("full", 0, 1.0), line("quest", 0, 1.0, seen_share=0.11, host_bytes=100)]
-    found += [line("full", 0, 0.5, kind="cwe"), line("snapkv", 0, 0.5, budget=0.2, kind="cwe", seen_share=0.2)]
+    found += [line("full", 0, 0.5, kind="qa_1"), line("snapkv", 0, 0.5, budget=0.2, kind="qa_1", seen_share=0.2)]
     found[-1]["ttft_s"] = 2.5
     text = tables(found)
     assert "**m, question not seen, 1,024 tokens**: 2 questions, 2026-11-25, commit abc" in text
-    assert "| policy | budget | kept | saw | vt | cwe | score over full | loss over full | prompt | n |" in text
+    assert "| policy | budget | kept | saw | vt | qa_1 | score over full | loss over full | prompt | n |" in text
     assert "| `quest` | - | 150% | 11% | 100% | - | +0 | +0.00 | 1.0 x | 1 |" in text
     assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 2.5 x | 1 |" in text
 
@@ -139,6 +141,21 @@ def test_the_manual_has_the_setting_of_most_questions_of_each_model() -> None:
         "**m, question not seen, 2,048 tokens**: 2 questions, 2026-11-21 to 2026-11-23, commit abc",
         "**other, question seen, 1,024 tokens**: 1 questions, 2026-11-25, commit abc",
     ]
+
+
+def test_sets_that_were_scored_by_their_order_do_not_count() -> None:
+    """Until they are measured again the table says that they are missing; sets have no loss."""
+    by_order = [line("full", 0, 0.0, kind="cwe"), line("snapkv", 0, 0.0, budget=0.2, kind="cwe")]
+    found = [line("full", 0, 1.0), line("snapkv", 0, 0.5, budget=0.2), *by_order]
+    text = tables(found)
+    assert "1 questions, 2026-11-25, commit abc; without cwe, to be measured again in any order of the strings" in text
+    assert "| kept | saw | vt | score over full |" in text and "| -50 | +0.50 | 1.0 x | 1 |" in text
+    again = [each | {"score": 0.5, "case": each["case"] | {"new_tokens": 120}} for each in by_order]
+    again = [each | {"details": {"nll": None}} for each in again]
+    text = tables([*found, *again])
+    assert "without" not in text and "| 50% | 50% | -25 | +0.50 | 1.0 x | 2 |" in text
+    text = tables(again)  # nothing but sets
+    assert "| 50% | +0 | - | 1.0 x | 1 |" in text and picture(again) is not None
 
 
 def test_a_policy_that_wraps_a_scorer_is_compared_with_the_scorers_own_choice_too() -> None:

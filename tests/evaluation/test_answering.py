@@ -176,6 +176,27 @@ def test_without_new_tokens_the_answer_ends_at_its_first_difference(
     assert outcome.score == 0.0 and not re.search(r"\d{2}", outcome.details["answer"])
 
 
+def test_an_answer_that_is_a_set_is_generated_and_has_no_loss(
+    runtime: Runtime, material: Material, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's part is played: the strings in another order than the text's are as right."""
+    options = RulerOptions(tasks=["niah_multivalue"], lengths=[480], samples=1, new_tokens=0)
+    task = Ruler(EvaluateRun(ruler=options), replace(material, max_positions=None))
+    item = task.item(task.cases[0])
+    generate, asked = Conversation.generate, []
+
+    def played(self: Conversation, generation: GenerationOptions) -> Any:
+        asked.append(generation.max_new_tokens)
+        decoded = generate(self, GenerationOptions(max_new_tokens=2))
+        decoded.rows[0].new_ids = material.ids(" " + ", ".join(reversed(item.answers[1:])))
+        return decoded
+
+    monkeypatch.setattr(Conversation, "generate", played)
+    for _, outcome in task.run_all(runtime, contenders(["full", SNAPKV, "quest"], [0.5]), task.cases[0]):
+        assert outcome.score == 0.75 and outcome.details["nll"] is None
+    assert asked == [128] * 3
+
+
 def test_tables_say_what_attention_saw(runtime: Runtime, material: Material) -> None:
     """A policy that retrieves nothing saw everything, however few bytes it keeps on the device."""
     task = passkey(material)

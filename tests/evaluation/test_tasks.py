@@ -86,7 +86,7 @@ def test_tokens_of_a_chunk_see_their_own_chunk_whole(runtime: Runtime, material:
 
 
 def test_perplexities_of_samples_are_combined_by_token() -> None:
-    assert Perplexity.combine([math.exp(1.0), math.exp(3.0)], [30, 10]) == pytest.approx(math.exp(1.5))
+    assert Perplexity.metric.combine([math.exp(1.0), math.exp(3.0)], [30, 10]) == pytest.approx(math.exp(1.5))
 
 
 def test_copy_nll_of_the_full_cache_is_the_models_own(runtime: Runtime, material: Material, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.evaluation.tasks.base import Task
+from benchmarks.evaluation.tasks.file import FileTask
 from benchmarks.evaluation.tasks.key_value import KeyValue
 from benchmarks.evaluation.tasks.loss import Copying, Perplexity
 from benchmarks.evaluation.tasks.retrieval import Needle, Passkey
@@ -17,4 +18,10 @@ TASKS: dict[str, type[Task]] = {
     "ruler": Ruler,
     "key_value": KeyValue,
     "throughput": Throughput,
+    "file": FileTask,
 }
+
+
+def kind_of(name: str) -> str:
+    """The name in TASKS of a task; that of a file has its path after it."""
+    return name.partition(" ")[0]

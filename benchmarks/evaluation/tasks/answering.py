@@ -36,17 +36,21 @@ class Item:
     Attributes:
         context, question: token ids; the question ends where the answer begins.
         answers: strings that a right answer holds.
-        reference: a right answer, as the model would word it.
+        reference: a right answer, as the model would word it; None if right answers differ by their order, so that
+            one of them alone has no meaningful loss.
         new_tokens: maximum number of tokens of an answer; 0: the answer is what the model says up to its first
             difference from the reference, so none is generated.
+        generates: whether the answer is generated even where the model gives the reference, since what comes after it
+            has an effect on the score.
         details: further values for the reader.
     """
 
     context: list[int]
     question: list[int]
     answers: Sequence[str]
-    reference: str
+    reference: str | None
     new_tokens: int
+    generates: bool = False
     details: dict[str, Any]
 
 
@@ -55,8 +59,8 @@ class Answering(Task):
 
     One prefill serves all policies that have no effect on it. The reference is compared with the answer in one forward,
     or token by token under a policy that acts while answering; only a model that does not give the reference generates
-    its answer. So the score is that of greedy decoding, and every answer also has the reference's loss (`nll`, nats
-    per token), which differs between policies where scores do not.
+    its answer. So the score is that of greedy decoding, and an answer also has the reference's loss (`nll`, nats per
+    token), which differs between policies where scores do not.
     """
 
     question: Question
@@ -69,6 +73,10 @@ class Answering(Task):
     def score(self, answer: str, item: Item) -> float:
         """Score of an answer: the share of the strings that it holds, in upper or lower case, as RULER counts them."""
         return recall(answer, item.answers)
+
+    def reference_ids(self, item: Item) -> list[int]:
+        """Tokens of the reference; none without one."""
+        return [] if item.reference is None else self.material.ids(item.reference)
 
     def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
         [(_, outcome)] = self.run_all(runtime, [contender], case)
@@ -88,7 +96,7 @@ class Answering(Task):
         length = len(item.context) + len(item.question)
         for contender, conversation, prompt_s in prefilled(runtime, contenders, prompt, length):
             kv, question_s = KVUse.of(conversation), 0.0
-            if separate:
+            if separate and item.question:
                 question_s = ask(conversation, contender.policies, item.question)
             answered = self._answer(conversation, contender.policies, item)
             yield (
@@ -111,26 +119,32 @@ class Answering(Task):
             )
 
     def _answer(self, conversation: Conversation, policies: RankPolicies, item: Item) -> Answered:
-        """The greedy answer: the reference, if that is what the model says, else what it generates."""
-        tokenizer, ids = self.material.tokenizer, self.material.ids(item.reference)
+        """The greedy answer: the reference, if the model says it and it may be compared, else what it generates."""
+        if item.reference is None:
+            return self._generated(conversation, item, nll=None)
+        tokenizer, ids = self.material.tokenizer, self.reference_ids(item)
         along, followed = logits_along(conversation, policies, ids)
         nll = torch.nn.functional.cross_entropy(along.logits_SV[:-1], torch.tensor(ids, device=along.logits_SV.device))
         greedy = along.logits_SV.argmax(dim=-1).tolist()
         said_ids = up_to_difference(greedy, ids)
         said = tokenizer.decode(said_ids, skip_special_tokens=True)
-        if item.new_tokens == 0 or (len(said_ids) > len(ids) and self.score(said, item) == 1.0):
+        says_it = not item.generates and len(said_ids) > len(ids) and self.score(said, item) == 1.0
+        if item.new_tokens == 0 or says_it:
             return Answered(text=said, nll=nll.item(), tpot_s=along.token_s, conversation=followed)
+        return self._generated(conversation, item, nll=nll.item())
+
+    def _generated(self, conversation: Conversation, item: Item, nll: float | None) -> Answered:
         decoded = conversation.generate(GenerationOptions(max_new_tokens=item.new_tokens))
-        text = tokenizer.decode(decoded.rows[0].new_ids, skip_special_tokens=True)
-        return Answered(text=text, nll=nll.item(), tpot_s=tpot_s(decoded), conversation=conversation)
+        text = self.material.tokenizer.decode(decoded.rows[0].new_ids, skip_special_tokens=True)
+        return Answered(text=text, nll=nll, tpot_s=tpot_s(decoded), conversation=conversation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An answer, the loss of the reference in nats per token, and the conversation that attended to the context."""
+    """An answer, the loss of the reference in nats per token if it has one, and the conversation with the answer."""
 
     text: str
-    nll: float
+    nll: float | None
     tpot_s: float | None
     conversation: Conversation
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.metrics import Metric
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.harness.lines import Line
 from runahead.config import GenerationOptions
@@ -123,15 +124,12 @@ class Task(ABC):
     """A measurement of policies. Construction checks the options, before the model is loaded.
 
     Attributes:
-        metric: name of the score, with its unit.
-        lower_is_better: whether a lower score is better.
         needs_text: whether the task needs the user's text.
         cases: the cases to measure, in order.
         settings: options that all cases share and that affect their scores, as JSON.
     """
 
-    metric: ClassVar[str]
-    lower_is_better: ClassVar[bool] = False
+    metric: Metric
     needs_text: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
     cases: list[Case]
@@ -165,11 +163,6 @@ class Task(ABC):
         """Measure one case under several policies; a task may share what they have in common."""
         for contender in contenders:
             yield contender, self.run(runtime, contender, case)
-
-    @staticmethod
-    def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """Combine the scores of several cases: their weighted mean."""
-        return sum(score * weight for score, weight in zip(scores, weights, strict=True)) / sum(weights)
 
 
 def now_s(device: torch.device) -> float:

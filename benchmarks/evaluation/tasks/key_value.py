@@ -14,6 +14,7 @@ from statistics import mean
 
 from benchmarks.evaluation.contenders import contenders
 from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.metrics import FOUND
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks.answering import Answering, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, Runtime
@@ -32,7 +33,7 @@ CLOSE = 1.25
 class KeyValue(Answering):
     """Share of answers that begin with the value of the key, all of its digits."""
 
-    metric = "found"
+    metric = FOUND
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options = options = run.key_value
@@ -83,7 +84,7 @@ class KeyValue(Answering):
     def _num_tokens(self, pairs: int) -> int:
         """Tokens of a sample with so many pairs, answer included."""
         item = self._item(pairs, "length")
-        return len(item.context) + len(item.question) + len(self.material.ids(item.reference))
+        return len(item.context) + len(item.question) + len(self.reference_ids(item))
 
     def _search(self, runtime: Runtime) -> int:
         [full] = contenders(["full"], [])

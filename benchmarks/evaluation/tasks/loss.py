@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.metrics import COPY_NLL, PERPLEXITY
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks.answering import prefilled
 from benchmarks.evaluation.tasks.base import (
@@ -35,8 +36,7 @@ class Perplexity(Task):
     the text read so far, so that it holds at any time.
     """
 
-    metric = "perplexity"
-    lower_is_better = True
+    metric = PERPLEXITY
     needs_text = True
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
@@ -89,11 +89,6 @@ class Perplexity(Task):
             details={"nll": total / number},
         )
 
-    @staticmethod
-    def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """Perplexity over all tokens of the cases."""
-        return math.exp(Task.combine([math.log(score) for score in scores], weights))
-
 
 class Copying(Task):
     """Copy-NLL: the loss of a passage that occurs a second time, after filler text.
@@ -104,8 +99,7 @@ class Copying(Task):
     really follows. One prefill serves all policies that have no effect on it.
     """
 
-    metric = "copy-NLL, nats"
-    lower_is_better = True
+    metric = COPY_NLL
     needs_text = True
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:

@@ -10,6 +10,7 @@ from itertools import cycle, product
 from typing import ClassVar
 
 from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.metrics import FOUND
 from benchmarks.evaluation.options import EvaluateRun, RetrievalOptions
 from benchmarks.evaluation.tasks.answering import Answering, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case
@@ -35,7 +36,7 @@ class Retrieval(Answering):
         asked: the question, which ends where the answer begins.
     """
 
-    metric = "found"
+    metric = FOUND
     option: ClassVar[str]
     fact: ClassVar[str]
     asked: ClassVar[str]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
+from benchmarks.evaluation.metrics import THROUGHPUT
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, KVUse, Outcome, Runtime, Task
 from runahead.config import GenerationOptions, PrefillName, PrefillOptions
@@ -26,7 +25,7 @@ class Throughput(Task):
     many fit. The peak has to fit: while the prompt is computed, after it, or after the last token.
     """
 
-    metric = "tokens/s"
+    metric = THROUGHPUT
     needs_tokenizer = False
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
@@ -86,11 +85,6 @@ class Throughput(Task):
     def _generate(self, engine: Engine, rows: int) -> GenerationBatch:
         generation = GenerationOptions(max_new_tokens=self._options.new_tokens, ignore_eos=True)
         return engine.generate(self._prompts[:rows], generation)
-
-    @staticmethod
-    def combine(scores: Sequence[float], weights: Sequence[float]) -> float:
-        """Median over rounds."""
-        return median(scores)
 
 
 def _peak_bytes(batch: GenerationBatch) -> int:

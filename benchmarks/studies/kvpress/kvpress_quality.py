@@ -168,7 +168,7 @@ class Asked:
         task = plan.tasks[name]
         assert isinstance(task, Answering), name
         item = task.item(case)
-        ids = {"context": item.context, "question": item.question, "reference": task.material.ids(item.reference)}
+        ids = {"context": item.context, "question": item.question, "reference": task.reference_ids(item)}
         return cls(name=name, task=task, case=case, item=item, ids=ids, contenders=contenders)
 
     def request(self, names: dict[str, str], budget: float) -> dict[str, Any]:

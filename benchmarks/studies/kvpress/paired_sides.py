@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.evaluation.contenders import budget_text
+from benchmarks.evaluation.difference import Difference
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.kvpress.methods import METHODS
-from benchmarks.studies.quality.paired import Difference, Setting, question_of, setting_of
+from benchmarks.studies.quality.paired import Setting, is_by_order, kind_of, question_of, setting_of, unmeasured
 from benchmarks.studies.quality.tables import nats, points
 
 Answers = dict[str, Line]
@@ -24,21 +25,23 @@ class Side:
 
     Attributes:
         score: mean score.
-        loss_over_full: mean loss of a right answer over that under the same side's full cache, in nats per token.
+        loss_over_full: mean loss of a right answer over that under the same side's full cache, in nats per token, over
+            the questions that have one right answer; None without such a question.
         seen_share: share of the context that attention saw.
         kept_share: bytes of keys and values over those of the full cache.
     """
 
     score: float
-    loss_over_full: float
+    loss_over_full: float | None
     seen_share: float
     kept_share: float
 
     @classmethod
     def of(cls, found: Sequence[Line], full: Answers) -> Side:
+        losses = differences((line, full[question_of(line)]) for line in found)
         return cls(
             score=mean(line["score"] for line in found),
-            loss_over_full=mean(loss(line) - loss(full[question_of(line)]) for line in found),
+            loss_over_full=mean(losses) if losses else None,
             seen_share=mean(line["seen_share"] for line in found),
             kept_share=mean(line["kv_bytes"] / line["full_kv_bytes"] for line in found),
         )
@@ -49,7 +52,7 @@ class Pair:
     """A method on both sides.
 
     Attributes:
-        score, loss: differences of ours to kvpress's, question by question.
+        score, loss: differences of ours to kvpress's, question by question; no loss as in `Side`.
         largest: largest difference of two losses, in nats per token.
     """
 
@@ -57,7 +60,7 @@ class Pair:
     ours: Side
     theirs: Side
     score: Difference
-    loss: Difference
+    loss: Difference | None
     largest: float
     questions: int
 
@@ -68,28 +71,28 @@ class Pair:
         if not both:
             return None
         sides = [ours[each] for each in both], [theirs[each] for each in both]
-        losses = [loss(own) - loss(other) for own, other in zip(*sides, strict=True)]
+        losses = differences(zip(*sides, strict=True))
         return cls(
             method=method,
             ours=Side.of(sides[0], full[0]),
             theirs=Side.of(sides[1], full[1]),
             score=Difference.of([own["score"] - other["score"] for own, other in zip(*sides, strict=True)]),
-            loss=Difference.of(losses),
-            largest=max(map(abs, losses)),
+            loss=Difference.of(losses) if losses else None,
+            largest=max(map(abs, losses), default=0.0),
             questions=len(both),
         )
 
 
-def loss(line: Line) -> float:
-    """Loss of a right answer in nats per token."""
-    value: float = line["details"]["nll"]
-    return value
+def differences(pairs: Iterable[tuple[Line, Line]]) -> list[float]:
+    """Differences of the loss of a right answer in nats per token, of the questions that have one."""
+    both = ((line["details"]["nll"], other["details"]["nll"]) for line, other in pairs)
+    return [own - reference for own, reference in both if own is not None and reference is not None]
 
 
 def pairs(found: Sequence[Line]) -> dict[tuple[Setting, str], list[Pair]]:
     """Methods on both sides, by setting and budget, the full cache first; the newest line of a repeated answer."""
     answers: dict[Setting, dict[tuple[str, str | None, bool], Answers]] = {}
-    for line in found:
+    for line in (line for line in found if not is_by_order(line)):
         of_setting = answers.setdefault(setting_of(line), {})
         budget = None if line["method"] == FULL else budget_text(line["budget"])
         of_setting.setdefault((line["method"], budget, "kvpress" in line), {})[question_of(line)] = line
@@ -108,12 +111,14 @@ def pairs(found: Sequence[Line]) -> dict[tuple[Setting, str], list[Pair]]:
 def tables(found: list[Line]) -> str:
     """A table of each setting and budget."""
     parts = []
-    for ((model, _, length), budget), of_setting in pairs(found).items():
-        lines = [line for line in found if setting_of(line)[::2] == (model, length)]
+    for ((model, protocol, length), budget), of_setting in pairs(found).items():
+        lines = [line for line in found if setting_of(line)[::2] == (model, length) and not is_by_order(line)]
         versions = [line["kvpress"] for line in lines if "kvpress" in line][-1:]
         told = ", ".join(f"{name} {number}" for of_side in versions for name, number in of_side.items())
         questions = max(pair.questions for pair in of_setting)
         heading = f"**{model}, {length}, {budget} kept**: {questions} questions; {told}; {measured(lines)}"
+        if left_out := unmeasured(found, (model, protocol, length), set(map(kind_of, lines))):
+            heading += f"; without {', '.join(left_out)}, to be measured again in any order of the strings"
         parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
     return "\n".join(parts)
 
@@ -141,7 +146,7 @@ def table(of_setting: Sequence[Pair]) -> Rows:
                 " / ".join(f"{side.seen_share:.0%}" for side in both),
                 " / ".join(f"{side.kept_share:.0%}" for side in both),
                 " / ".join(f"{side.score:.0%}" for side in both),
-                " / ".join(f"{side.loss_over_full:+.2f}" for side in both),
+                " / ".join("-" if side.loss_over_full is None else f"{side.loss_over_full:+.2f}" for side in both),
                 points(pair.score),
                 nats(pair.loss),
                 f"{pair.largest:.1g}",

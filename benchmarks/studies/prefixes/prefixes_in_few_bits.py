@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import mean
 
+from benchmarks.evaluation.difference import Difference
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Run, Study, last_run, option
 from benchmarks.harness.text_samples import EXAMPLE, text_ids
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.prompt_cache_quality import CONTEXT, FOLLOWING, PASSAGE, Variant, cut, loss
-from benchmarks.studies.quality.paired import Difference
-from benchmarks.studies.quality.tables import told
 from runahead import Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import BITS
 from runahead.reuse.store import SegmentStore
@@ -72,7 +71,7 @@ def table(found: list[Line]) -> str:
 
 def _difference(losses: list[float], exact: list[float]) -> str:
     found = Difference.of([ours - theirs for ours, theirs in zip(losses, exact, strict=True)])
-    return told(found, "{:+.3f}".format)
+    return found.told("{:+.3f}".format)
 
 
 STUDY = Study(

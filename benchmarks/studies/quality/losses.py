@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from benchmarks.evaluation.difference import Difference
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.quality.methods import FAMILIES, SHARES, Method, Settings
-from benchmarks.studies.quality.paired import Difference
 
 MEASURES: dict[str, tuple[str, Callable[[Line], float]]] = {
     "copy": ("copy", lambda line: line["details"]["nll"]),

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
-
-import numpy as np
 
 from benchmarks.evaluation.contenders import budget_text
+from benchmarks.evaluation.difference import Difference
+from benchmarks.evaluation.options import RULER_SETS
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality.methods import FAMILIES, share_of
 from policies.base import Budget
-
-RESAMPLES = 10_000
-LEAST_PAIRS = 5
-"""Number of pairs below which no interval is given."""
 
 Setting = tuple[str, str, str]
 """Model, protocol and length of the context: figures of two settings are not compared."""
 
 Pair = tuple[Line, Line]
 """A line of a policy, and that of its reference with the same question."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Mean of paired differences, and its 95% interval; None with too few pairs."""
-
-    mean: float
-    interval: tuple[float, float] | None
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
-        """By the percentile bootstrap: pairs are drawn with replacement, the same draws whenever it is called."""
-        if len(differences) < LEAST_PAIRS:
-            return cls(mean=mean(differences), interval=None)
-        values_n = np.asarray(differences)
-        drawn_Rn = np.random.default_rng(0).integers(len(values_n), size=(RESAMPLES, len(values_n)))
-        low, high = np.quantile(values_n[drawn_Rn].mean(axis=1), [0.025, 0.975])
-        return cls(mean=float(values_n.mean()), interval=(float(low), float(high)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +30,9 @@ class PolicyRow:
         scores: mean score by kind of question.
         kept_share: bytes of keys, values and indices, in host memory too, over those of the full cache.
         seen_share: share of the context that attention of generated tokens saw.
-        score, loss: differences to the reference (the full cache, or a wrapper's scorer): of scores, and of the loss of
-            a right answer in nats per token.
+        score: difference of scores to the reference (the full cache, or a wrapper's scorer).
+        loss: difference of the loss of a right answer in nats per token, over the questions that have one right answer;
+            None without such a question.
         pairs: number of questions.
         ttft: median time to first token, over that of the reference with the same question in the same run; None if
             they were measured in different ones, perhaps on other machines.
@@ -66,7 +44,7 @@ class PolicyRow:
     kept_share: float
     seen_share: float
     score: Difference
-    loss: Difference
+    loss: Difference | None
     pairs: int
     ttft: float | None
 
@@ -81,7 +59,7 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
     Lines of a policy that read another file of the model than in its newest line are left out, and lists of keys about
     which nothing but methods of `methods.py` were asked: `losses.py` compares those.
     """
-    asked = [line for line in found if line["task"] != "copy"]
+    asked = [line for line in found if line["task"] != "copy" and not is_by_order(line)]
     newest = {(*_row_of(line), question_of(line)): line for line in asked}
     files = {_row_of(line): _files_of(line) for line in asked}
     groups: dict[Setting, list[Line]] = {}
@@ -89,6 +67,17 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
         if _files_of(line) == files[_row_of(line)]:
             groups.setdefault(setting_of(line), []).append(line)
     return {setting: group for setting, group in groups.items() if not _is_of_methods(group)}
+
+
+def is_by_order(line: Line) -> bool:
+    """Whether a line of an earlier version scores a set of strings by their order: these do not count."""
+    return kind_of(line) in RULER_SETS and "new_tokens" not in line["case"]
+
+
+def unmeasured(found: Sequence[Line], setting: Setting, kinds: Collection[str]) -> list[str]:
+    """Kinds of questions of a setting that no line scores as it should, and that are not among `kinds`."""
+    old = {kind_of(line) for line in found if is_by_order(line) and setting_of(line) == setting}
+    return [kind for kind in RULER_SETS if kind in old and kind not in kinds]
 
 
 def _row_of(line: Line) -> tuple[Setting, str, str]:
@@ -152,6 +141,8 @@ def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
     kinds: dict[str, list[float]] = {}
     for line in group:
         kinds.setdefault(kind_of(line), []).append(line["score"])
+    both = ((line["details"]["nll"], other["details"]["nll"]) for line, other in pairs)
+    losses = [own - reference for own, reference in both if own is not None and reference is not None]
     ratios = [line["ttft_s"] / other["ttft_s"] for line, other in pairs if line["date"] == other["date"]]
     return PolicyRow(
         policy=policy,
@@ -160,12 +151,7 @@ def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
         kept_share=mean((line["kv_bytes"] + line["host_bytes"]) / line["full_kv_bytes"] for line in group),
         seen_share=mean(line["seen_share"] for line in group),
         score=Difference.of([line["score"] - other["score"] for line, other in pairs]),
-        loss=Difference.of([_loss(line) - _loss(other) for line, other in pairs]),
+        loss=Difference.of(losses) if losses else None,
         pairs=len(pairs),
         ttft=median(ratios) if ratios else None,
     )
-
-
-def _loss(line: dict[str, Any]) -> float:
-    loss: float = line["details"]["nll"]
-    return loss

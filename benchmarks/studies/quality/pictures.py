@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import cycle, product
 from typing import Any
 
+from benchmarks.evaluation.difference import Difference
 from benchmarks.evaluation.pictures import LOOKS
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import legend
-from benchmarks.studies.quality.paired import Difference, PolicyRow, Setting, rows, settings
+from benchmarks.studies.quality.paired import PolicyRow, Setting, rows, settings
 from benchmarks.studies.quality.tables import PROTOCOLS
 from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
 
@@ -59,16 +60,16 @@ def score(row: PolicyRow) -> Difference:
     return Difference(mean=100 * row.score.mean, interval=in_points)
 
 
-def loss(row: PolicyRow) -> Difference:
+def loss(row: PolicyRow) -> Difference | None:
     return row.loss
 
 
-def _draw(axes: Any, made: Sequence[PolicyRow], x: Value, y: Callable[[PolicyRow], Difference]) -> None:
+def _draw(axes: Any, made: Sequence[PolicyRow], x: Value, y: Callable[[PolicyRow], Difference | None]) -> None:
     """Draw a line per policy, over its budgets, with the interval of each point."""
     policies = list(dict.fromkeys(row.policy for row in made if row.policy != FULL))
     axes.axhline(0, color=MUTED, linewidth=1, linestyle="--", label="full cache")
     for policy, look in zip(policies, cycle(LOOKS), strict=False):
-        of_policy = [(x(row), y(row)) for row in made if row.policy == policy]
+        of_policy = [(x(row), value) for row in made if row.policy == policy and (value := y(row)) is not None]
         points = sorted(of_policy, key=lambda point: point[0])
         axes.plot([at for at, _ in points], [value.mean for _, value in points], **look, markersize=5, label=policy)
         for at, value in points:

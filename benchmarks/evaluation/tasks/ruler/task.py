@@ -7,7 +7,8 @@ from functools import partial
 from itertools import product
 
 from benchmarks.evaluation.material import Material
-from benchmarks.evaluation.options import RULER_FILES, EvaluateRun
+from benchmarks.evaluation.metrics import RECALL
+from benchmarks.evaluation.options import RULER_FILES, RULER_SETS, EvaluateRun
 from benchmarks.evaluation.tasks.answering import Answering, Item, recall
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case
 from benchmarks.evaluation.tasks.ruler import NEW_TOKENS, NEW_TOKENS_OF_NEEDLES, PROMPTS, MakePrompt, documents
@@ -17,10 +18,13 @@ from benchmarks.evaluation.tasks.ruler.base import NoRoomError
 class Ruler(Answering):
     """Share of the strings of a right answer that answers hold; in qa_1 and qa_2 whether they hold one of them.
 
+    The strings of some tasks (`RULER_SETS`) are right in any order, so their answers are always generated, and have no
+    loss.
+
     Cases of all tasks take turns, so that an evaluation that is stopped early has the same number of each.
     """
 
-    metric = "recall"
+    metric = RECALL
     needs_text = True
 
     def __init__(self, run: EvaluateRun, material: Material) -> None:
@@ -28,14 +32,14 @@ class Ruler(Answering):
         self.material, self.question = material, options.question
         self._prompts = {name: self._maker(name) for name in options.tasks}
         self.cases = [
-            {"kind": name, "length": length, "sample": sample}
+            {"kind": name, "length": length, "sample": sample} | self._of_set(name)
             for sample, length, name in product(range(options.samples), options.lengths, options.tasks)
         ]
         self.settings = {"question": options.question.name, "new_tokens": options.new_tokens}
         shortest, longest = min(options.lengths), max(options.lengths)
         for name in options.tasks:
             item = self.item({"kind": name, "length": shortest, "sample": 0})  # raises if there is no room
-            new_tokens = max(item.new_tokens, len(material.ids(item.reference)))
+            new_tokens = max(item.new_tokens, len(self.reference_ids(item)))
             material.require_positions(f"ruler.lengths={longest} with {new_tokens} new tokens", longest + new_tokens)
         if "cwe" in options.tasks:
             self.item({"kind": "cwe", "length": longest, "sample": 0})  # raises if the text has too few words
@@ -62,7 +66,7 @@ class Ruler(Answering):
             context=self.material.prefix + self.material.ids(prompt.context),
             question=self.material.ids(prompt.question),
             answers=prompt.answers,
-            reference=prompt.reference,
+            reference=None if name in RULER_SETS else prompt.reference,
             new_tokens=self._new_tokens(name),
             details={"any_answer": prompt.any_answer},
         )
@@ -72,9 +76,15 @@ class Ruler(Answering):
             return max(recall(answer, [each]) for each in item.answers)
         return recall(answer, item.answers)
 
+    def _of_set(self, name: str) -> Case:
+        """What a case has of a task whose answer is generated in any case; lines without it had another score."""
+        return {"new_tokens": self._new_tokens(name)} if name in RULER_SETS else {}
+
     def _new_tokens(self, name: str) -> int:
         given = self._options.new_tokens
-        return NEW_TOKENS.get(name, NEW_TOKENS_OF_NEEDLES) if given is None else given
+        if given is None or (given == 0 and name in RULER_SETS):
+            return NEW_TOKENS.get(name, NEW_TOKENS_OF_NEEDLES)
+        return given
 
     def _maker(self, name: str) -> MakePrompt:
         """The function that makes prompts of a task. Raises: ValueError: its file of questions is missing or wrong."""
