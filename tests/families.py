@@ -193,6 +193,7 @@ FAMILIES: dict[str, Family] = {
         model_type="bart",
         config={
             "d_model": 32,
+            "num_hidden_layers": 4,  # of the encoder, which is not built
             "decoder_layers": 3,
             "decoder_attention_heads": 4,
             "decoder_ffn_dim": 48,
@@ -268,9 +269,13 @@ MARKING: dict[str, Family] = {
 """Families whose tokens mark others, about half of them, as in DMS checkpoints."""
 
 REFUSED: dict[str, Family] = {
+    "bert": Family(model_type="bert"),  # attends to later tokens
     "mamba": Family(model_type="mamba"),  # no attention
     "jamba": Family(model_type="jamba"),  # some layers without attention
     "diffllama": Family(model_type="diffllama"),  # attends twice per layer
+    "deepseek_v32": Family(model_type="deepseek_v32"),  # chooses keys by an index
+    "openai-gpt": Family(model_type="openai-gpt"),  # computes attention itself
+    "xglm": Family(model_type="xglm"),  # computes with the mask itself
 }
 """Families that the runtime must refuse, since it would not compute them right."""
 

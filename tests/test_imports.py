@@ -71,7 +71,7 @@ ROOMS = {
         ("infer", "serve", *(door.split(".")[1] for door in DOORS)),
         ("__init__",),
     ),
-    "benchmarks": (("harness", "network"), ("ttft",), ("doctor", "evaluation"), ("studies",), ("__init__",)),
+    "benchmarks": (("harness", "network"), ("families", "ttft"), ("doctor", "evaluation"), ("studies",), ("__init__",)),
 }
 """Folders and files of a package by level, lowest first. A room may import its own level and those below it."""
 

@@ -54,6 +54,12 @@ class MaskRule:
         """Whether every query sees all keys before it, however many there are."""
         return self._is_causal
 
+    @property
+    def sees_later_keys(self) -> bool:
+        """Whether the first query sees the key after it."""
+        zero, one = torch.tensor([0], device=self._device), torch.tensor([1], device=self._device)
+        return not self._is_causal and bool(self.allowed(zero, one).any())
+
     def first_key(self, query: int) -> int:
         """Position of the earliest key that a query sees; it never decreases from query to query."""
         if self._is_causal:

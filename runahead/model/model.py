@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
 from runahead.model.json_schemas import JSONSchemas
-from runahead.model.layers.attention_input import show_attention_inputs
+from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
+from runahead.model.layers.attention_input import attention_modules, show_attention_inputs
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, MarkingAttention, Marks
 from runahead.model.layers.narrowing import decoder_layers, narrowing
@@ -36,11 +37,15 @@ from runahead.model.layers.query_prediction import QueryPrediction
 from runahead.model.layers.shared_kv import ReadingAttention, find_sources, last_token_only
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
+from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
 from runahead.model.logits_check import (
     CHECK_TOKENS,
+    LayerIO,
     check_text,
-    require_equal_logits,
+    differ,
+    given_equal_inputs,
+    recorded_layers,
     require_numbers,
     transformers_logits,
 )
@@ -93,13 +98,16 @@ class Model:
     ) -> None:
         register()
         self.module, self.tokenizer = module, tokenizer
-        self.config = module.config.get_text_config(decoder=True)
+        self.config = decoder_config(module.config)
         self.name = name or str(self.config.model_type)
         self.device, self.dtype = module.device, module.dtype
         multiply_few_rows_fast(module)
         self.shares = shares
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
+        family = f"model {self.name} ({self.config.model_type})"
+        if (why := unsupported_kinds(self.config)) is not None:
+            raise ValueError(f"{family} {why}")
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
         if not self._passes_keywords:
@@ -109,23 +117,22 @@ class Model:
         self._rotaries = length_dependent_rotaries(module)
         self._marker: Marker | None = None
         try:
-            try:
-                self.marks = Marks.of(self.config)
-                if self.marks is not None:
-                    self._marker = Marker(self.marks, module, self.config)
-            except ValueError as error:
-                family = f"model {self.name} ({self.config.model_type})"
-                raise ValueError(f"{family} {error}, which is not supported") from error
+            self.marks = Marks.of(self.config)
+            if self.marks is not None:
+                self._marker = Marker(self.marks, module, self.config)
             self._look_at_layers()
             if self.marks is None:  # transformers has no attention that leaves out what is marked
-                ids_1S = check_text(self.vocab_size, self.device)
-                theirs_BV = transformers_logits(module, ids_1S, self.in_step)
-                self._require_logits(theirs_BV, ids_1S, "transformers' own")
-        except (torch.OutOfMemoryError, ValueError, PeerFailure):
+                self._require_logits(*self._transformers_logits(), "transformers' own")
+        except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"model family {self.config.model_type} is not supported: {reason}") from error
+            reason = one_line(error)
+            has_no_memory = isinstance(error.__cause__, RuntimeError)  # for keys and values
+            if isinstance(error, ValueError) and (has_no_memory or reason.startswith(f"model {self.name} ")):
+                raise
+            if MaskRule.__name__ in reason:
+                reason = "its own code computes attention with a mask, outside transformers' attention interface"
+            raise ValueError(f"{family} is not supported: {reason}") from error
 
     @classmethod
     def load(
@@ -169,13 +176,12 @@ class Model:
         Raises:
             ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
-        ids_1S = check_text(self.vocab_size, self.device)
-        whole_BV = transformers_logits(self.module, ids_1S, self.in_step)
+        whole_BV, whole_layers = self._transformers_logits()
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
         self.shares = shares
         self._look_at_layers()
-        self._require_logits(whole_BV, ids_1S, "the whole model")
+        self._require_logits(whole_BV, whole_layers, "the whole model")
 
     @property
     def num_shards(self) -> int:
@@ -555,12 +561,12 @@ class Model:
         """Find the KV shape and attention terms of every layer, by a forward of one token."""
         self.kv_sources: dict[int, int] = {}
         calls = self._recorded(0).calls
-        expected = int(self.config.num_hidden_layers)
-        if [layer for layer, *_ in calls] != list(range(expected)):
-            raise ValueError(
-                f"model {self.name} ({self.config.model_type}) has {expected} layers but {len(calls)} calls of "
-                "transformers' attention interface; recurrent layers are not supported"
-            )
+        family = f"model {self.name} ({self.config.model_type})"
+        layers = [layer for layer, *_ in calls]
+        if why := unsupported_calls(layers, int(getattr(self.config, "num_hidden_layers", len(set(layers))))):
+            raise ValueError(f"{family} {why}")
+        if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
+            raise ValueError(f"{family} attends to later tokens, as an encoder does, which is not supported")
         sources = find_sources(calls)
         storing = calls[: len(calls) - len(sources)]
         self.kv_shapes = [
@@ -580,24 +586,63 @@ class Model:
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
         self.kv_sources = sources
 
-    def _require_logits(self, theirs_BV: Tensor, ids_1S: Tensor, whose: str) -> None:
+    def _transformers_logits(self) -> tuple[Tensor, list[LayerIO]]:
+        """Logits (B, V) after the short text by transformers' own attention, and in few bits each layer's attention."""
+        ids_1S = check_text(self.vocab_size, self.device)
+        with recorded_layers(self._modules_to_compare(), self.config.hidden_size) as layers:
+            return transformers_logits(self.module, ids_1S, self.in_step), layers
+
+    def _modules_to_compare(self) -> list[nn.Module]:
+        """The attention module of each layer; none where logits tell by themselves, or if one is not found."""
+        if self.dtype in (torch.float32, torch.float64):
+            return []
+        modules = attention_modules(self.module, self._run_one_token, self.config.hidden_size)
+        found = [module for module in modules if module is not None]
+        return found if len(set(found)) == len(modules) else []
+
+    def _require_logits(self, theirs_BV: Tensor, layers: Sequence[LayerIO], whose: str) -> None:
         """Compute a short text in two chunks with our attention, and compare the logits with the expected ones.
 
         Args:
             theirs_BV: expected logits of the last token.
+            layers: expected attention of each layer, by which other logits are found to be rounding; may be empty.
             whose: where they come from, for the message.
 
         Raises:
             ValueError: the logits differ by more than rounding.
         """
         require_numbers(theirs_BV, self.module, self.name)
-        first, second = CHECK_TOKENS
-        cache = self.empty_cache(first + second)
-        for start, chunk in ((0, ids_1S[:, :first]), (first, ids_1S[:, first:])):
+        off = differ(self._logits_in_two_chunks(), theirs_BV, self.dtype)
+        if not off:
+            return
+        name = f"model {self.name} ({self.config.model_type})"
+        modules = self._modules_to_compare() if layers else []
+        if len(modules) != len(layers) or not modules:
+            raise ValueError(f"{name} gives other logits through our attention than through {whose} ({off})")
+        found: dict[int, str] = {}
+        self._logits_in_two_chunks(lambda end: given_equal_inputs(modules, layers, end, self.dtype, found))
+        if found:
+            layer, off = min(found.items())
+            what = "other embeddings" if layer < 0 else f"another output of the attention of layer {layer}"
+            raise ValueError(f"{name} gives {what} through our attention than through {whose} ({off})")
+
+    def _logits_in_two_chunks(
+        self, within: Callable[[int], AbstractContextManager[None]] = lambda end: nullcontext()
+    ) -> Tensor:
+        """Logits (B, V) after the short text by our attention.
+
+        Args:
+            within: context of the forward of each chunk, by the number of tokens up to its end.
+        """
+        ids_1S, start = check_text(self.vocab_size, self.device), 0
+        cache = self.empty_cache(ids_1S.shape[1])
+        for num_tokens in CHECK_TOKENS:
+            end = start + num_tokens
             attention = CausalAttention(cache, start=start, pads=[0])
-            ours_BV = self.forward(chunk, attention, start=start, pads=[0], length=first + second)
-        name = f"{self.name} ({self.config.model_type})"
-        require_equal_logits(ours_BV, theirs_BV, dtype=self.dtype, name=name, whose=whose)
+            with within(end):
+                logits_BV = self.forward(ids_1S[:, start:end], attention, start=start, pads=[0], length=ids_1S.shape[1])
+            start = end
+        return logits_BV
 
 
 def load_weights(

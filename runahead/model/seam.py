@@ -37,6 +37,7 @@ HARMLESS_KEYWORDS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "num_items_in_batch",
+        "logits_to_keep",
         "max_length_q",
         "max_length_k",
         "cu_seq_lens_q",

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.masking_utils import (
     and_masks,
+    bidirectional_mask_function,
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
@@ -64,6 +65,12 @@ def test_first_key_is_the_earliest_that_is_seen(name: str) -> None:
     for _ in range(2):  # computed, then remembered
         for query in range(40):
             assert rule.first_key(query) == int(MASKS[name][query].nonzero()[0])
+
+
+@every_function
+def test_a_causal_rule_sees_no_later_key(name: str) -> None:
+    assert not MaskRule(FUNCTIONS[name]).sees_later_keys
+    assert MaskRule(bidirectional_mask_function).sees_later_keys
 
 
 @every_function

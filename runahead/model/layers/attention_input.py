@@ -32,8 +32,17 @@ class _Finding(Recording):
         self.found: list[nn.Module | None] = []
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.found.append(self.running[-1] if self.running else None)
+        self._note()
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        self._note()
+        return super().attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+
+    def _note(self) -> None:
+        self.found.append(self.running[-1] if self.running else None)
 
 
 class _Shown(Recording):
@@ -63,24 +72,7 @@ def show_attention_inputs(
     Raises:
         ValueError: it is not known what a layer's attention is given. The message has no remedy.
     """
-    finding = _Finding(start=0, pads=[0])
-
-    def enter(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if _hidden_states(args, keywords, model_dim) is not None:
-            finding.running.append(child)
-
-    def leave(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if finding.running and finding.running[-1] is child:
-            finding.running.pop()
-
-    hooks = [child.register_forward_pre_hook(enter, with_kwargs=True) for child in module.modules()]
-    hooks += [child.register_forward_hook(leave) for child in module.modules()]
-    try:
-        run(finding)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    modules = [child for child in finding.found if child is not None]
+    modules = [child for child in attention_modules(module, run, model_dim) if child is not None]
     if len(modules) < num_layers or len(set(modules)) < num_layers:
         raise ValueError("calls attention from no module of a layer's own that is given hidden states")
     hooks = [
@@ -97,11 +89,41 @@ def show_attention_inputs(
     return [shown.dims[layer] for layer in range(num_layers)]
 
 
+def attention_modules(
+    module: nn.Module, run: Callable[[LayerAttention], None], model_dim: int
+) -> list[nn.Module | None]:
+    """The module of each layer that is given hidden states and calls our attention; None if there is none.
+
+    Args:
+        module: the model.
+        run: runs one token through the model, with this attention.
+        model_dim: width of the hidden states.
+    """
+    finding = _Finding(start=0, pads=[0])
+
+    def enter(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if hidden_states(args, keywords, model_dim) is not None:
+            finding.running.append(child)
+
+    def leave(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if finding.running and finding.running[-1] is child:
+            finding.running.pop()
+
+    hooks = [child.register_forward_pre_hook(enter, with_kwargs=True) for child in module.modules()]
+    hooks += [child.register_forward_hook(leave) for child in module.modules()]
+    try:
+        run(finding)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return finding.found
+
+
 def _showing(layer: int, model_dim: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """Make a hook that shows the hidden states that a module is given to the attention of the forward."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        x_BCD = _hidden_states(args, keywords, model_dim)
+        x_BCD = hidden_states(args, keywords, model_dim)
         attention = next(_attentions(args, keywords), None)
         if x_BCD is not None and attention is not None:  # None while transformers' own attention computes
             attention.see_attention_input(layer, x_BCD)
@@ -118,7 +140,7 @@ def _attentions(args: tuple[Any, ...], keywords: dict[str, Any]) -> Iterator[Lay
             yield given.attention
 
 
-def _hidden_states(args: tuple[Any, ...], keywords: dict[str, Any], model_dim: int) -> Tensor | None:
+def hidden_states(args: tuple[Any, ...], keywords: dict[str, Any], model_dim: int) -> Tensor | None:
     """The first argument, if it is hidden states (B, C, D)."""
     given = args[0] if args else keywords.get("hidden_states")
     if isinstance(given, Tensor) and given.ndim == 3 and given.shape[2] == model_dim and given.is_floating_point():

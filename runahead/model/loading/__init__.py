@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from runahead.config import DType, ModelName, ModelOptions
+from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2, stored_forms
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
@@ -85,7 +86,7 @@ def load(
     shares = None if shares is None or shares.count == 1 else shares
     source = checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
     small = _small_files(source)
-    config, tokenizer = hf.read_config(small, options), hf.read_tokenizer(small, options)
+    config, tokenizer = _read_config(small, options), hf.read_tokenizer(small, options)
     is_random = source.config_file is not None
     stored = {} if source.gguf or is_random else checkpoints.stored_tensors(source)
     dtype = _dtype(options, config, source, stored, device)
@@ -163,7 +164,15 @@ def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     Raises:
         ValueError, OSError: as for `load`.
     """
-    return hf.read_config(_small_files(FINDERS[options.name](options, weights=False, progress=progress)), options)
+    return _read_config(_small_files(FINDERS[options.name](options, weights=False, progress=progress)), options)
+
+
+def _read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
+    """Read a config, of a model whose kinds of layers are supported. Raises: ValueError."""
+    config = hf.read_config(checkpoint, options)
+    if (why := unsupported_kinds(decoder_config(config))) is not None:
+        raise ValueError(f"{checkpoint.label}: this {config.model_type} model {why}")
+    return config
 
 
 def expected_dtype(options: ModelOptions, config: Any, device: torch.device) -> torch.dtype:

@@ -178,7 +178,10 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
     if options.layers is not None:
         if getattr(text, "layer_types", None):
             text.layer_types = [text.layer_types[layer % len(text.layer_types)] for layer in range(options.layers)]
-        text.num_hidden_layers = options.layers
+        if hasattr(config, "decoder_layers"):  # beside an encoder, where `text` is a copy
+            config.decoder_layers = options.layers
+        else:
+            text.num_hidden_layers = options.layers
     return config
 
 

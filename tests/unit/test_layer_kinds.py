@@ -1,0 +1,85 @@
+"""Models that are not computed are refused in one sentence, by what their config or their calls of attention say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from benchmarks.families.small import Sizes, small_config, small_model
+from runahead import Model
+from runahead.attention.partial import AttentionTerms
+from runahead.config import ModelName, ModelOptions
+from runahead.model import seam
+from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
+from runahead.model.loading import load_config
+
+SUPPORTED = "full_attention, sliding_attention and chunked_attention are"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "says"),
+    [
+        ("mamba", {"num_hidden_layers": 4}, "linear_attention (recurrent) of 4"),
+        ("qwen3_next", {"num_hidden_layers": 8}, "6 linear_attention (recurrent) of 8"),
+        ("deepseek_v32", {"num_hidden_layers": 3}, "3 indexed_attention (chooses keys by an index) of 3"),
+        ("lfm2", {"num_hidden_layers": 4, "full_attn_idxs": [1]}, "3 conv (convolutions) of 4"),
+    ],
+)
+def test_kinds_of_layers_are_refused_by_the_config(model_type: str, options: dict[str, Any], says: str) -> None:
+    why = unsupported_kinds(AutoConfig.for_model(model_type, **options))
+    assert why is not None and says in why and why.endswith(f"; {SUPPORTED}") and "\n" not in why
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "llama4_text", "bart", "gpt2"])
+def test_layers_that_attend_are_not(model_type: str) -> None:
+    assert unsupported_kinds(decoder_config(AutoConfig.for_model(model_type))) is None
+
+
+def test_a_config_alone_is_refused_before_weights_are_made(tmp_path: Any) -> None:
+    AutoConfig.for_model("mamba", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"this mamba model has layers that are not supported: 4 linear_attention"):
+        load_config(ModelOptions(name=ModelName.random, config=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([0, 1, 2, 3], None),
+        ([0, 0, 1, 1], "calls attention 4 times in 2 layers"),
+        ([0, 2], "has layers that do not call transformers' attention interface (2 of 4)"),
+        ([1, 0, 2, 3], "calls attention in another order than that of its layers"),
+    ],
+)
+def test_every_layer_attends_once_and_in_order(layers: list[int], says: str | None) -> None:
+    why = unsupported_calls(layers, 4)
+    assert why == (None if says is None else f"{says}, which is not supported")
+
+
+def test_layers_of_a_decoder_are_counted_where_its_encoder_has_more() -> None:
+    """As distil-whisper's has: 32 and 2."""
+    config = small_config("whisper", Sizes(layers=4), decoder_layers=2)
+    assert Model(small_model(config)).num_layers == 2
+
+
+TIED = [("gpt_oss", torch.bfloat16, 5), ("gpt_oss", torch.float16, 1), ("mixtral", torch.bfloat16, 9)]
+"""Weights of which rounding exchanges experts, so that logits are others though attention is right."""
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "seed"), TIED)
+def test_experts_that_rounding_exchanges_do_not_refuse_a_model(model_type: str, dtype: torch.dtype, seed: int) -> None:
+    Model(small_model(small_config(model_type, Sizes()), seed=seed, dtype=dtype))
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "seed"), TIED)
+def test_attention_that_is_wrong_is_found_beside_them(
+    model_type: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(**terms: Any) -> AttentionTerms:
+        return AttentionTerms(**terms | {"scaling": 1.5 * terms["scaling"]})
+
+    monkeypatch.setattr(seam, "AttentionTerms", scaled)
+    with pytest.raises(ValueError, match=r"gives another output of the attention of layer \d"):
+        Model(small_model(small_config(model_type, Sizes()), seed=seed, dtype=dtype))
