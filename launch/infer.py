@@ -65,7 +65,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.repetition_penalty=1   generation.presence_penalty=0
                                generation.frequency_penalty=0   generation.logit_bias={{<id>:<bias>}}
                                generation.seed=0   generation.logprobs=<n, into the report>
-                               generation.stop=<text or JSON list>   generation.ignore_eos=false
+                               generation.stop=<text or [list]>   generation.ignore_eos=false
                                generation.json_schema=<JSON that answers follow; needs the extra guided>
                                generation.speculate=none|lookup|policy|model   generation.speculate_tokens=8
                                generation.speculate_match=2   generation.speculate_always=false
@@ -74,7 +74,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
-is.
+is; generation.stop=[a,b] is a list.
 --layout prints where the modules of policy.schema stand.
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, get_origin
 
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
+
+NULL = "null"
+"""Value that leaves an option unset, but for prompts and questions, where it is a text."""
 
 POLICY_FILES = ("policy.schema", "policy.store", "policy.skew", "policy.heads", "policy.predictor", "policy.path")
 """File names among the options of policies, whose types are not known before a policy is chosen."""
@@ -81,20 +85,45 @@ def with_verbatim(run: T, verbatim: dict[str, list[str]]) -> T:
         section, _, option = name.partition(".")
         value: Any = values[-1]
         if name == "generation.stop":
-            value = [text for each in values for text in _stop_strings(each)]
+            value = _stop_strings(values)
+        elif name == "generation.json_schema" and value == NULL:
+            value = None
         inner = replace(getattr(run, section), **{option: value})
         run = replace(run, **{section: inner})  # type: ignore[type-var]
     return run
 
 
-def _stop_strings(value: str) -> list[str]:
-    """The strings of a JSON list of strings; any other text is one stop string."""
+def _stop_strings(values: Sequence[str]) -> list[str]:
+    """Stop strings of all values in order; null takes back those before it. Raises: ValueError, as `_texts_of`."""
+    stops: list[str] = []
+    for value in values:
+        stops = [] if value == NULL else [*stops, *_texts_of(value)]
+    return stops
+
+
+def _texts_of(value: str) -> list[str]:
+    """The strings of a list in JSON or, as a shell leaves it without quotes, in Hydra's grammar; else the one string.
+
+    Raises:
+        ValueError: the value is in brackets, and no list of strings.
+    """
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
+        parsed = value
+    if isinstance(parsed, list) and all(isinstance(item, str) for item in parsed):
+        return parsed
+    if not (value.startswith("[") and value.endswith("]")):
         return [value]
-    is_list_of_strings = isinstance(parsed, list) and all(isinstance(item, str) for item in parsed)
-    return parsed if is_list_of_strings else [value]
+    with suppress(HydraException, RecursionError):
+        parsed = OverridesParser.create().parse_override(f"stop={value}").value()
+        if isinstance(parsed, list) and all(isinstance(item, str) for item in parsed):
+            return parsed
+    one = shortened(json.dumps([value], ensure_ascii=False))
+    raise ValueError(
+        f"generation.stop={shortened(value)} is not a list of strings; write a list as generation.stop='[\"a\",\"b\"]', "
+        f"and a stop string in brackets as generation.stop='{one}'"
+    )
 
 
 def checked_override(
@@ -130,7 +159,7 @@ def checked_override(
     value = text.partition("=")[2]
     # A file name may contain commas, brackets and equals signs, so it is quoted before Hydra parses it. ${...} works.
     is_file = name in POLICY_FILES or kinds.get(name) is str
-    if is_file and value != "null" and value[:1] not in ("'", '"'):
+    if is_file and value != NULL and value[:1] not in ("'", '"'):
         value = QuotedString(text=value, quote=Quote.double).with_quotes()
     takes_keys = is_open or get_origin(kinds.get(name)) is dict
     text = f"{'++' if takes_keys else ''}{name}={value}"

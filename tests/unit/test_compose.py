@@ -16,6 +16,7 @@ from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
 from launch.program.compose import CONF, FLAGS_HELP
 from launch.program.typed_options import leaf_names, option_kinds
+from launch.serve import SERVE
 from runahead.config import DecodeName, ModelName, PrefillName
 from tests.examples import examples
 
@@ -98,11 +99,13 @@ def test_text_and_question_are_verbatim(text, question):
 
 
 @few
-@given(stop=ARGUMENTS.filter(bool))
+@given(stop=ARGUMENTS.filter(lambda text: text not in ("", "null") and not (text[0] == "[" and text[-1] == "]")))
 @example(stop="[a, b")
 @example(stop="${x},")
-@example(stop='["a", 1]')
-def test_a_stop_that_is_no_json_list_is_one_verbatim_string(stop):
+@example(stop="}")
+@example(stop="a: b")
+@example(stop="\n")
+def test_a_stop_without_brackets_is_one_verbatim_string(stop):
     try:
         parsed = json.loads(stop)
     except ValueError:
@@ -115,6 +118,39 @@ def test_a_stop_that_is_no_json_list_is_one_verbatim_string(stop):
 @given(stops=st.lists(ARGUMENTS.filter(bool)))
 def test_a_stop_that_is_a_json_list_of_strings_is_that_list(stops):
     assert run_of(f"generation.stop={json.dumps(stops)}").generation.stop == stops
+
+
+@pytest.mark.parametrize("program", [INFER, SERVE], ids=["infer", "serve"])
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [
+        ("[a,b]", ["a", "b"]),  # what bash leaves of ["a","b"]
+        ("[a b, '\\n']", ["a b", "\\n"]),
+        ("['a,b']", ["a,b"]),
+        ("[]", []),
+        ("null", []),
+    ],
+)
+def test_a_stop_in_brackets_is_a_list_without_quotes_too_and_null_is_none(program, value, stops):
+    assert program.read([f"generation.stop={value}"]).run.generation.stop == stops
+
+
+@pytest.mark.parametrize("value", ['["a", 1]', "[1,2]", "[null]", "[[a],[b]]", "[{a: b}]", "[a,]x]", "[" * 9999 + "]"])
+def test_a_stop_in_brackets_that_is_no_list_of_strings_is_refused_with_both_spellings(value):
+    with pytest.raises(ValueError, match="is not a list of strings") as caught:
+        run_of(f"generation.stop={value}")
+    said = str(caught.value)
+    assert """generation.stop='["a","b"]'""" in said
+    one = said.partition("in brackets as ")[2].strip()
+    if "..." not in one:
+        assert run_of(one.replace("'", "")).generation.stop == [value]
+
+
+def test_null_takes_back_what_was_given():
+    assert run_of("generation.stop=a", "generation.stop=null", "generation.stop=b").generation.stop == ["b"]
+    assert run_of('generation.json_schema={"type": "object"}', "generation.json_schema=null") == RunOptions()
+    run = run_of("prompt.text=null", "prompt.question=[a,b]")
+    assert (run.prompt.text, run.prompt.question) == ("null", "[a,b]")
 
 
 def test_stops_add_up():
