@@ -195,22 +195,36 @@ def infer(
 
 def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
     """The drafter, if the generation options ask for a model or policies. Every rank calls this."""
-    from launch.inputs.policies import rank_policies
+    from launch.inputs.policy_file import load_files
     from runahead.decoding.speculative.speculator import Draft
     from runahead.model.shares import load_model
 
     kind, draft = run.generation.speculate, run.draft
     if kind not in (Speculate.model, Speculate.policy):
         return None
+    policies = None
+    if kind is Speculate.policy:
+        load_files(draft.policy, ranks, "draft.policy")
+        policies = ranks.on_rank_0("the drafting policy", lambda: _drafting_policies(run))
     model = None
     if draft.needs_model(kind):
         model = load_model(ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks)
     first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None
-    if kind is Speculate.model:
-        assert model is not None
-        return Draft(by=model, first=first)
-    policies = ranks.on_rank_0("the drafting policy", lambda: rank_policies(draft.policy))
-    return Draft(by=policies, first=first if model is None else model)
+    if policies is not None:
+        return Draft(by=policies, first=first if model is None else model)
+    assert model is not None
+    return Draft(by=model, first=first)
+
+
+def _drafting_policies(run: RunOptions) -> RankPolicies:
+    """The policies of draft.policy, checked against the config of the model. Rank 0 calls it. Raises: ValueError."""
+    from launch.inputs.policies import named, rank_policies
+    from runahead.model import loading
+
+    with named("draft.policy"):
+        policies = rank_policies(run.draft.policy, file_option="draft.policy")
+        policies.check_before_loading(loading.load_config(run.model).get_text_config(decoder=True))
+    return policies
 
 
 def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:
@@ -238,6 +252,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
+    policies.check_before_loading(config)
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)

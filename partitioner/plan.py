@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from launch.program.compose import Program
-from launch.program.ending import say
+from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
 from partitioner.meshes.options import PlanRun
 from runahead.files import ensure_writable, write_whole
@@ -57,8 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
         assert command.run is not None
         return _plan(command.run)
     except (OSError, ValueError) as error:
-        say(str(error))
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         say("interrupted")
         return 130

@@ -402,6 +402,9 @@ class Policy:
         """The file or folder with what the policy knows of a model, whose content decides what it does; None: none."""
         return None
 
+    def require_file(self) -> None:
+        """Check that the policy was given the file that it needs for a model. Raises: ValueError."""
+
     def require(self, model: ModelFacts) -> None:
         """Check that the policy works with a model, and read the file that it has for it. Raises: ValueError."""
 

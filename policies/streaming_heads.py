@@ -56,12 +56,16 @@ class StreamingHeads(Policy, ABC):
     def reads(self) -> str | None:
         return self.heads
 
-    def require(self, model: ModelFacts) -> None:
+    def require_file(self) -> None:
         if self.heads is None:
             raise ValueError(
-                f"policy {type(self).__name__} needs to know which heads of model {model.name} retrieve; give "
+                f"policy {type(self).__name__} needs to know which heads of the model retrieve; give "
                 f"policy.heads=<{self.made_by}>"
             )
+
+    def require(self, model: ModelFacts) -> None:
+        self.require_file()
+        assert self.heads is not None
         found = self.found_in(self.heads, model)
         self._retrieving = [heads[model.own_heads(layer)] for layer, heads in enumerate(found)]
 

@@ -8,8 +8,10 @@ structured schemas, hence enums with lowercase member names, and lists rather th
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
@@ -132,7 +134,14 @@ def choice(option: str, kind: type[E], value: object) -> E:
     name = str(value).lower() if isinstance(value, bool) else value
     if isinstance(name, str) and name in kind.__members__:
         return kind[name]
-    raise ValueError(f"{option}={value!s} is not one of {', '.join(kind.__members__)}")
+    raise ValueError(f"{option}={value!s} {not_one_of(value, kind.__members__)}")
+
+
+def not_one_of(value: object, known: Iterable[str]) -> str:
+    """End of a message about a name that is unknown: the known ones, and that which it may stand for."""
+    names = list(known)
+    close = difflib.get_close_matches(str(value), names, n=1)
+    return f"is not one of {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def require(rule_holds: bool, option: str, value: object, rule: str) -> None:

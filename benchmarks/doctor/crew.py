@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.doctor.facts import Facts
 from benchmarks.harness.machine import ROOT
+from runahead.failures import RunFailure
 
 MEETING = timedelta(seconds=300)
 """Time in which all processes have to start."""
@@ -145,7 +146,7 @@ class Crew:
             self.store.wait(names, MEETING)
         except RuntimeError as error:
             missing = [str(each) for each in range(self.size) if not self.store.check([names[each]])]
-            raise ValueError(f"rank {', '.join(missing)} did not start; check its host and its messages") from error
+            raise RunFailure(f"rank {', '.join(missing)} did not start; check its host and its messages") from error
         return [self.store.get(each).decode() for each in names]
 
     def local_ranks(self, rank: int, num_ranks: int | None = None) -> list[int]:

@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Any
 
 from launch.inputs.policies import ineffective_options
-from launch.program.typed_options import typed
-from runahead.config import ModelOptions, RanksOptions, choice, require
+from launch.program.typed_options import counted, typed
+from runahead.config import ModelOptions, RanksOptions, choice, not_one_of, require
 
 TASK_NAMES = ("perplexity", "copy", "passkey", "needle", "ruler", "key_value", "throughput", "file")
 RULER_TASKS = (
@@ -143,7 +143,7 @@ class RulerOptions:
         self.lengths = _whole_numbers("ruler.lengths", self.lengths)
         unknown = [name for name in self.tasks if name not in RULER_TASKS]
         if unknown:
-            raise ValueError(f"ruler.tasks has {', '.join(unknown)}, which is not one of {', '.join(RULER_TASKS)}")
+            raise ValueError(f"ruler.tasks has {unknown[0]}, which {not_one_of(unknown[0], RULER_TASKS)}")
         require(bool(self.tasks), "ruler.tasks", self.tasks, "must name at least one task")
         self.tasks = [name for name in RULER_TASKS if name in self.tasks]
 
@@ -279,6 +279,7 @@ class EvaluateRun:
         names = list(map(str, self.tasks))
         if not names or len(set(names)) < len(names):
             raise ValueError(f"tasks=[{','.join(names)}] must name at least one task, and each only once")
+        self.budgets = counted(self.budgets)
         for budget in self.budgets:
             _check_budget(budget)
         is_unique = len(set(map(repr, self.budgets))) == len(self.budgets)
@@ -301,7 +302,7 @@ def _task(entry: Any) -> str | FileTaskOptions:
     if name == "file":
         return typed(given, FileTaskOptions, "tasks")
     if not isinstance(name, str) or name not in TASK_NAMES:
-        raise ValueError(f"tasks has {entry}, which is not one of {', '.join(TASK_NAMES)}")
+        raise ValueError(f"tasks has {entry}, which {not_one_of(name, TASK_NAMES)}")
     if given:
         raise ValueError(f"tasks has {entry}; options of {name} are {name}.{next(iter(given))}=... and so on")
     return name

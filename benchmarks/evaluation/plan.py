@@ -76,6 +76,8 @@ class Plan:
         if any(kind.needs_text for kind in kinds.values()):
             text = Text(*text_or_example(run.text.file, "text.file"))
         config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+        for contender in chosen:
+            contender.policies.check_before_loading(config)
         tokenizer = loading.load_tokenizer(run.model)
         speechless = [name for name, kind in kinds.items() if kind.needs_tokenizer]
         if tokenizer is None and speechless:

@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(picture)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

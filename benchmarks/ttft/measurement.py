@@ -16,6 +16,7 @@ from runahead import context
 from runahead.config import GenerationOptions, PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.engine import Engine
+from runahead.failures import RunFailure
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.model import Model
 from runahead.model.shares import load_model
@@ -174,6 +175,6 @@ def check_agreement(tokens: Mapping[str, int | None], length: int) -> None:
             by_token.setdefault(token, []).append(name)
     if len(by_token) > 1:
         told = "; ".join(f"{', '.join(names)}: {token}" for token, names in by_token.items())
-        raise ValueError(
+        raise RunFailure(
             f"first tokens differ at {length} tokens ({told}); the variants must agree, so nothing was kept"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, PartitionOptions
-from runahead.config import ModelOptions, PrefillOptions, RanksOptions, choice, require
+from runahead.config import ModelOptions, PrefillOptions, RanksOptions, choice, not_one_of, require
 
 
 class Network(Enum):
@@ -79,7 +79,7 @@ class BenchOptions:
         self.network = choice("bench.network", Network, self.network)
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown:
-            raise ValueError(f"bench.variants has {', '.join(unknown)}, which is not one of {', '.join(VARIANTS)}")
+            raise ValueError(f"bench.variants has {unknown[0]}, which {not_one_of(unknown[0], VARIANTS)}")
         if not self.variants or len(set(self.variants)) < len(self.variants):
             names = ",".join(self.variants)
             raise ValueError(f"bench.variants=[{names}] must name at least one variant, and each only once")

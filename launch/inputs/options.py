@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import WHOLE, checked, chooses, clamps, ineffective_options, names_of
+from launch.inputs.policies import WHOLE, checked, chooses, clamps, ineffective_options, named, names_of
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -135,7 +135,8 @@ class DraftOptions:
         if self.speculate is Speculate.policy:
             raise ValueError("draft.speculate=policy is not one of none, lookup, model")
         if self.policy:
-            self.policy = checked(self.policy)
+            with named("draft.policy"):
+                self.policy = checked(self.policy)
 
     def needs_model(self, kind: Speculate) -> bool:
         """Whether a smaller model drafts, for the model or for a policy."""

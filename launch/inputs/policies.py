@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from itertools import dropwhile
@@ -14,7 +16,7 @@ from omegaconf import OmegaConf
 from launch.program.typed_options import merged_into, typed
 from policies import POLICIES, WRAPPERS
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
-from runahead.config import CacheOptions, Positions, choice
+from runahead.config import CacheOptions, Positions, choice, not_one_of
 
 if TYPE_CHECKING:
     from policies.base import Policy
@@ -116,6 +118,18 @@ def _wrapper_options(name: str) -> type:
     return made
 
 
+@contextmanager
+def named(option: str) -> Iterator[None]:
+    """Mistakes in this block name this option, such as draft.policy, in place of policy."""
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"(?<![\w.])policy(?=[.=:])", option, str(error))
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
+
+
 def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
     """Name, positions and given options of policy=, each option in its type. An option that is null is not given.
 
@@ -127,7 +141,7 @@ def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
     name = given.pop("name", "full")
     positions = choice("policy.positions", Positions, given.pop("positions", Positions.original))
     if name not in NAMES:
-        raise ValueError(f"policy={name} is not one of {', '.join(NAMES)}")
+        raise ValueError(f"policy={name} {not_one_of(name, NAMES)}")
     shared = {"name": name, "positions": positions.name}
     if not given:  # do not import the policy's module, which imports torch
         return shared
@@ -153,12 +167,15 @@ def reported(policy: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None) -> RankPolicies:
+def rank_policies(
+    policy: Mapping[str, Any], storage: CacheOptions | None = None, *, file_option: str = "policy"
+) -> RankPolicies:
     """Policies of a run.
 
     Args:
         policy: name, positions and options, as `checked` returns them.
         storage: how what they keep is stored.
+        file_option: as `policy_class` takes it.
 
     Raises:
         ValueError: in one line, for a value that a policy refuses or an option that it does not have.
@@ -177,7 +194,7 @@ def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None
             )
         return found
     if step["name"] != "per_rank":
-        return RankPolicies.everywhere(policies_of(step, "policy"), positions, storage)
+        return RankPolicies.everywhere(policies_of(step, "policy", file_option), positions, storage)
     places = step.get("ranks", {})
     last, others = places.get("last"), places.get("others")
     if last is None and others is None:
@@ -185,8 +202,8 @@ def rank_policies(policy: Mapping[str, Any], storage: CacheOptions | None = None
     return RankPolicies(
         positions=positions,
         storage=storage,
-        last=policies_of(last or "full", "policy.ranks.last"),
-        others=policies_of(others or "full", "policy.ranks.others"),
+        last=policies_of(last or "full", "policy.ranks.last", file_option),
+        others=policies_of(others or "full", "policy.ranks.others", file_option),
     )
 
 
@@ -214,12 +231,13 @@ def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
     return _made("prompt_cache", PromptCacheOptions, settings, "policy")
 
 
-def policies_of(step: Any, option: str) -> list[Policy]:
+def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Policy]:
     """Policies of a step: a name, {name: ..., and its options}, or a sequence of steps.
 
     Args:
         step: a name, {name: ..., option: ...}, or a sequence.
         option: name of the step in messages.
+        file_option: as `policy_class` takes it.
 
     Raises:
         ValueError: as `rank_policies`.
@@ -236,26 +254,27 @@ def policies_of(step: Any, option: str) -> list[Policy]:
         steps = settings.pop("steps", None)
         if not isinstance(steps, list) or not steps or settings:
             raise ValueError(f"{option}=sequence needs steps and nothing else, such as policy.steps=[pyramidinfer,h2o]")
-        found = [policy for each in steps for policy in policies_of(each, f"{option}.steps")]
+        found = [policy for each in steps for policy in policies_of(each, f"{option}.steps", file_option)]
         if sum(policy.queries_from is not None for policy in found) > 1:
             raise ValueError(f"{option}.steps has more than one policy that accumulates queries; use one of them")
         return found
     if name == "file":
         file = _made(name, FileOptions, settings, option)
-        kind = policy_class(file.path)
+        kind = policy_class(file.path, file_option)
         return [_made(kind.__name__, kind, file.options, option)]
     if name in WRAPPERS:
         from policies.scorer import Scorer
 
         values = vars(_made(name, options_of(name), settings, option))
-        scorers = policies_of(values["scorer"], f"{option}.scorer")
+        scorer = values["scorer"]
+        if isinstance(scorer, dict):  # policy.scorer.budget=64 alone is of the default one
+            scorer = {"name": options_of(name)().scorer} | scorer
+        scorers = policies_of(scorer, f"{option}.scorer", file_option)
         if len(scorers) != 1 or not isinstance(scorers[0], Scorer):
-            raise ValueError(
-                f"{option}.scorer={values['scorer']} does not score tokens; use snapkv or another that does"
-            )
+            raise ValueError(f"{option}.scorer={scorer} does not score tokens; use snapkv or another that does")
         return [WRAPPERS[name](**values | {"scorer": scorers[0]})]
     if name not in POLICIES:
-        raise ValueError(f"{option}={name} is not one of {', '.join([*POLICIES, *WRAPPERS, 'sequence', 'file'])}")
+        raise ValueError(f"{option}={name} {not_one_of(name, [*POLICIES, *WRAPPERS, 'sequence', 'file'])}")
     policy = _made(name, POLICIES[name], settings, option)
     return [] if name == "full" else [policy]
 
@@ -318,6 +337,29 @@ def _made(name: str, kind: type[T], settings: Mapping[str, Any], option: str) ->
     return typed(settings, kind, "policy")
 
 
+def _option_inside(name: str, settings: Mapping[str, Any], setting: str, others: Sequence[str]) -> str | None:
+    """The override by which a policy that a combined one is made of gets an option; None if none has it.
+
+    Args:
+        others: policies with that option.
+    """
+    value = settings[setting]
+    if name == "file":
+        return f"policy.options.{setting}={value}"
+    if name in WRAPPERS:
+        scorer = next(names_of(settings.get("scorer", options_of(name)().scorer)), None)
+        if scorer not in others:
+            return None
+        is_named = isinstance(settings.get("scorer"), str)
+        return (
+            f"policy.scorer='{{name:{scorer},{setting}:{value}}}'" if is_named else f"policy.scorer.{setting}={value}"
+        )
+    example = next((f"{{name:{other},{setting}:{value}}}" for other in others if other in POLICIES), None)
+    if example is None:
+        return None
+    return {"sequence": f"policy.steps='[{example}]'", "per_rank": f"policy.ranks.last='{example}'"}.get(name)
+
+
 def _require_known(name: str, kind: type, settings: Mapping[str, Any], option: str) -> None:
     """Raise a ValueError for the first setting that is no option of the policy."""
     options = [each for each in fields(kind) if each.init]
@@ -334,6 +376,8 @@ def _require_known(name: str, kind: type, settings: Mapping[str, Any], option: s
         others = [other for other in NAMES if setting in {each.name for each in fields(options_of(other))}]
         if name == "full" and others:
             raise ValueError(f"policy.{setting}={value} has no effect with policy=full; add policy={'|'.join(others)}")
+        if (inside := _option_inside(name, settings, setting, others)) is not None:
+            raise ValueError(f"{option}: {name} has no option {setting}; use {inside}")
         if len(others) == 1 and others[0] not in POLICIES:
             raise ValueError(f"{option}: {name} has no option {setting}; add policy={others[0]}, which has it")
         has = f"it has {', '.join(known)}" if known else "it has no options"

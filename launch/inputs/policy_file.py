@@ -6,38 +6,46 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from launch.inputs.text_files import read_text
 from policies.base import Policy
-from runahead.failures import first_line
+from runahead.failures import USERS_FILE, first_line
 from runahead.ranks.agreement import secret
 from runahead.ranks.ranks import Ranks
 
 
-def policy_class(path: str | None) -> type[Policy]:
-    """The policy class that a file defines. Files with the same content are loaded once.
+def policy_class(path: str | None, option: str = "policy") -> type[Policy]:
+    """The policy class that a file defines. Files of an option with the same content are loaded once.
+
+    Args:
+        option: which names the file in messages, also in those of errors that come through the file later: `policy` or
+            `draft.policy`.
 
     Raises:
-        ValueError: in one line, if the file cannot be loaded or does not define exactly one policy dataclass.
+        ValueError: in one line, if the file cannot be read or does not define exactly one policy dataclass.
+        Exception: whatever its code raises.
     """
     if path is None:
-        raise ValueError("policy=file needs policy.path=<python file>")
-    name = f"policy.path={path}"
+        raise ValueError(f"{option}=file needs {option}.path=<python file>")
+    name = f"{option}.path={path}"
     source = read_text(path, name, pipes=False)
-    # The name depends on the content only: rank 0 pickles policies for the others, and pickle finds a class by the name
-    # of its module.
-    module = ModuleType(f"policy_file_{hashlib.sha256(source.encode()).hexdigest()}")
-    if module.__name__ in sys.modules:
-        module = sys.modules[module.__name__]
-    else:
-        sys.modules[module.__name__] = module  # dataclasses look up the types of their fields there
+    # The name depends on option and content only: rank 0 pickles policies for the others, and pickle finds a class by
+    # the name of its module.
+    module = ModuleType(f"{option.replace('.', '_')}_file_{hashlib.sha256(source.encode()).hexdigest()}")
+    is_new = module.__name__ not in sys.modules
+    module = sys.modules.setdefault(module.__name__, module)  # dataclasses look up the types of their fields there
+    vars(module)[USERS_FILE] = name
+    if is_new:
         try:
             exec(compile(source, path, "exec"), module.__dict__)
         except Exception as error:
             del sys.modules[module.__name__]
-            raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+            if isinstance(error, SyntaxError):  # which comes from no line that runs
+                raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+            raise
     found = [
         kind
         for kind in vars(module).values()
@@ -55,15 +63,16 @@ def policy_class(path: str | None) -> type[Policy]:
     return policy
 
 
-def load_files(policy: Any, ranks: Ranks) -> None:
-    """Load all policy files that policy= names, also in steps. Every rank makes the same call.
+def load_files(policy: Any, ranks: Ranks, option: str = "policy") -> None:
+    """Load all policy files that an option names, also in steps. Every rank makes the same call.
 
     Raises:
         ValueError: a file cannot be used, or its content differs between ranks; SharedError on the other ranks.
+        Exception: whatever the code of a file raises.
     """
     for path in policy_files(policy):
-        kind = ranks.on_all_ranks("the policy file", lambda path=path: policy_class(path))  # type: ignore[misc]
-        ranks.require_same({f"policy.path={path}": secret(kind.__module__)}, "give every rank the same file")
+        kind = ranks.on_all_ranks("the policy file", partial(policy_class, path, option))
+        ranks.require_same({f"{option}.path={path}": secret(kind.__module__)}, "give every rank the same file")
 
 
 def policy_files(value: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar, get_origin
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -15,11 +16,15 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from launch.program.typed_options import leaf_names, shortened, suggestion
+from runahead.config import not_one_of
 
 T = TypeVar("T")
 
 VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
+
+OPEN = dict[str, Any]
+"""Type of a section that takes any option, such as policy."""
 
 NULL = "null"
 """Value that leaves an option unset, but for prompts and questions, where it is a text."""
@@ -121,8 +126,8 @@ def _texts_of(value: str) -> list[str]:
             return parsed
     one = shortened(json.dumps([value], ensure_ascii=False))
     raise ValueError(
-        f"generation.stop={shortened(value)} is not a list of strings; write a list as generation.stop='[\"a\",\"b\"]', "
-        f"and a stop string in brackets as generation.stop='{one}'"
+        f"generation.stop={shortened(value)} is not a list of strings; write a list as "
+        f"generation.stop='[\"a\",\"b\"]', and a stop string in brackets as generation.stop='{one}'"
     )
 
 
@@ -146,9 +151,8 @@ def checked_override(
     is_group = is_added or name in groups
     leaves = leaf_names(kinds)
     # A section that is a dictionary takes any option.
-    is_open = (
-        re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and get_origin(kinds.get(name.partition(".")[0])) is dict
-    )
+    sections = accumulate(name.split(".")[:-1], lambda section, part: f"{section}.{part}")
+    is_open = re.fullmatch(r"[a-z]\w*(\.\w+)+", name, re.ASCII) and any(kinds.get(each) == OPEN for each in sections)
     if name not in leaves and not is_group and not is_open:
         if name in kinds:
             members = ", ".join(leaf for leaf in leaves if leaf.startswith(f"{name}."))
@@ -180,7 +184,7 @@ def checked_override(
         return None  # Hydra would look for a file "null"
     folder, _, last = f"{name}/{choice}".rpartition("/")
     if not isinstance(choice, str) or last.removesuffix(".yaml") not in choices(folder, loader):
-        raise ValueError(f"{shown} is not one of {', '.join(choices(name, loader))}")
+        raise ValueError(f"{shown} {not_one_of(choice, choices(name, loader))}")
     return f"{'+' if is_added else ''}{name}={choice}"
 
 

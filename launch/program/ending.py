@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +15,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 from launch.program.launcher import this_rank
 from launch.program.signals import Terminated, signals_ignored
-from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.failures import (
+    PeerFailure,
+    RunFailure,
+    SharedError,
+    first_line,
+    is_lack_of_memory,
+    is_mistake,
+    line_of,
+    users_place,
+)
 
 if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
 
 ENDED_BY = "ended by "
-NO_MEMORY = ("allocate memory", "bad_alloc", "out of memory", "start new thread")
-"""Words of the errors that PyTorch, C++ and Python raise when memory runs out."""
+MISTAKE = 2
+"""Exit status after a mistake in what the user wrote."""
 
 _one_at_a_time = threading.Lock()
 """Held by the thread that ends the process: either the main thread, or the one that finds it stuck."""
@@ -30,6 +41,13 @@ def say(message: str) -> None:
     """Print a line on standard error, on rank 0 only."""
     if this_rank() == 0:
         print(message, file=sys.stderr, flush=True)
+
+
+def refuse(error: Exception) -> int:
+    """Say what is wrong with what the user wrote, before any rank works, and return the exit status."""
+    say(str(error))
+    _tell_launcher(str(error))
+    return MISTAKE
 
 
 def leave(status: int) -> NoReturn:
@@ -59,7 +77,10 @@ def end_with(error: BaseException, ranks: Ranks | None, fault_file: Path | None 
     with _one_at_a_time, signals_ignored():
         status = 1
         try:
-            status = _tell(error, ranks, fault_file)
+            reason = _tell(error, ranks, fault_file)
+            status = _status(error)
+            if reason:
+                _tell_launcher(reason)
             if os.environ.get("RUNAHEAD_TRACEBACK") == "1":
                 traceback.print_exception(error)
             sys.stdout.flush()
@@ -68,17 +89,27 @@ def end_with(error: BaseException, ranks: Ranks | None, fault_file: Path | None 
             os._exit(status)
 
 
-def _tell(error: BaseException, ranks: Ranks | None, fault_file: Path | None) -> int:
-    """Print the line, notify the other ranks, and return the exit status."""
-    if isinstance(error, SharedError):
-        return 1
+def _status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, Terminated):
+        return 128 + error.number
+    return MISTAKE if is_mistake(error) else 1
+
+
+def _tell(error: BaseException, ranks: Ranks | None, fault_file: Path | None) -> str:
+    """Print the line unless another rank does, notify the other ranks, and return the line."""
+    if isinstance(error, SharedError):
+        return str(error)
+    if isinstance(error, SystemExit):
+        return ""
     if isinstance(error, KeyboardInterrupt):
         say("interrupted")
         if ranks is not None:
             ranks.fail("interrupted")
-        return 130
+        return "interrupted"
     size = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks.size
     label = f"[rank {this_rank()}/{size}] " if size > 1 else ""
     reason = _reason(error, ranks)
@@ -91,16 +122,30 @@ def _tell(error: BaseException, ranks: Ranks | None, fault_file: Path | None) ->
     print(f"{label}{reason}", file=sys.stderr, flush=True)
     if ranks is not None:
         ranks.kill_silent()
-    return 128 + error.number if isinstance(error, Terminated) else 1
+    return reason
+
+
+def _tell_launcher(reason: str) -> None:
+    """Write the file from which torchrun takes the reason that it prints last, under "Root Cause".
+
+    It is JSON in the form of torch.distributed.elastic.multiprocessing.errors.ErrorHandler.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        about = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:  # the line is printed all the same
+            json.dump({"message": about}, file)
 
 
 def _reason(error: BaseException, ranks: Ranks | None) -> str:
     reason = first_line(error)
+    if users_place(error) is not None:
+        return line_of(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ValueError | OSError | PeerFailure):
+    if isinstance(error, ValueError | OSError | RunFailure):
         return reason
-    if isinstance(error, MemoryError) or any(words in reason.lower() for words in NO_MEMORY):
+    if is_lack_of_memory(error):
         return f"out of memory ({type(error).__name__}: {reason}); use more ranks, a shorter prompt or fewer at once"
     if not isinstance(error, Terminated):
         return f"{type(error).__name__}: {reason}"

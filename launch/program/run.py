@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.compose import Program
-from launch.program.ending import end_with, say
+from launch.program.ending import end_with, refuse, say
 from launch.program.launcher import follow_launcher, this_rank
 from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
@@ -45,8 +45,8 @@ def run_program(
 ) -> int:
     """Run a program and return its exit status.
 
-    The status is 0 for success, 1 for a failure, 2 for a mistake on the command line, 130 after Ctrl-C and 143 after
-    SIGTERM.
+    The status is 0 for success, 1 for a failure, 2 for a mistake in what the user wrote, 130 after Ctrl-C and 143 after
+    SIGTERM. torchrun has a status of its own, which is 1 if a rank has failed for whatever reason.
 
     Args:
         args: arguments after the program's name; None takes those of this process.
@@ -59,8 +59,7 @@ def run_program(
     try:
         command = program.read(sys.argv[1:] if args is None else args)
     except ValueError as error:
-        say(str(error))
-        return 2
+        return refuse(error)
     if command.to_print is not None:
         if this_rank() == 0:
             print(command.to_print, end="")

@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 
 from launch.program.arguments import VERBATIM
 from launch.program.compose import ROOT, CommandLine, Program
-from launch.program.ending import say
+from launch.program.ending import refuse, say
 from launch.program.launcher import end_with_parent
 from launch.program.signals import ending_signals
 from launch.program.text_table import text_table
@@ -98,8 +98,7 @@ def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:
     try:
         folder, jobs = _plan(program, command)
     except ValueError as error:
-        say(str(error))
-        return 2
+        return refuse(error)
     swept = [name for name in jobs[0].overrides if len({job.overrides[name] for job in jobs}) > 1]
     folder.mkdir(parents=True, exist_ok=True)
     say(f"{len(jobs)} jobs in {folder}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from runahead.config import not_one_of
 from runahead.failures import first_line
 
 T = TypeVar("T")
@@ -71,11 +74,41 @@ def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: 
     except OmegaConfBaseException as error:  # a field has a type that OmegaConf does not support
         raise ValueError(f"{options.__name__} cannot be used: {first_line(error)}") from error
     try:
-        merged = OmegaConf.merge(schema, values)
+        merged = OmegaConf.merge(schema, _with_counts(values, options))
     except OmegaConfBaseException as error:
         raise ValueError(_in_our_words(error, values, options, section)) from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+WHOLE_NUMBERS = (int, list[int], int | float)
+"""Types of the options that take `counted` numbers."""
+
+
+def counted(value: Any) -> Any:
+    """A whole number in k, M or G (1024 each), such as 128k, as an int, and the numbers of a list; else the value."""
+    if isinstance(value, list):
+        return [counted(each) for each in value]
+    found = (
+        re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kmg])", value, re.ASCII | re.I) if isinstance(value, str) else None
+    )
+    if found is None:
+        return value
+    number = Fraction(found[1]) * 1024 ** (1 + "kmg".index(found[2].lower()))
+    return int(number) if number.denominator == 1 else value
+
+
+def _with_counts(values: Mapping[str, Any] | DictConfig, options: type) -> Mapping[str, Any]:
+    """The values with `counted` numbers where the dataclass has whole numbers."""
+    plain: Any = OmegaConf.to_container(values, resolve=False) if isinstance(values, DictConfig) else values
+
+    def with_counts(values: Any, section: str) -> Any:
+        if not isinstance(values, Mapping):
+            return counted(values) if kinds.get(section) in WHOLE_NUMBERS else values
+        return {name: with_counts(value, f"{section}.{name}".lstrip(".")) for name, value in values.items()}
+
+    kinds = option_kinds(options)
+    return with_counts(plain, "")
 
 
 WORDS_FOR_TYPES: dict[Any, str] = {
@@ -114,8 +147,8 @@ def _in_our_words(
         return f"{name}={shortened(str(value))} cannot be used: {first_line(error)}"
     kind = kinds[key]
     if isinstance(kind, type) and issubclass(kind, Enum):
-        what = f"one of {', '.join(kind.__members__)}"
-    elif is_dataclass(kind):
+        return f"{name}={shortened(str(value))} {not_one_of(value, kind.__members__)}"
+    if is_dataclass(kind):
         what = f"one option but several: {', '.join(f'{name}.{member.name}' for member in fields(kind))}"
     else:
         what = WORDS_FOR_TYPES.get(kind, "a value that it can take")

@@ -43,6 +43,7 @@ from runahead.serving.follower import follow
 from runahead.serving.items import Generate, Inbox, Item, Part, Prefill, Report, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.scheduler import Scheduler
+from runahead.thinning.rank_policies import RankPolicies
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV caches of all rows and their activations may take."""
@@ -75,7 +76,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy, run.cache))
     partition = partitioner(run.partition, ranks)
     front: list[tuple[socket.socket, Keys, Any, Schemas | None]] = []
-    ranks.on_rank_0("the address", lambda: front.append(_prepare(run, ranks.mesh)))
+    ranks.on_rank_0("the address", lambda: front.append(_prepare(run, policies, ranks.mesh)))
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
     ranks.require_same(guided, "install the same version on all hosts")
@@ -119,7 +120,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
             tree.save(SAVE_S)
 
 
-def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
+def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
     """Make all that can fail before the weights are loaded: address, keys, tokenizer, schemas. Rank 0 calls it."""
     if run.serve.decode_ranks and mesh.num_stages == 1:
         raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
@@ -127,6 +128,7 @@ def _prepare(run: ServeRun, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schem
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, mesh.num_shares)
+    policies.check_before_loading(config)
     tokenizer = loading.load_tokenizer(run.model)
     check_generation(run.generation, tokenizer, config)
     schemas = None

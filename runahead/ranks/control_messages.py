@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.failures import PeerFailure, SharedError, is_mistake, line_of
 from runahead.ranks.agreement import disagreement
 from runahead.ranks.waiting import Waiting
 from runahead.ranks.worker import Worker
@@ -102,11 +102,11 @@ class ControlMessages(Waiting):
                     result = call()
             except Exception as caught:
                 error = caught
-        result, message = self.broadcast((result, None if error is None else first_line(error)), 0, what)
+        result, message, is_mistake = self.broadcast((result, *_told(error)), 0, what)
         if error is not None:
             raise error
         if message is not None:
-            raise SharedError(message)
+            raise SharedError(message, is_mistake=is_mistake)
         return result
 
     def on_all_ranks(self, what: str, call: Callable[[], T]) -> T:
@@ -123,13 +123,14 @@ class ControlMessages(Waiting):
                 result = call()
         except Exception as caught:
             error = caught
-        messages = self.gather(None if error is None else first_line(error), what)
-        first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+        told = self.gather(_told(error), what)
+        first = next((rank for rank, (message, _) in enumerate(told) if message is not None), None)
         if first is None:
             return result
         if error is not None and first == self.rank:
             raise error
-        raise SharedError(f"{self.name(first)}: {messages[first]}") from error
+        message, is_mistake = told[first]
+        raise SharedError(f"{self.name(first)}: {message}", is_mistake=is_mistake) from error
 
     def require_same(self, facts: Mapping[str, str], remedy: str) -> None:
         """Check that all ranks hold the same facts. Every rank calls this.
@@ -144,7 +145,8 @@ class ControlMessages(Waiting):
         """
         differing = disagreement(self.gather(dict(facts), "the options of all ranks"))
         if differing is not None:
-            raise (ValueError if self.rank == 0 else SharedError)(f"{differing}; {remedy}")
+            message = f"{differing}; {remedy}"
+            raise ValueError(message) if self.rank == 0 else SharedError(message, is_mistake=True)
 
     def clock_offset_s(self, rounds: int = 7) -> float:
         """Seconds to add to this rank's `time.perf_counter` to get rank 0's, by Cristian's algorithm (1989).
@@ -165,6 +167,11 @@ class ControlMessages(Waiting):
                     if received - sent < best:
                         best, offset = received - sent, float(stamp) - (sent + received) / 2
         return offset
+
+
+def _told(error: Exception | None) -> tuple[str | None, bool]:
+    """What other ranks are told of an error: its message, None without one, and whether it is a user's mistake."""
+    return (None, False) if error is None else (line_of(error), is_mistake(error))
 
 
 def _ask_for_time(stamp: torch.Tensor, peer: int) -> None:

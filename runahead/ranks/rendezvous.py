@@ -104,7 +104,8 @@ def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, p
         here.set(f"{rank} knows", "")
         while rank == 0 and time.monotonic() < deadline and not here.check([f"{peer} knows" for peer in range(size)]):
             time.sleep(POLL_S)  # the store may end with this process, so the others must have read it
-        raise (ValueError if rank == 0 else SharedError)(f"{differing}; install the same on every host")
+        message = f"{differing}; install the same on every host"
+        raise ValueError(message) if rank == 0 else SharedError(message, is_mistake=True)
     return ranks
 
 

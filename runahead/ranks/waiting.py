@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from runahead.failures import PeerFailure, first_line
+from runahead.failures import PeerFailure, first_line, line_of
 from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.rendezvous import POLL_S, Presence
@@ -185,5 +185,5 @@ class Waiting:
         except BaseException as error:
             # A launcher may have sent this process a signal because another rank has ended.
             if isinstance(error, Exception) or self.known_failure() is None:
-                self.fail(first_line(error))
+                self.fail(line_of(error))
             raise

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from policies.base import ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
@@ -241,6 +242,16 @@ class RankPolicies:
         bounds = [policy.most_slots(num_layers, phase) for policy in self.last]
         return min((bound for bound in bounds if bound is not None), default=None)
 
+    def check_before_loading(self, config: Any) -> None:
+        """Check what needs no weights: files that the policies need, and marks that they follow. Raises: ValueError.
+
+        Args:
+            config: of the text decoder.
+        """
+        for policy in (*self.last, *self.others):
+            policy.require_file()
+        self._require_marks(config)
+
     def check(self, model: Model) -> None:
         """Check that the policies can run on this model. Raises: ValueError."""
         policies = [*self.last, *self.others]
@@ -315,17 +326,21 @@ class RankPolicies:
                     "send each other; use prefill=single or decode=sharded"
                 )
 
+    def _require_marks(self, config: Any) -> None:
+        """Check that a policy that follows a model's marks has some, by the model's config. Raises: ValueError."""
+        for policy in (*self.last, *self.others):
+            if policy.follows_marks and getattr(config, "dms_window_size", None) is None:
+                raise ValueError(
+                    f"policy {type(policy).__name__} evicts the tokens that a model marks, and this one "
+                    f"({config.model_type}) marks none; use another policy, such as snapkv"
+                )
+
     def _check_marks(self, model: Model) -> None:
         """Check that a policy that follows a model's marks has some, and that with marks no other one decides."""
+        self._require_marks(model.config)
         for policy in (*self.last, *self.others):
-            name = type(policy).__name__
             if not policy.follows_marks:
-                model.require_unmarked(f"policy {name}", "use policy=dms or policy=full")
-            elif model.marks is None:
-                raise ValueError(
-                    f"policy {name} evicts the tokens that a model marks, and model {model.name} "
-                    f"({model.config.model_type}) marks none; use another policy, such as snapkv"
-                )
+                model.require_unmarked(f"policy {type(policy).__name__}", "use policy=dms or policy=full")
         if self.storage.bits is not None:
             model.require_unmarked(f"cache.bits={self.storage.bits}", "use cache.bits=null")
         if self.positions is Positions.reencoded:

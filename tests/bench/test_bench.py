@@ -227,7 +227,7 @@ def test_a_mistake_is_one_line_and_measures_nothing(
     same_code: None, model: Path, tmp_path: Path, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "bench.jsonl"
-    assert exit_status(main, options(model, results, *more)) == 1
+    assert exit_status(main, options(model, results, *more)) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1
     assert says in err
@@ -275,5 +275,5 @@ def test_two_hosts_are_not_made_under_torchrun(
     same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert exit_status(main, options(model, tmp_path / "bench.jsonl", "bench.network=netns", "link.gbps=1")) == 1
+    assert exit_status(main, options(model, tmp_path / "bench.jsonl", "bench.network=netns", "link.gbps=1")) == 2
     assert capfd.readouterr().err == "bench.network=netns starts its own ranks; run the program without torchrun\n"

@@ -100,5 +100,5 @@ def test_no_lines_is_one_sentence(more: list[str], tmp_path: Path, capsys: pytes
     path = tmp_path / "bench.jsonl"
     if more:
         lines.append(path, [line("single", 64, [1.0])])
-    assert main(["--results", str(path), *more]) == 1
+    assert main(["--results", str(path), *more]) == 2
     assert capsys.readouterr().err.count("\n") == 1

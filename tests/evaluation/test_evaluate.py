@@ -223,9 +223,9 @@ def test_several_ranks_are_refused(folder: Path, text_file: Path, tmp_path: Path
 def test_lines_of_something_else_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"variant": "single"}\n')
-    assert plot.main(["--lines", str(path)]) == 1
+    assert plot.main(["--lines", str(path)]) == 2
     assert capfd.readouterr().err == f"lines={path}: line 1 is no measurement; remove it\n"
-    assert plot.main(["--lines", str(tmp_path / "none.jsonl")]) == 1
+    assert plot.main(["--lines", str(tmp_path / "none.jsonl")]) == 2
     assert "has no lines; measure some with launch/evaluate.py" in capfd.readouterr().err
 
 

@@ -120,7 +120,7 @@ def test_table_of_another_model_is_not_added_to(
     settings = json.loads((config / "config.json").read_text())
     (config / "config.json").write_text(json.dumps(settings | {"hidden_size": 64}))
     capsys.readouterr()
-    assert ended(options(config, path, "link.gbps=10")) == 1
+    assert ended(options(config, path, "link.gbps=10")) == 2
     assert "model dim" in capsys.readouterr().err
     assert path.read_text() == before
 
@@ -142,7 +142,7 @@ def test_table_of_another_plan_is_not_added_to(
     assert main(options(config, path, "link.gbps=10", "search.lengths=[128]")) == 0
     before = path.read_text()
     capsys.readouterr()
-    assert ended(options(config, path, "link.gbps=10", "search.lengths=[128]", *more)) == 1
+    assert ended(options(config, path, "link.gbps=10", "search.lengths=[128]", *more)) == 2
     assert message in capsys.readouterr().err
     assert path.read_text() == before
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused() -> None:
         with throughout(torch.float64), pytest.raises(ValueError, match=says) as raised:
             policies.check(model)
         assert "\n" not in str(raised.value)
-    with throughout(torch.float64), pytest.raises(ValueError, match=r"model llama \(llama\) marks none; use another"):
+    with throughout(torch.float64), pytest.raises(ValueError, match=r"this one \(llama\) marks none; use another"):
         RankPolicies(last=[DMS()]).check(tiny_model("llama"))
     ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
     with pytest.raises(ValueError, match="which prefill=tsp does not support; use prefill=kv_runahead"):

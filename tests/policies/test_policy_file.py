@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from benchmarks.evaluation.contenders import contenders
+from launch.evaluate import main as evaluate
 from launch.infer import INFER, main
 from launch.inputs.policies import policies_of, rank_policies
 from launch.inputs.policy_file import load_files, policy_class
 from policies.pyramidinfer import PyramidInfer
+from runahead.failures import is_mistake, line_of
 from runahead.ranks.ranks import Ranks
+from tests.exit_status import exit_status, one_line_error
 from tests.rank_pool import RankPool
 from tests.ranks.test_infer import TEXT, model, options, our_lines, torchrun  # noqa: F401 (model is a fixture)
 
@@ -90,14 +93,13 @@ TWO = SOURCE + "\n\n@dataclass(kw_only=True)\nclass Other(EverySecond):\n    pas
         (SOURCE, ["policy.options={budget:0}"], "policy.budget=0 must be"),
         (SOURCE, ["policy.options={which:both}"], "policy.which=both is not one of even, odd"),
         (SOURCE, ["policy.options=3"], "policy.options=3 is not a set of options"),
-        (SOURCE, ["policy.budget=3"], "file has no option budget; it has path, options"),
+        (SOURCE, ["policy.budget=3"], "file has no option budget; use policy.options.budget=3"),
         (TWO, [], "defines 2 policies (EverySecond, Other); define one"),
         ("import math\n", [], "defines no policy; define one dataclass that inherits"),
         (SOURCE.replace("@dataclass(kw_only=True)\n", ""), [], "EverySecond is no dataclass; write @dataclass"),
         (SOURCE.replace("Which = Which.odd", "Which"), [], "policy.which is missing; give a value"),
         (SOURCE.replace("which: Which = Which.odd", "which: LayerView = None"), [], "EverySecond cannot be used: "),
         ("1 +\n", [], "cannot be loaded: SyntaxError: invalid syntax"),
-        ("import no_such_module\n", [], "cannot be loaded: ModuleNotFoundError: No module named"),
         ("\0", [], "is a binary file"),
     ],
 )
@@ -142,6 +144,91 @@ def test_infer_runs_it(path: Path, model: str, num_ranks: int, capfd: pytest.Cap
     done = torchrun(*options(model, *given))
     assert done.returncode != 0 and done.stdout == ""
     assert our_lines(done.stderr) == [f"[rank 0/2] policy.path={path} does not exist; check the path"]
+
+
+FAILING = SOURCE.replace(
+    "        slots_n = ", "        if view.layer == 1:\n            raise KeyError('gone')\n        slots_n = "
+)
+FAILING = FAILING.replace("which: Which = Which.odd", "which: Which = Which.odd\n    budget: int | float = 16")
+LINE = 1 + FAILING[: FAILING.index("raise KeyError")].count("\n")
+FAILS_AT_ONCE = SOURCE + "\n    def __post_init__(self):\n        self.nothing.at_all\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "place"),
+    [
+        (FAILING, ["policy=file", "policy.path={path}"], f"policy.path={{path}} line {LINE} in score: KeyError"),
+        (
+            FAILING,
+            ["policy=sequence", "policy.steps=[window,{{name:file,path:'{path}'}}]"],
+            f"policy.path={{path}} line {LINE} in score: KeyError: 'gone'",
+        ),
+        (
+            FAILING,
+            ["policy=adakv", "policy.scorer={{name:file,path:'{path}'}}"],
+            f"policy.path={{path}} line {LINE} in score: KeyError",
+        ),
+        (
+            FAILING,
+            ["generation.speculate=policy", "draft.policy={{name:file,path:'{path}'}}"],
+            f"draft.policy.path={{path}} line {LINE} in score: KeyError",
+        ),
+        (FAILS_AT_ONCE, ["policy=file", "policy.path={path}"], "policy.path={path} line 25 in __post_init__: Attr"),
+        ("x = 1\nx.y\n", ["policy=file", "policy.path={path}"], "policy.path={path} line 2 in <module>: Attribute"),
+        (
+            "x = 1\nx.y\n",
+            ["generation.speculate=policy", "draft.policy={{name:file,path:'{path}'}}"],
+            "draft.policy.path={path} line 2 in <module>: AttributeError",
+        ),
+    ],
+    ids=["alone", "step", "scorer", "draft", "construction", "loading", "loading for drafts"],
+)
+def test_an_error_in_the_file_names_its_last_line_there(
+    source: str,
+    given: list[str],
+    place: str,
+    path: Path,
+    model: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path.write_text(source, encoding="utf-8")
+    args = options(model, f"prompt.text={TEXT}", *(each.format(path=path) for each in given))
+    assert exit_status(main, args) == 2
+    line = one_line_error(capfd)
+    assert line.startswith(place.format(path=path))
+    assert line.endswith("; RUNAHEAD_TRACEBACK=1 prints the traceback")
+    monkeypatch.setenv("RUNAHEAD_TRACEBACK", "1")
+    assert exit_status(main, args) == 2
+    assert "Traceback (most recent call last)" in capfd.readouterr().err
+
+
+def test_evaluate_names_the_line_too(path: Path, model: str, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    path.write_text(FAILING, encoding="utf-8")
+    args = ["model=hf", f"model.path={model}", "tasks=[copy]", "copy.passage=32", "copy.filler=64", "ranks.threads=1"]
+    assert exit_status(evaluate, [*args, f"policies=[full,{{name:file,path:'{path}'}}]"]) == 2
+    assert f"policy.path={path} line {LINE} in score: KeyError: 'gone'; " in capfd.readouterr().err
+
+
+def fail_in_file(ranks: Ranks, path: str) -> list[str]:
+    """What each rank knows of an error in the file on rank 0: its status would be 2 on both."""
+    try:
+        ranks.on_rank_0("the policies", lambda: policy_class(path))
+        return []
+    except Exception as error:
+        return [type(error).__name__, line_of(error), str(is_mistake(error))]
+
+
+def test_other_ranks_are_told_the_line(path: Path) -> None:
+    path.write_text("x = 1\nx.y\n", encoding="utf-8")
+    pool = RankPool(2)
+    try:
+        first, second = pool.run(fail_in_file, str(path))
+    finally:
+        pool.close()
+    assert first[0] == "AttributeError" and second[0] == "SharedError"
+    assert first[1:] == second[1:]
+    assert first[1].startswith(f"policy.path={path} line 2 in <module>: ") and first[2] == "True"
 
 
 def load_own_file(ranks: Ranks, folders: list[str], content: list[str]) -> str:

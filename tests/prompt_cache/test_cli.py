@@ -165,6 +165,6 @@ def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd) 
         ([f"out={files / 'ice.xml'}"], "is not a writable folder"),
         ([f"out={files / 'store'}", "disk_bytes=1KiB"], "more than disk_bytes=1,024"),
     ):
-        assert exit_status(encode, [*base, f"schema={files / 'ice.xml'}", *more]) == 1
+        assert exit_status(encode, [*base, f"schema={files / 'ice.xml'}", *more]) == 2
         err = capfd.readouterr().err
         assert message in err and len(err.splitlines()) == 1, err

@@ -133,7 +133,7 @@ def test_ids_without_a_tokenizer_give_ids(model, tmp_path, capfd):
 )
 def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypatch, capfd, more, message):
     monkeypatch.chdir(tmp_path)
-    assert exit_status(main, options(model, "report=run.json", *more)) == 1
+    assert exit_status(main, options(model, "report=run.json", *more)) == 2
     out, err = capfd.readouterr()
     assert out == ""
     [line] = err.splitlines()

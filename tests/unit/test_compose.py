@@ -12,11 +12,15 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from launch.bench import BENCH
+from launch.evaluate import EVALUATE
 from launch.infer import HELP, INFER
 from launch.inputs.options import Chat, PartitionName, RunOptions
 from launch.program.compose import CONF, FLAGS_HELP
 from launch.program.typed_options import leaf_names, option_kinds
 from launch.serve import SERVE
+from partitioner.plan import PLAN
+from partitioner.search import SEARCH
 from runahead.config import DecodeName, ModelName, PrefillName
 from tests.examples import examples
 
@@ -156,6 +160,59 @@ def test_null_takes_back_what_was_given():
 def test_stops_add_up():
     args = ["generation.stop=x, y", 'generation.stop=["a","b"]', "generation.stop= \n"]
     assert run_of(*args).generation.stop == ["x, y", "a", "b", " \n"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("128k", 131_072), ("128K", 131_072), ("1M", 2**20), ("1.5k", 1536)])
+def test_whole_numbers_take_k_and_m_in_every_program(text, number):
+    run = run_of(f"prompt.random_tokens={text}", "policy=snapkv", f"policy.budget={text}")
+    assert (run.prompt.random_tokens, run.policy["budget"]) == (number, number)
+    assert run_of(f"draft.policy={{name:window,budget:{text}}}").draft.policy["budget"] == number
+    assert PLAN.compose([f"tokens={text}", "device=h100"]).tokens == number
+    assert SEARCH.compose(["table=x", f"search.lengths=[{text},7]"]).search.lengths == [7, number]
+    assert BENCH.compose([f"bench.lengths=[{text}]"]).bench.lengths == [number]
+    evaluation = EVALUATE.compose([f"passkey.lengths=[{text}]", f"budgets=[0.2,{text}]"])
+    assert (evaluation.passkey.lengths, evaluation.budgets) == ([number], [0.2, number])
+    assert SERVE.compose([f"serve.max_tokens={text}"]).serve.max_tokens == number
+
+
+@pytest.mark.parametrize("text", ["1.0001k", "k", "-1k", "1kk", "1 k", "9" * 20 + "k"])
+def test_other_letters_are_no_numbers(text):
+    with pytest.raises(ValueError, match=r"generation.max_new_tokens=.* is not a whole number"):
+        run_of(f"generation.max_new_tokens={text}")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("policy=snapvk", "snapkv"),
+        ("prefill=zigzga", "zigzag"),
+        ("decode=lsat", "last"),
+        ("model=smolm2", "smollm2"),
+        ("partition=evn", "even"),
+        ("ranks.backend=glo", "gloo"),
+        ("draft.policy={name:snapvk}", "snapkv"),
+        ("policy.name=snapvk", "snapkv"),
+    ],
+)
+def test_a_mistyped_choice_is_answered_with_the_one_that_was_meant(given, meant):
+    with pytest.raises(ValueError, match=rf" is not one of .*; did you mean {meant}\?$"):
+        run_of(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{name:snapkv,budgt:1}", "draft.policy: snapkv has no option budgt; it has budget"),
+        ("{name:snapkv,budget:half}", "draft.policy.budget=half is not a whole number"),
+        ("{name:adakv,budget:9}", "draft.policy: adakv has no option budget; use draft.policy.scorer.budget=9"),
+        ("{name:snapkv,positions:new}", "draft.policy.positions=new is not one of original, reencoded"),
+    ],
+)
+def test_a_mistake_in_the_drafting_policy_names_it(given, says):
+    with pytest.raises(ValueError) as caught:
+        run_of(f"draft.policy={given}")
+    assert str(caught.value).startswith(says)
+    assert run_of("draft.policy.name=adakv", "draft.policy.scorer.budget=9").draft.policy["scorer"] == {"budget": 9}
 
 
 def test_a_schema_is_taken_as_it_is_and_biases_by_token_id() -> None:

@@ -120,6 +120,12 @@ def test_a_policy_around_another_has_its_options_in_one_line() -> None:
     assert policies("policy=adakv") == RankPolicies.everywhere([AdaKV(scorer=SnapKV(), alpha=0.2)])
 
 
+def test_options_that_stand_in_the_scorer_are_taken_there() -> None:
+    assert policies("policy=adakv", "policy.scorer.budget=0.3") == policies(
+        "policy=adakv", "policy.scorer={name:snapkv,budget:0.3}"
+    )
+
+
 def test_a_sequence_has_steps_with_options_of_their_own() -> None:
     steps = "policy.steps=[pyramidinfer,{name:streaming_llm,budget:64,sinks:2}]"
     expected = [PyramidInfer(), StreamingLLM(budget=64, sinks=2)]
@@ -158,7 +164,16 @@ def test_ranks_may_differ() -> None:
         ),
         (["policy=adakv", "policy.scorer=retro"], "policy.scorer=retro is not one of"),
         (["policy=adakv", "policy.alpha=1.5"], "policy.alpha=1.5 must be a share"),
-        (["policy=adakv", "policy.budget=64"], "adakv has no option budget; it has scorer, alpha"),
+        (["policy=adakv", "policy.budget=64"], "adakv has no option budget; use policy.scorer.budget=64"),
+        (["policy=criticalkv", "policy.window=9"], "criticalkv has no option window; use policy.scorer.window=9"),
+        (
+            ["policy=adakv", "policy.scorer=h2o", "policy.budget=64"],
+            "adakv has no option budget; use policy.scorer='{name:h2o,budget:64}'",
+        ),
+        (["policy=adakv", "policy.scorer=h2o", "policy.window=64"], "adakv has no option window; it has scorer, alpha"),
+        (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:window,budget:64}]'"),
+        (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:window,budget:64}'"),
+        (["policy=file", "policy.budget=64"], "file has no option budget; use policy.options.budget=64"),
         (
             ["policy=sequence", "policy.steps=[expected_attention,{name:adakv,scorer:expected_attention}]"],
             "more than one policy that accumulates queries",

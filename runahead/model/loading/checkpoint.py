@@ -188,7 +188,7 @@ def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> 
         with quiet(bars=progress):
             return Path(snapshot_download(repository, allow_patterns=files))
     except Exception as error:  # the hub's library raises its own, its HTTP library's, and OSError
-        raise OSError(
+        raise FileNotFoundError(
             f"{label} is no folder here, and the hub does not give it ({one_line(error)}); "
             "check the name and the network, or give the path of a local folder"
         ) from error
