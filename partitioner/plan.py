@@ -113,7 +113,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> Plan:
 
 def plan_text(plan: Plan, run: PlanRun) -> str:
     """The plan as text for a terminal."""
-    from partitioner.meshes.words import COLUMNS, LEFT, assumptions, launch_command, rows
+    from partitioner.meshes.words import COLUMNS, LEFT, assumptions, launch_commands, rows
 
     machine, size = plan.machine, plan.size
     place = f"{machine.num_gpus} GPUs" if machine.num_gpus > 1 else "1 GPU"
@@ -122,7 +122,8 @@ def plan_text(plan: Plan, run: PlanRun) -> str:
     left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
     text += text_table(rows(plan), left=left)
     text += "* the plan; memory of the rank with most of it, time per new token by both ways to decode\n\n"
-    text += f"{launch_command(plan, run.model)}\n\n"
+    for title, command in launch_commands(plan, run.model).items():
+        text += f"{title}:\n{command}\n\n"
     for line in assumptions(plan, asdict(run.efficiency)):
         text += textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") + "\n"
     return text

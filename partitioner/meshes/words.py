@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import fields, replace
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
 from partitioner.meshes.plan import ALIKE, Candidate, Plan, Seconds
-from runahead.config import DType, ModelName, ModelOptions
+from runahead.config import ModelName, ModelOptions
 from runahead.picture_style import seconds
 
 COLUMNS = (
@@ -28,6 +31,9 @@ COLUMNS = (
     "why not",
 )
 LEFT = ("stages x shares", "decode", "why not")
+
+PORT = 29500
+"""At which ranks of several nodes meet: torchrun's own default."""
 
 PARTS = {"weights": "weights", "kv": "keys and values", "activations": "activations", "reserve": "reserve"}
 """Names of the parts of a rank's memory."""
@@ -132,31 +138,54 @@ def ratios(candidate: Candidate) -> list[float]:
     return rounded
 
 
-def launch_command(plan: Plan, model: ModelOptions) -> str:
-    """The command that runs the plan."""
-    best, machine = plan.best, plan.machine
+def launch_commands(plan: Plan, model: ModelOptions) -> dict[str, str]:
+    """The commands that run the plan, by what each is for. A plan from a config alone names where its weights would be.
+
+    Every one can be pasted into a shell; of several nodes, into one on each.
+    """
+    best, machine, job = plan.best, plan.machine, plan.job
     assert best is not None, plan
-    on_node = min(machine.per_node, best.num_ranks)
     num_nodes = -(-best.num_ranks // machine.per_node)
-    nodes = f" --nnodes={num_nodes} --rdzv-backend=c10d --rdzv-endpoint=<host of rank 0>:29500" if num_nodes > 1 else ""
-    words = [f"torchrun{nodes} --nproc-per-node={on_node} launch/infer.py", f"model={model.name.name}"]
-    if model.name is ModelName.hf:
-        words.append(shlex.quote(f"model.path={model.path}"))
-    elif model.name is ModelName.random:
-        words.append(shlex.quote(f"model.config={model.config}"))
-    given = {"dtype": model.dtype.name, "layers": model.layers, "trust_remote_code": model.trust_remote_code}
-    defaults = {"dtype": DType.auto.name, "layers": None, "trust_remote_code": False}
-    words += [f"model.{name}={str(value).lower()}" for name, value in given.items() if value != defaults[name]]
-    words.append("prompt.file=<text>")
-    if best.num_shares > 1:
-        words.append(f"ranks.tensor={best.num_shares}")
+    nodes, where = "--standalone", ""
+    if num_nodes > 1:
+        nodes = f'--nnodes={num_nodes} --rdzv-backend=c10d --rdzv-endpoint="$HEAD:{PORT}"'
+        where = f", on each of {num_nodes} nodes after HEAD=<name of the first>"
+    start = f"torchrun {nodes} --nproc-per-node={min(machine.per_node, best.num_ranks)} -m launch.infer"
+    words = [] if best.num_shares == 1 else [f"ranks.tensor={best.num_shares}"]
     if len(best.partition.chain) > 1:
         listed = ",".join(f"{ratio:g}" for ratio in ratios(best))
         words += ["partition=ratios", f"partition.ratios=[{listed}]", f"decode={way(best)}"]
     if best.held.piece_tokens is not None:
-        words.append(f"prefill=single prefill.chunk_tokens={best.held.piece_tokens}")
-    words.append(f"generation.max_new_tokens={plan.job.new_tokens}")
-    return " ".join(words)
+        words += ["prefill=single", f"prefill.chunk_tokens={best.held.piece_tokens}"]
+    words += [] if job.batch == 1 else [f"prompt.batch={job.batch}"]
+    words.append(f"generation.max_new_tokens={job.new_tokens}")
+
+    def command(model: ModelOptions, prompt: str) -> str:
+        return f"{start} {shlex.join([*_model_words(model), prompt, *words])}"
+
+    if model.name is not ModelName.random:
+        return {f"The plan{where}": command(model, "prompt.file=prompt.txt")}
+    timed = {f"Its times, with random weights{where}": command(model, f"prompt.random_tokens={job.tokens}")}
+    if model.layers is not None:  # which no checkpoint has
+        return timed
+    assert model.config is not None, model
+    name = Path(model.config).resolve()
+    folder = f"weights/{name.stem if name.suffix == '.json' and name.stem != 'config' else name.parent.name}"
+    if name.is_dir() or name.name == "config.json":
+        folder = str(name if name.is_dir() else name.parent)
+    found = replace(model, name=ModelName.hf, path=folder, config=None, seed=0)
+    return {f"The plan, with weights in {folder}{where}": command(found, "prompt.file=prompt.txt")} | timed
+
+
+def _model_words(model: ModelOptions) -> list[str]:
+    """The options of a model that differ from their defaults."""
+    words = [f"model={model.name.name}"]
+    for each in fields(model):
+        value = getattr(model, each.name)
+        if each.name != "name" and value != each.default:
+            told = value.name if isinstance(value, Enum) else str(value).lower() if isinstance(value, bool) else value
+            words.append(f"model.{each.name}={told}")
+    return words
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -238,7 +267,10 @@ def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
     )
     lines += size.notes
     if size.max_positions is not None and plan.job.tokens + plan.job.new_tokens > size.max_positions:
-        lines.append(f"the config has {size.max_positions:,} positions, fewer than are planned for")
+        lines.append(
+            f"the model has {size.max_positions:,} positions, too few for the prompt and its answer, so the command is "
+            f"refused; plan for tokens={size.max_positions - plan.job.new_tokens} or fewer"
+        )
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from functools import cache
@@ -11,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,14 +35,15 @@ from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
 from partitioner.meshes.plan import Job, Plan, make_plan, shares_that_fit
 from partitioner.meshes.units import bytes_per_s, flops
-from partitioner.meshes.words import as_json, launch_command, nothing_fits, ratios, reason
-from partitioner.plan import HELP, PLAN, main, plan_text
+from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
+from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.planning import best_split
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
+from runahead.config import ModelName
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.families import build, prompt
@@ -406,25 +410,60 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
     plan = json.loads(report.read_text(encoding="utf-8"))
     best = plan["candidates"][0]
     assert f"{best['stages']} x {best['shares']}" in out and out.startswith("8,192 tokens of llama, 32 layers")
-    assert "launch/infer.py model=random" in out and "assumed" in out
+    assert "-m launch.infer model=hf" in out and "-m launch.infer model=random" in out and "assumed" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert best["why_not"] is None and all(each["why_not"] for each in plan["candidates"][1:])
 
 
-def test_the_command_has_the_mesh_the_split_and_the_way_to_decode() -> None:
-    run = PLAN.compose([*options(), "gpus=16", "nodes=2", "link.between=200Gbit/s", "ranks.tensor=4"])
-    plan = make_plan(size_of("llama-8b"), machine(16, 2), Job(tokens=32768, tensor=4))
-    command = launch_command(plan, run.model)
-    assert "--nnodes=2" in command and "--nproc-per-node=8" in command and "ranks.tensor=4" in command
-    assert "partition=ratios partition.ratios=[" in command and "decode=" in command
-    assert plan_text(plan, run).count("\n") > 8
-    single = make_plan(size_of("llama-8b"), machine(8), Job(tokens=2097152, tensor=8))
-    assert "prefill.chunk_tokens=" in launch_command(single, run.model)
-    for each in (plan, single):
-        words = shlex.split(launch_command(each, run.model).partition("launch/infer.py ")[2])
-        infer = INFER.compose(words)
-        assert infer.ranks.tensor == each.candidates[0].num_shares
-    assert json.loads(json.dumps(as_json(plan)))["gpus"] == 16
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["gpus=1"],
+        ["gpus=8", "tokens=2097152", "ranks.tensor=8"],
+        ["gpus=8", "ranks.tensor=1", "decode=sharded", "batch=3"],
+        ["gpus=16", "nodes=2", "link.between=200Gbit/s", "ranks.tensor=4", "tokens=32768"],
+        ["model.layers=3", "model.dtype=float32", "new_tokens=7"],
+        ["model.config={folder}"],
+        ["model.config={folder}/config.json"],
+        ["model=hf", "model.path={folder}", "~model.config"],
+        ["model=smollm2", "~model.config", "tokens=1000"],
+    ],
+)
+def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    build("llama").config.save_pretrained(folder)
+    has_config = "~model.config" not in args
+    args = [each.format(folder=folder) for each in args if not each.startswith("~")]
+    run = PLAN.compose([*(options() if has_config else options()[2:]), *args])
+    plan = plan_of(run)
+    printed = re.findall(r"^(.*):\n(torchrun .*)$", plan_text(plan, run), re.MULTILINE)
+    best = as_json(plan)["candidates"][0]
+    assert len(printed) == (2 if has_config and run.model.layers is None else 1)
+    for title, command in printed:
+        assert not {"<", ">"} & set(command)  # which a shell would take for files
+        words = shlex.split(command)
+        at = words.index("-m")
+        infer = INFER.compose(words[at + 2 :])
+        launcher = get_args_parser().parse_args(words[1:])
+        assert words[at + 1] == "launch.infer"
+        assert int(launcher.nnodes.partition(":")[0]) * int(launcher.nproc_per_node) == best["stages"] * best["shares"]
+        assert launcher.standalone == (run.nodes == 1) == ("HEAD" not in title)
+        assert infer.ranks.tensor == best["shares"]
+        assert infer.prefill.chunk_tokens == best["chunk_tokens"]
+        assert infer.generation.max_new_tokens == run.new_tokens and infer.prompt.batch == run.batch
+        if best["stages"] > 1:
+            shares = np.diff(best["boundaries"]) / run.tokens
+            assert infer.partition.ratios == pytest.approx(list(shares), abs=2e-4)
+            assert infer.decode.name.name == best["decode"]
+        has_weights = infer.model.name is not ModelName.random
+        assert (infer.prompt.file, infer.prompt.random_tokens) == (
+            ("prompt.txt", None) if has_weights else (None, run.tokens)
+        )
+        if infer.model.name is ModelName.hf:
+            assert infer.model.path == (str(folder) if str(folder) in " ".join(args) else "weights/llama-8b")
+        else:
+            assert infer.model == run.model
+        assert infer.model.dtype is run.model.dtype
 
 
 @pytest.mark.parametrize(

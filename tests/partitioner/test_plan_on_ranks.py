@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,15 @@ import torch
 
 from partitioner.meshes.memory import kv_bytes
 from partitioner.meshes.model_size import ModelSize
+from partitioner.meshes.words import launch_commands
+from partitioner.plan import PLAN, plan_of
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
 from tests.conftest import RankPools
 from tests.families import build, prompt
 from tests.ranks import tasks, tensor_tasks
 
 NEW_TOKENS = 5
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def size_of(family: str, folder: Path, **sizes: Any) -> ModelSize:
@@ -56,3 +63,32 @@ def test_keys_and_values_of_stages(rank_pools: RankPools, tmp_path: Path, bounda
         layers_in_flight=2,
     )
     assert [outcome.kv_peak_bytes for outcome in outcomes] == expected
+
+
+@pytest.mark.slow
+def test_the_command_that_is_printed_starts(tmp_path: Path) -> None:
+    """Pasted into a shell, in another folder than the checkout."""
+    build("llama").config.save_pretrained(tmp_path / "my model")
+    slow = [
+        "memory=1GiB",
+        "flops=1GFLOP/s",
+        "bandwidth=1GB/s",
+        "reserve=1KiB",
+        "link.inside=1GB/s",
+        "efficiency.step_us=0",
+    ]
+    made = [f"model.config={tmp_path / 'my model'}", "model=random", "gpus=2", "tokens=60", "new_tokens=3", *slow]
+    run = PLAN.compose(made)
+    command = next(each for each in launch_commands(plan_of(run), run.model).values() if "model=random" in each)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", f"{command} generation.ignore_eos=true report=run.json"],
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["prompt_tokens"], len(report["new_token_ids"]), report["world_size"]) == (60, 3, 2)
