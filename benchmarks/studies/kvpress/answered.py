@@ -3,10 +3,11 @@
     python -m benchmarks.studies.kvpress.answered REQUEST
 
 REQUEST is a file of JSON: {"model": folder, "dtype", "device", "threads", "questions": [{"context", "question",
-"reference", "presses"}, ...]}; context, question and reference are token ids, and a press is {"press", "options",
-"budget"}, or null for the full cache. Prints a line of JSON for each question and press, in order: the model's choice
-before and after each token of the reference, its loss in nats per token, the tokens per head that each layer keeps,
-bytes, and seconds.
+"reference", "new_tokens", "presses"}, ...]}; context, question and reference are token ids, and a press is {"press",
+"options", "budget"}, or null for the full cache. Prints a line of JSON for each question and press, in order: the
+model's choice before and after each token of the reference, and its loss in nats per token; where the reference is
+empty, the tokens that the model generates instead, and no loss; the tokens per head that each layer keeps, bytes, and
+seconds.
 
 A press looks at a layer after its attention, and has no effect on the prefill, so one prefill serves all of them by
 their own hooks. KVzip, which repeats the prompt afterwards, has a prefill of its own.
@@ -122,18 +123,32 @@ def answer(model: Any, question: dict[str, Any], prefilled: Prefilled) -> dict[s
     dropped = [sum(map(len, heads)) / len(heads) for heads in masked(model)]
     before_1V = forward(model, cache, question["question"], length)[-1:]
     asked_s = time.perf_counter()
-    reference = question["reference"]
-    along_SV = torch.cat([before_1V, forward(model, cache, reference, length + len(question["question"]))])
-    nll = torch.nn.functional.cross_entropy(along_SV[:-1], torch.tensor(reference, device=model.device))
+    reference, start = question["reference"], length + len(question["question"])
+    if reference:
+        along_SV = torch.cat([before_1V, forward(model, cache, reference, start)])
+        greedy = along_SV.argmax(dim=-1).tolist()
+        nll = torch.nn.functional.cross_entropy(along_SV[:-1], torch.tensor(reference, device=model.device)).item()
+    else:
+        greedy, nll = generated(model, cache, before_1V, start, question["new_tokens"]), None
     return {
-        "greedy": along_SV.argmax(dim=-1).tolist(),
-        "nll": nll.item(),
+        "greedy": greedy,
+        "nll": nll,
         "kept_tokens": [round(slots - masks, 2) for (_, slots), masks in zip(bytes_of, dropped, strict=True)],
         "kv_bytes": sum(num_bytes for num_bytes, _ in bytes_of),
         "full_kv_bytes": sum(num_bytes // slots * length for num_bytes, slots in bytes_of),
         "prefill_s": prefilled.seconds,
         "question_s": asked_s - began_s,
     }
+
+
+def generated(model: Any, cache: DynamicCache, logits_1V: torch.Tensor, start: int, most: int) -> list[int]:
+    """Tokens that the model says greedily, at positions from `start` on, up to an end of text; all of them stay."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    said: list[int] = [int(logits_1V[-1].argmax())]
+    while len(said) < most and said[-1] not in ends:
+        said.append(int(forward(model, cache, said[-1:], start + len(said) - 1)[-1].argmax()))
+    return said
 
 
 def forward(model: Any, cache: DynamicCache, ids: list[int], start: int) -> torch.Tensor:

@@ -5,7 +5,8 @@
     python -m benchmarks.studies.kvpress.kvpress_quality --model Qwen/Qwen2.5-Coder-0.5B-Instruct --budget 0.25
 
 The questions are those of benchmarks.studies.quality, under its protocol `separate` and with its --new-tokens 0: the
-context is prefilled and cut back, then the question comes, then the answer is compared with a right one. Both sides
+context is prefilled and cut back, then the question comes, then the answer is compared with a right one, or generated
+where several strings are right in any order. Both sides
 read the same folder of weights and the same token ids, and keep the same number of tokens. The methods and their
 options are in methods.py; the full cache on both sides shows whether they compute the same.
 
@@ -39,8 +40,8 @@ from benchmarks.harness.study import Run, Study, option
 from benchmarks.studies.kvpress.environment import environment, start, versions
 from benchmarks.studies.kvpress.methods import METHODS, WINDOW
 from benchmarks.studies.kvpress.paired_sides import tables
+from benchmarks.studies.quality.__main__ import ACROSS_CODE, across, evaluation_of
 from benchmarks.studies.quality.__main__ import STUDY as QUALITY
-from benchmarks.studies.quality.__main__ import evaluation_of
 from benchmarks.studies.quality.methods import override
 from launch.program.progress import Bar
 from policies.base import budget_tokens
@@ -59,7 +60,7 @@ def measure(run: Run) -> Iterator[Line]:
             require_room(length, given.budget, given.methods)
             evaluation = evaluation_of(replace(run, options=asked(given)), "separate", length)
             with Ranks.start(evaluation.ranks) as ranks:
-                plan = Plan.of(evaluation, ranks)
+                plan = Plan.of(evaluation, ranks, across=across(given))
                 python = environment()
                 names = dict(zip((each.label for each in plan.contenders), [FULL, *given.methods], strict=True))
                 for line in measured(evaluation, ranks, plan, by_sample(plan)):
@@ -153,7 +154,7 @@ class Asked:
 
     Attributes:
         name: of its task in the plan.
-        ids: token ids of context, question and reference, a right answer.
+        ids: token ids of context, question and reference, a right answer; no reference where an answer is generated.
     """
 
     name: str
@@ -176,11 +177,13 @@ class Asked:
         tokens = budget_tokens(budget, len(self.item.context))
         methods = [names[contender.label] for contender in self.contenders]
         presses = [None if method == FULL else METHODS[method].asked(tokens) for method in methods]
-        return self.ids | {"presses": presses}
+        return self.ids | {"new_tokens": self.item.new_tokens, "presses": presses}
 
     def outcome(self, answer: dict[str, Any]) -> Outcome:
         """An answer of `answered.py`, scored as our side's is."""
-        said_ids = up_to_difference(answer["greedy"], self.ids["reference"])
+        said_ids = answer["greedy"]
+        if self.item.reference is not None:
+            said_ids = up_to_difference(said_ids, self.ids["reference"])
         said = self.task.material.tokenizer.decode(said_ids, skip_special_tokens=True)
         num_tokens = len(self.item.context)
         kv = KVUse(answer["kv_bytes"], answer["full_kv_bytes"], num_tokens, answer["kept_tokens"])
@@ -215,6 +218,7 @@ STUDY = Study(
         "samples": option(2, "questions per task and length"),
         "squad": option(None, "SQuAD 2.0's dev-v2.0.json, for qa_1"),
         "hotpotqa": option(None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2"),
+        "across-code": ACROSS_CODE,
         "device": option("cpu", choices=["cuda", "cpu"]),
         "threads": option(1, "threads of a CPU"),
     },
