@@ -83,6 +83,18 @@ def test_every_page_is_in_the_index() -> None:
     assert not missing, f"docs/README.md does not list {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/studies/")])
+def test_tables_of_figures_say_when_and_by_which_commit(page: str) -> None:
+    """In their section, or in one around it."""
+    around: dict[int, str] = {}
+    for section in re.split(r"^(?=#)", read(ROOT / page), flags=re.MULTILINE):
+        level = len(section) - len(section.lstrip("#"))
+        around = {at: text for at, text in around.items() if at < level} | {level: section}
+        if re.search(r"^\|[ :|-]*---", section, re.MULTILINE):
+            said = "".join(around.values())
+            assert re.search(r"\b20\d\d-\d\d-\d\d\b.*\bcommits? ", said), f"{page}: {section.splitlines()[0]}"
+
+
 def test_the_manual_is_short_enough_to_be_read() -> None:
     manual = [page for page in PAGES[1:] if not page.startswith("docs/studies/") and page != "docs/log.md"]
     words = {page: len(read(ROOT / page).split()) for page in manual}

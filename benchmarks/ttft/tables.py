@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown, mebibytes
 from benchmarks.ttft.comparison import Comparison, Point
 from benchmarks.ttft.variants import BASELINE, BOUND, OURS
@@ -107,7 +107,8 @@ def document(compared: Sequence[Comparison]) -> str:
         hardware = comparison.place["hardware"]
         first = comparison.line(*next(iter(comparison.points)))
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        parts.append(f"{hardware['cores']} cores, {hardware['ram_gib']} GiB; {versions}.\n")
+        about = measured([comparison.line(*at) for at in comparison.points])
+        parts.append(f"{hardware['cores']} cores, {hardware['ram_gib']} GiB; {versions}; {about}.\n")
         for network in comparison.networks():
             lengths = comparison.lengths(network)
             parts.append(f"#### Bounds, {network}\n")
