@@ -60,6 +60,7 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
 Policies that retrieve do so from texts of any length (policy.min_tokens=0), unless their options say otherwise.
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
+                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
   report=<json>   lines=<jsonl>
 

@@ -39,10 +39,11 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
                                model.dtype=auto|float32|bfloat16|float16
                                model.seed=0   model.layers=<n>   model.trust_remote_code=false
+                               model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
-                               prompt.skip_invalid=false
+                               prompt.skip_invalid=false   prompt.chat_template=<jinja>
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
@@ -232,7 +233,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     from launch.inputs.generation import check_generation
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
-    from launch.inputs.prompts import read_prompts
+    from launch.inputs.prompts import read_prompts, use_template
     from runahead.context import LearningPartitioner, even
     from runahead.files import ensure_writable
     from runahead.model import loading
@@ -251,6 +252,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
+    use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")
     check_generation(run.generation, tokenizer, config)
     policies.check_before_loading(config)
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)

@@ -28,6 +28,7 @@ Answers OpenAI's API (/v1/chat/completions, /v1/completions) on rank 0: long pro
 KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md explains it.
 
   serve.host=127.0.0.1  serve.port=8000   serve.api_key_file=<file, a key per line>   serve.model_name=<name>
+  serve.chat_template=<jinja>
   serve.batch=8                answers that are generated at once; 1 answers one after another
   serve.batch_tokens=4096      prompt tokens of several requests that are computed at once
   serve.max_tokens=<n>         of prompt and answer, of all answers at once; by default what fits into memory

@@ -34,6 +34,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
   efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
   ranks.tensor=<shares>    decode=auto|last|sharded   reserve=2GiB
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
+                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
   report=<json>   picture=<png>
 """
 

@@ -44,6 +44,7 @@ explain in contexts that they were not fitted on, by layer, and which thresholds
   ridge=0.01                penalty of the weights, in units of the mean variance of hidden states
   random_tokens=false       read random token ids instead of texts, for a model without a tokenizer
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
+                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.fit_kvzap model=smollm2 out=kvzap-smollm2.safetensors

@@ -35,6 +35,7 @@ file is valid for this model only. Attention over the fetched tokens stays exact
   tokens=2048               number of its tokens that are read
   chunk=512                 tokens that are computed at a time
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
+                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.skew model=smollm2 sample=book.txt out=skew-smollm2.safetensors

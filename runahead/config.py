@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 BITS = (4, 2)
 """Numbers of bits in which keys and values can be quantised."""
@@ -161,6 +161,9 @@ class ModelOptions:
             bfloat16 on a GPU.
         seed: seed of the weights of model=random.
         layers: number of layers of model=random, in place of the config's.
+        overrides: entries of the model's config in place of its own, by name, such as `rope_parameters` and
+            `max_position_embeddings`; see docs/models.md.
+        revision: branch, tag or commit of a model of the hub.
     """
 
     name: ModelName = ModelName.smollm2
@@ -170,6 +173,8 @@ class ModelOptions:
     seed: int = 0
     layers: int | None = None
     trust_remote_code: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         self.name = choice("model", ModelName, self.name)
@@ -186,6 +191,8 @@ class ModelOptions:
             raise ValueError(f"model.path={self.path} has no effect with model={self.name.name}; add model=hf")
         if self.name is not ModelName.random and self.config is not None:
             raise ValueError(f"model.config={self.config} has no effect with model={self.name.name}; add model=random")
+        if self.name is not ModelName.hf and self.revision is not None:
+            raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
 
 
 @dataclass(kw_only=True)

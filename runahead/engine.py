@@ -532,6 +532,7 @@ class Engine:
             "the model": fact(self.model.name),
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
+            "its config's overrides": fact(self.model.overrides),
             "whether there is a prefix tree": "no" if self.prefixes is None else "yes",
         }
         if isinstance(options, GenerationOptions):

@@ -47,6 +47,7 @@ class PromptOptions:
     """Source of the prompts: text, file, ids_file or random_tokens.
 
     Attributes:
+        chat_template: file with a chat template (Jinja) in place of the model's.
         batch: number of prompts that run at once.
         skip_invalid: whether invalid prompts of several are left out; otherwise one of them ends the run.
     """
@@ -57,6 +58,7 @@ class PromptOptions:
     ids_file: str | None = None
     random_tokens: int | None = None
     chat: Chat = Chat.auto
+    chat_template: str | None = None
     batch: int = 1
     skip_invalid: bool = False
 
@@ -245,6 +247,13 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
+        ("prompt", ["chat_template"], prompt.chat is Chat.false, "with prompt.chat=false"),
+        (
+            "prompt",
+            ["chat_template"],
+            prompt.text is None and prompt.file is None,
+            "without prompt.text or prompt.file",
+        ),
         ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
         ("generation", drafting, speculate is Speculate.none, "without generation.speculate"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.inputs.options import Chat, PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
-from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts
+from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, use_template
 from launch.inputs.text_files import read_text
 from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PromptCache, Schema
@@ -118,7 +118,9 @@ def print_layout(run: RunOptions) -> None:
         raise ValueError("--layout is for policy=prompt_cache")
     policy = prompt_cache_options(run.policy)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
-    cache = read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
+    tokenizer = loading.load_tokenizer(run.model)
+    use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")
+    cache = read_prompt_cache(policy, tokenizer, config)
     if run.prompt.text is None and run.prompt.file is None:
         print(layout_table(cache.layout), end="")
         return

@@ -95,6 +95,27 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
     return Prompts(ids=ids, one_text=not lines, skipped=skipped)
 
 
+def use_template(tokenizer: Any | None, path: str | None, option: str) -> None:
+    """Give a tokenizer the chat template in a file in place of its own; None leaves it as it is.
+
+    Raises:
+        ValueError: in one line, if the file cannot be read or is no template, or if there is no tokenizer.
+    """
+    if path is None:
+        return
+    name = f"{option}={path}"
+    if tokenizer is None:
+        raise ValueError(f"{name} needs a tokenizer, and this model has none; leave it out")
+    template = read_text(path, name)
+    if not template.strip():
+        raise ValueError(f"{name} is empty; give a template in Jinja")
+    tokenizer.chat_template = template
+    try:
+        render(tokenizer, [{"role": "user", "content": "text"}], add_generation_prompt=True)
+    except ValueError as error:
+        raise ValueError(f"{name} fails on a message of a user ({error}); correct the template") from error
+
+
 def _usable(
     entries: Sequence[E], ids_of: Callable[[E], list[int]], *, skip_invalid: bool
 ) -> tuple[list[list[int]], dict[int, str]]:

@@ -34,6 +34,7 @@ class ServeOptions(QueueLimits):
 
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
+        chat_template: file with a chat template (Jinja) in place of the model's.
         model_name: the model's name in the API; None is the name under which it was loaded.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
             later prompts; 0 keeps none.
@@ -56,6 +57,7 @@ class ServeOptions(QueueLimits):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str | None = None
+    chat_template: str | None = None
     model_name: str | None = None
     prefix_cache_bytes: int = 0
     prefix_host_bytes: int = 0

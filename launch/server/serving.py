@@ -16,6 +16,7 @@ from launch.inputs.partitions import partitioner, settle
 from launch.inputs.policies import prompt_cache_options, rank_policies
 from launch.inputs.policy_file import load_files
 from launch.inputs.prompt_cache import read_schemas
+from launch.inputs.prompts import use_template
 from launch.program.ending import end_with, say
 from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
@@ -130,6 +131,7 @@ def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.
     check_shares(config, mesh.num_shares)
     policies.check_before_loading(config)
     tokenizer = loading.load_tokenizer(run.model)
+    use_template(tokenizer, run.serve.chat_template, "serve.chat_template")
     check_generation(run.generation, tokenizer, config)
     schemas = None
     if run.policy["name"] == "prompt_cache":

@@ -59,6 +59,7 @@ class Fingerprint:
         speeds: of the ranks, relative to the device; () if all are equal to it, None if unknown, as in a run that only
             looks up splits.
         tensor: ranks of a stage, as `ranks.tensor`; where it is not 1, the ranks of a table are stages.
+        overrides: what the model's config has in place of the checkpoint's (`model.overrides`), as one line of JSON.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -75,6 +76,7 @@ class Fingerprint:
     layers_in_flight: int = 3
     speeds: tuple[float, ...] | None = ()
     tensor: int = 1
+    overrides: str = ""
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -113,6 +115,7 @@ class Fingerprint:
             link_measured=link_measured,
             layers_in_flight=prefill.layers_in_flight,
             tensor=model.num_shards,
+            overrides=model.overrides,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -134,6 +137,7 @@ class Fingerprint:
         """
         values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
         values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        values += [self.overrides] if self.overrides else []
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -149,6 +153,9 @@ class Fingerprint:
                 found.append(f"{name} {mine}, not {theirs}")
         if self.tensor != other.tensor:
             found.append(f"ranks.tensor={self.tensor}, not {other.tensor}")
+        if self.overrides != other.overrides:
+            mine, theirs = (each.overrides or "nothing" for each in (self, other))
+            found.append(f"model.overrides={mine}, not {theirs}")
         if self.speeds is not None and other.speeds is not None and self.speeds != other.speeds:
             found.append(f"{_speeds_text(self.speeds)}, not {_speeds_text(other.speeds)}")
         if self.link is not None and other.link is not None and not self._link_fits(other):

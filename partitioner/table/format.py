@@ -17,7 +17,7 @@ from partitioner.table.fingerprint import Fingerprint, ModelShape
 FORMAT = "runahead lookup table"
 VERSION = 1
 
-LATER = {"layers_in_flight", "speeds", "tensor"}
+LATER = {"layers_in_flight", "speeds", "tensor", "overrides"}
 """Fields of a fingerprint that the first tables did not have; a missing one gets its default."""
 
 # Types of values as error messages name them.
@@ -40,6 +40,8 @@ def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
     about = asdict(fingerprint) | {"link": None if fingerprint.link is None else fingerprint.link.as_json()}
     if fingerprint.tensor == 1:  # as tables were before stages could have several ranks
         del about["tensor"]
+    if not fingerprint.overrides:
+        del about["overrides"]
     head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
     lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'

@@ -79,6 +79,11 @@ def whole_fingerprint(shares: Sequence[Sequence[Samples]]) -> str:
     return digest.hexdigest()[:32]
 
 
+def with_overrides(weights: str, overrides: str) -> str:
+    """Fingerprint of weights under a config with overrides: that of the weights alone if there are none."""
+    return hashlib.sha256(f"{weights} {overrides}".encode()).hexdigest()[:32] if overrides else weights
+
+
 def _places(num_elements: int) -> Tensor:
     count = min(FINGERPRINT_SAMPLES, num_elements)
     return torch.linspace(0, max(0, num_elements - 1), count, dtype=torch.float64).long()

@@ -25,7 +25,7 @@ from runahead.config import ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
-from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint
+from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
 from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.layers.attention_input import attention_modules, show_attention_inputs
@@ -87,6 +87,7 @@ class Model:
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
         shares: as given.
+        overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         memory: memory of this rank while it loaded the weights; None if they were given.
 
     Raises:
@@ -103,6 +104,7 @@ class Model:
         self.device, self.dtype = module.device, module.dtype
         multiply_few_rows_fast(module)
         self.shares = shares
+        self.overrides = ""
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
         family = f"model {self.name} ({self.config.model_type})"
@@ -164,7 +166,7 @@ class Model:
     def of_weights(cls, loaded: loading.LoadedWeights) -> Model:
         """Make a model of loaded weights, and check it: the second half of `load`, in which shares wait for others."""
         model = cls(loaded.module, loaded.tokenizer, name=loaded.name, shares=loaded.shares)
-        model.memory, model._peak = loaded.memory, loaded.peak
+        model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         return model
 
     def shard(self, shares: Shares) -> None:
@@ -403,10 +405,15 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the weights of the whole model, stored in files that are valid for this model only."""
+        """Fingerprint of the whole model, stored in files that are valid for this model only.
+
+        It is that of the weights, and of what the config has in place of the checkpoint's.
+        """
         if self.shares is None:
-            return model_fingerprint(self.module)
-        return whole_fingerprint(self.shares.gather(samples_of_share(self.module)))
+            weights = model_fingerprint(self.module)
+        else:
+            weights = whole_fingerprint(self.shares.gather(samples_of_share(self.module)))
+        return with_overrides(weights, self.overrides)
 
     @cached_property
     def known_rotaries(self) -> list[Rotary] | None:

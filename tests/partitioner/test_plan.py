@@ -423,6 +423,7 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["gpus=8", "ranks.tensor=1", "decode=sharded", "batch=3"],
         ["gpus=16", "nodes=2", "link.between=200Gbit/s", "ranks.tensor=4", "tokens=32768"],
         ["model.layers=3", "model.dtype=float32", "new_tokens=7"],
+        ["model.overrides={eos_token_id:[1,2],rope_parameters:{rope_type:linear,factor:2.0},pad_token_id:null}"],
         ["model.config={folder}"],
         ["model.config={folder}/config.json"],
         ["model=hf", "model.path={folder}", "~model.config"],
@@ -433,7 +434,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
     folder = tmp_path / "my model"
     build("llama").config.save_pretrained(folder)
     has_config = "~model.config" not in args
-    args = [each.format(folder=folder) for each in args if not each.startswith("~")]
+    args = [each.replace("{folder}", str(folder)) for each in args if not each.startswith("~")]
     run = PLAN.compose([*(options() if has_config else options()[2:]), *args])
     plan = plan_of(run)
     printed = re.findall(r"^(.*):\n(torchrun .*)$", plan_text(plan, run), re.MULTILINE)
@@ -463,7 +464,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
             assert infer.model.path == (str(folder) if str(folder) in " ".join(args) else "weights/llama-8b")
         else:
             assert infer.model == run.model
-        assert infer.model.dtype is run.model.dtype
+        assert infer.model.dtype is run.model.dtype and infer.model.overrides == run.model.overrides
 
 
 @pytest.mark.parametrize(

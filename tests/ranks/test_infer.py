@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.infer import main
 from runahead.engine import Engine
+from tests import families
 from tests.exit_status import exit_status
 from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
@@ -181,6 +183,30 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_overrides_of_the_config_reach_every_rank_and_the_positions_beyond_its_own(tmp_path):
+    """The recipe of docs/models.md, on a model of 64 positions: tokens of transformers with the same config."""
+    folder, ids_file, report = tmp_path / "model", tmp_path / "ids.json", tmp_path / "run.json"
+    families.build("qwen3", dtype=torch.float32, max_position_embeddings=64).save_pretrained(folder)
+    ids = families.prompt(150)
+    ids_file.write_text(json.dumps(ids))
+    yarn = "{rope_type:yarn,factor:4.0,original_max_position_embeddings:64}"
+    more = f"model.overrides={{rope_parameters:{yarn},max_position_embeddings:256}}"
+    given = [f"prompt.ids_file={ids_file}", f"report={report}", "generation.ignore_eos=true"]
+    done = torchrun(*options(str(folder), more, *given))
+    assert done.returncode == 0, done.stderr
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters = config.rope_parameters | {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config.max_position_embeddings = 256
+    module = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    expected = module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 150:]
+    assert json.loads(report.read_text())["new_token_ids"] == expected.tolist()
+    assert exit_status(main, options(str(folder), *given)) == 1  # without them the prompt is too long
+
+
 def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
     texts = [TEXT, TEXT[:100], TEXT, "ice"]

@@ -39,6 +39,18 @@ def run_of(*args: str) -> RunOptions:
     return run
 
 
+def test_overrides_of_a_config_are_nested_values_of_any_type():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    written = "{rope_type:yarn,factor:4.0,original_max_position_embeddings:32768}"
+    run = run_of(f"model.overrides={{rope_parameters:{written},max_position_embeddings:131072,sliding_window:null}}")
+    expected = {"rope_parameters": yarn, "max_position_embeddings": 131072, "sliding_window": None}
+    assert run.model.overrides == expected
+    one_by_one = [f"model.overrides.rope_parameters={written}", "model.overrides.max_position_embeddings=131072"]
+    assert run_of(*one_by_one, "model.overrides.sliding_window=null").model.overrides == expected
+    with pytest.raises(ValueError, match=re.escape("model.overrides=3 is not a set of options")):
+        run_of("model.overrides=3")
+
+
 def test_files_in_conf_hold_the_defaults_of_the_dataclasses():
     assert INFER.compose([]) == RunOptions()
 

@@ -300,9 +300,11 @@ class Hub:
 
     def __init__(self, repository: Path, cache: Path) -> None:
         self.repository, self.cache, self.given = repository, cache, []
+        self.revisions: set[str | None] = set()
 
-    def snapshot_download(self, name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(self, name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         assert name == "org/model"
+        self.revisions.add(revision)
         self.cache.mkdir(exist_ok=True)
         for file in self.repository.iterdir():
             if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns) and file.is_file():
@@ -343,6 +345,14 @@ def test_gguf_file_of_a_hub_repository_is_found(hub: Hub) -> None:
 def test_hub_repository_without_safetensors_is_told(hub: Hub) -> None:
     (hub.repository / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal(lambda: load_hf("org/model"))
+
+
+def test_all_files_are_of_the_revision_that_is_asked_for(hub: Hub, folder: Path) -> None:
+    load_hf("org/model", revision="v1.5")
+    assert hub.revisions == {"v1.5"}
+    assert "model.revision=v1.5 is for models of the hub" in refusal(lambda: load_hf(folder, revision="v1.5"))
+    with pytest.raises(ValueError, match="has no effect with model=smollm2"):
+        ModelOptions(revision="v1.5")
 
 
 def test_hub_code_is_fetched_only_if_asked(hub: Hub) -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from launch.inputs.options import PromptOptions
-from launch.inputs.prompts import read_prompts
+from launch.inputs.prompts import read_prompts, use_template
 from runahead.config import PrefillOptions
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.thinning.rank_policies import RankPolicies
@@ -243,6 +243,36 @@ def test_answers_that_cross_the_longrope_threshold_are_refused_by_the_config_wit
     assert "use generation.max_new_tokens=3 or less" in str(error.value)
     assert [limits.most_new_tokens(n) for n in (38, ROPE_THRESHOLD, ROPE_THRESHOLD + 1)] == [3, 1, None]
     assert PromptLimits().most_new_tokens(38) is None
+
+
+def test_a_template_in_a_file_takes_the_place_of_the_models(tmp_path, chat_tokenizer):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for message in messages %}<|end|>{{ message['content'] }}{% endfor %}")
+    use_template(chat_tokenizer, None, "prompt.chat_template")
+    assert texts_of(PromptOptions(text="the ice"), chat_tokenizer) == ["<bos>user: the ice<|end|><bos>assistant:"]
+    use_template(chat_tokenizer, str(path), "prompt.chat_template")
+    assert texts_of(PromptOptions(text="the ice"), chat_tokenizer) == ["<|end|>the ice"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty; give a template"),
+        ("{% for message in messages %}", "fails on a message of a user"),
+        ("{{ raise_exception('no users here') }}", "no users here"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named(tmp_path, chat_tokenizer, content, message):
+    path = tmp_path / "own.jinja"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError) as error:
+        use_template(chat_tokenizer, str(path), "prompt.chat_template")
+    assert f"prompt.chat_template={path}" in str(error.value) and message in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        use_template(None, str(path), "prompt.chat_template")
 
 
 def test_everything_read_can_be_sent_to_other_ranks(tmp_path):

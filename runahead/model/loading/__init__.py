@@ -17,6 +17,7 @@ from runahead.config import DType, ModelName, ModelOptions
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2, stored_forms
+from runahead.model.loading import overrides as config_overrides
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
 from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
 from runahead.model.loading.sharing import Shares
@@ -34,6 +35,7 @@ class LoadedWeights:
 
     Attributes:
         shares: the ranks that hold the model together; None if `module` is all of it.
+        overrides: what its config has in place of the checkpoint's, as one line; "" for nothing.
         memory: memory of this rank while it loaded.
         peak: goes on from there.
     """
@@ -44,6 +46,7 @@ class LoadedWeights:
     dtype: torch.dtype
     path: str
     shares: Shares | None = None
+    overrides: str = ""
     memory: MemoryReport
     peak: PeakMemory
 
@@ -101,7 +104,7 @@ def load(
     )
     if source.gguf:
         try:
-            checkpoint = gguf_cache.converted(make, empty, progress=progress)
+            checkpoint = gguf_cache.converted(_as_stored(make, small), empty, progress=progress)
         except OSError as error:
             if shares is not None:
                 raise
@@ -148,6 +151,7 @@ def load(
         dtype=dtype,
         path=str(source.path),
         shares=shares,
+        overrides=config_overrides.fact(options.overrides),
         memory=MemoryReport(
             base_bytes=base_bytes,
             weights_bytes=weights_bytes,
@@ -192,6 +196,14 @@ def load_tokenizer(options: ModelOptions) -> Any | None:
         ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
     return hf.read_tokenizer(_small_files(FINDERS[options.name](options, weights=False, progress=False)), options)
+
+
+def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:
+    """`make` without the config's overrides, for a conversion, which later runs use with others."""
+    if not make.options.overrides:
+        return make
+    options = replace(make.options, overrides={})
+    return replace(make, config=hf.read_config(small, options), options=options)
 
 
 def _small_files(checkpoint: Checkpoint) -> Checkpoint:

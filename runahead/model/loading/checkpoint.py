@@ -118,8 +118,12 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
         ValueError, OSError: there is no such checkpoint; one line with the remedy.
     """
     assert options.path is not None, options
-    path, label = options.path, f"model.path={options.path}"
+    path, label, revision = options.path, f"model.path={options.path}", options.revision
     local = local_path(path, label)
+    if revision is not None and local.exists():
+        raise ValueError(
+            f"model.revision={revision} is for models of the hub, and {label} is on this machine; leave it out"
+        )
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{label} is a file but not a .gguf; name the model's folder, a .gguf file or a hub id")
@@ -128,7 +132,7 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
         require_small_files(local, label)
         return Checkpoint(folder=local, name=path, label=label, cure="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
-        file = _from_hub(label, progress, match[1], [match[2]]) / match[2]
+        file = _from_hub(label, progress, match[1], revision, [match[2]]) / match[2]
         if not file.is_file():
             raise ValueError(f"{label}: the hub's {match[1]} has no file {match[2]}; name one that it has")
         cure = f"delete {file} and run again"
@@ -136,11 +140,12 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
     if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
     # The small files first: they say which large ones belong to the model if a repository holds several formats.
-    folder = _from_hub(label, progress, path, SMALL_FILES + (["*.py"] if options.trust_remote_code else []))
+    small = SMALL_FILES + (["*.py"] if options.trust_remote_code else [])
+    folder = _from_hub(label, progress, path, revision, small)
     cure = f"delete {folder} and run again"
     checkpoint = Checkpoint(folder=folder, name=path, label=label, cure=cure, from_hub=True)
     if weights:
-        _from_hub(label, progress, path, weight_names(checkpoint))
+        _from_hub(label, progress, path, revision, weight_names(checkpoint))
     return checkpoint
 
 
@@ -183,13 +188,14 @@ def require_fetched(files: Iterable[Path], label: str) -> None:
             )
 
 
-def _from_hub(label: str, progress: bool, repository: str, files: list[str]) -> Path:
+def _from_hub(label: str, progress: bool, repository: str, revision: str | None, files: list[str]) -> Path:
     try:
         with quiet(bars=progress):
-            return Path(snapshot_download(repository, allow_patterns=files))
+            return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
     except Exception as error:  # the hub's library raises its own, its HTTP library's, and OSError
+        at = "" if revision is None else f" at model.revision={revision}"
         raise FileNotFoundError(
-            f"{label} is no folder here, and the hub does not give it ({one_line(error)}); "
+            f"{label} is no folder here, and the hub does not give it{at} ({one_line(error)}); "
             "check the name and the network, or give the path of a local folder"
         ) from error
 

@@ -31,6 +31,7 @@ from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.memory import give_back
+from runahead.model.loading.overrides import overridden
 from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.loading.sharing import names_in_model, share_class
 
@@ -151,10 +152,11 @@ def _from_pretrained(model_class: Any, make: ModelMaker, arguments: dict[str, An
 
 
 def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
-    """Load the checkpoint's transformers config, with `options.layers` layers if that is set.
+    """Load the checkpoint's transformers config, with the entries and the number of layers that `options` give.
 
     Raises:
-        ValueError: the config is damaged or contradicts itself, or transformers does not know the architecture.
+        ValueError: the config is damaged or contradicts itself, transformers does not know the architecture, or the
+            overrides do not go with it.
     """
     if checkpoint.gguf:
         checkpoints.read_gguf(checkpoint)
@@ -167,9 +169,15 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(**checkpoint.config_place, trust_remote_code=options.trust_remote_code)
-            text = config.get_text_config(decoder=True)
     except Exception as error:
         raise ValueError(_config_trouble(error, label, options)) from error
+    if options.overrides:
+        try:
+            with quiet():
+                config = overridden(config, options.overrides)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from error
+    text = config.get_text_config(decoder=True)
     for name, most in (("num_hidden_layers", MAX_LAYERS), ("vocab_size", MAX_VOCABULARY)):
         size = getattr(text, name, None)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
