@@ -52,6 +52,9 @@ MEMORY_SHARE = 0.8
 STORE_SHARE = 0.25
 """Most of the free memory that the store of encoded modules takes where its size is not given."""
 
+EVERYWHERE = ("0.0.0.0", "::")
+"""Hosts that are all addresses of this one, which clients know by its name."""
+
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
 
@@ -277,7 +280,8 @@ def _serve_clients(
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):
         http.start()
-        address = f"{options.host}:{bound.getsockname()[1]}"
+        host = socket.gethostname() if options.host in EVERYWHERE else options.host
+        address = f"{host}:{bound.getsockname()[1]}"
         say(f"serving {api.model} on http://{address}, at most {max_tokens:,} tokens of prompts and answers at a time")
         try:
             scheduler.run()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from transformers import LlamaConfig
 
@@ -78,6 +80,17 @@ def submit_long(cluster: Cluster, model: list[str], folder: Path) -> Job:
     wait_until(lambda: job.ended or (part.exists() and part.stat().st_size > 0), "the answer")
     assert not job.ended, job.log
     return job
+
+
+def near_the_limit(cluster: Cluster, job: Job, node: str) -> None:
+    """Signal a job that its time limit is near. Until it has heard, the rank of a node does nothing."""
+    # However long the signal takes on a busy machine, the work gets no further.
+    [halted] = cluster.processes(SLURM_JOB_ID=str(job.number), SLURMD_NODENAME=node, LOCAL_RANK="0")
+    os.kill(halted, signal.SIGSTOP)
+    # What --signal=B:USR1@... makes SLURM do.
+    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+    wait_until(lambda: has_pending(halted, signal.SIGTERM), "the end of the ranks")
+    os.kill(halted, signal.SIGCONT)
 
 
 @pytest.mark.slow
@@ -179,13 +192,7 @@ def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[
     job = cluster.submit(*SMALL, *script, folder=tmp_path)
     points = tmp_path / "mine.json.points.jsonl"
     wait_until(lambda: points.exists() or job.ended, "the first point")
-    # However long the signal takes on a busy machine, the search gets no further.
-    [halted] = itertools.filterfalse(runs_torchrun, job.processes("n2"))
-    os.kill(halted, signal.SIGSTOP)
-    # What --signal=B:USR1@... makes SLURM do.
-    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
-    wait_until(lambda: has_pending(halted, signal.SIGTERM), "the end of the ranks")
-    os.kill(halted, signal.SIGCONT)
+    near_the_limit(cluster, job, "n2")
     wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
     assert not job.ended, job.log
     before = points.read_text().splitlines()
@@ -212,6 +219,68 @@ def test_a_benchmark_has_its_rounds_once(cluster: Cluster, model: list[str], tmp
     assert job.wait() == ("COMPLETED", 0), job.log
     [line] = [json.loads(line) for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
     assert (line["variant"], len(line["runs"])) == ("single", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_says_where_it_is_and_ends_after_its_last_answer(
+    cluster: Cluster, model: list[str], tmp_path: Path
+) -> None:
+    where = ("--nodes=2", "--gpus-per-node=1")
+    job = cluster.submit(*SMALL, *where, SCRIPTS / "serve.sbatch", *model, folder=tmp_path)
+    wait_until(lambda: job.ended or "on http://" in job.log, "the server")
+    assert not job.ended, job.log
+    name = f"runahead-serve-{job.number}"
+    assert f"runahead: requests need the key in {name}/key" in job.log
+    [port] = re.findall(rf"serving .* on http://{re.escape(socket.gethostname())}:(\d+), ", job.log)
+    key = tmp_path / name / "key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    url, asked = f"http://127.0.0.1:{port}/v1/completions", {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
+    assert httpx2.post(url, json=asked, trust_env=False, timeout=60).status_code == 401
+    headers = {"authorization": f"Bearer {key.read_text().strip()}"}
+    with httpx2.Client(headers=headers, trust_env=False, timeout=60) as client:
+        assert client.post(url, json=asked).json()["usage"]["completion_tokens"] == 8
+        with client.stream("POST", url, json=asked | {"max_tokens": 500, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+            wait_until(lambda: "draining: 1 running, 0 waiting" in job.log, "the signal")
+            assert "data: [DONE]" in list(lines)
+    assert job.wait() == ("COMPLETED", 0), job.log
+    assert job.log.splitlines()[-1] == (
+        "runahead: the time limit came near, and the server has ended after its last answer"
+    )
+    assert job.processes() == []
+    assert written(tmp_path / name) == {"key", *(f"start-0/rank-{rank}.err" for rank in range(2))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_evaluation_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    few = (
+        "policies=[full,window,h2o]",
+        "budgets=[0.5]",
+        "tasks=[copy,perplexity]",
+        "copy.passage=16",
+        "copy.filler=40",
+    )
+    few += ("copy.samples=2", "copy.timed=false", "perplexity.tokens=128", "perplexity.chunk=32")
+    job = cluster.submit(*SMALL, SCRIPTS / "evaluate.sbatch", *model, *few, folder=tmp_path)
+    folder = tmp_path / f"runahead-evaluate-{job.number}"
+    wait_until(lambda: job.ended or bool(list(folder.glob("*.jsonl"))), "the first line")
+    near_the_limit(cluster, job, job.field("NodeList"))
+    wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
+    assert not job.ended, job.log
+    [lines] = folder.glob("*.jsonl")
+    before = lines.read_text().splitlines()
+    job.start_again()
+    assert job.wait() == ("COMPLETED", 0), job.log
+    assert "the job is queued again and continues from what is kept" in job.log
+    after = lines.read_text().splitlines()
+    assert after[: len(before)] == before and len(after) > len(before) > 0
+    assert len(set(after)) == len(after)
+    assert json.loads((folder / "report.json").read_text())
+    assert {f"start-{start}/rank-0.err" for start in range(2)} <= written(folder)
 
 
 @pytest.mark.slow
