@@ -81,11 +81,24 @@ class Job:
         return " ".join(f"{name}={self.value(name)}" for name in swept)
 
     def command(self, module: str, flags: Mapping[str, str]) -> list[str]:
-        """The command that starts the ranks of this job on this host."""
-        ranks = self.value("sweep.ranks")
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        """The command that starts the ranks of this job."""
         given = [part for flag, value in flags.items() if flag != "--multirun" for part in (flag, value) if part]
-        return [sys.executable, "-m", *(launcher if ranks != "1" else []), module, *given, *self.options, *self.outputs]
+        return [*_launcher(int(self.value("sweep.ranks"))), module, *given, *self.options, *self.outputs]
+
+
+def _launcher(num_ranks: int) -> list[str]:
+    """What starts the ranks of a job: torchrun on this host, or srun where the sweep has several nodes of SLURM."""
+    module = [sys.executable, "-m"]
+    if num_ranks == 1:
+        return module
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if num_nodes == "1":
+        return [*module, "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    # overlap: the sweep may be a step itself. gpu-bind: a rank takes the GPU of its number. wait: for what others say.
+    how = ["--overlap", "--gpu-bind=none", "--wait=15", f"--nodes={min(num_ranks, int(num_nodes))}"]
+    if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over by itself
+        how.append(f"--cpus-per-task={cpus}")
+    return ["srun", f"--ntasks={num_ranks}", *how, *module]
 
 
 def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -281,6 +283,25 @@ def test_an_evaluation_goes_on_when_it_is_queued_again(cluster: Cluster, model: 
     assert len(set(after)) == len(after)
     assert json.loads((folder / "report.json").read_text())
     assert {f"start-{start}/rank-0.err" for start in range(2)} <= written(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweep_runs_its_jobs_on_all_nodes_of_one_job(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
+    options = [*model, "prompt.random_tokens=64", "partition=even", "generation.max_new_tokens=3", "sweep.dir=sweep"]
+    swept = [*options, "policy=full,streaming_llm", "sweep.ranks=1,2"]
+    command = shlex.join([cluster.environment["PYTHON"], "-m", "launch.infer", "--multirun", *swept])
+    where = ("--nodes=2", "--ntasks-per-node=1", "--output=sweep.log")
+    job = cluster.submit(*SMALL, *where, f"--wrap={command}", folder=tmp_path, MASTER_ADDR="127.0.0.1")
+    assert job.wait() == ("COMPLETED", 0), (tmp_path / "sweep.log").read_text()
+    with (tmp_path / "sweep" / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["done"] * 4
+    reports = [json.loads((tmp_path / "sweep" / row["job"] / "report.json").read_text()) for row in rows]
+    assert [report["world_size"] for report in reports] == [1, 2, 1, 2]
+    assert [len(report["ranks"]) for report in reports] == [1, 2, 1, 2]
+    assert reports[0]["new_token_ids"] == reports[1]["new_token_ids"]
+    assert job.processes() == []
 
 
 @pytest.mark.slow

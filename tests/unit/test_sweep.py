@@ -59,7 +59,8 @@ def jobs(monkeypatch, tmp_path) -> Jobs:
     found = Jobs()
     monkeypatch.setattr(sweep, "_wait_for", found.wait_for)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
     return found
 
 
@@ -124,6 +125,19 @@ def test_a_job_is_started_on_its_number_of_ranks(jobs):
     assert three[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     assert not any("sweep." in arg for command in jobs.commands for arg in command)
     assert [row["sweep.ranks"] for row in table()] == ["1", "3"]
+
+
+def test_on_several_nodes_of_slurm_srun_starts_the_ranks(jobs, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
+    assert run("sweep.dir=s", "sweep.ranks=1,8") == 0
+    alone, eight = jobs.commands
+    assert alone[1:3] == ["-m", "launch.infer"]
+    assert eight[:2] == ["srun", "--ntasks=8"] and {"--nodes=2", "--cpus-per-task=3", "--overlap"} <= set(eight)
+    assert eight[eight.index("-m") - 1 :][:3] == [alone[0], "-m", "launch.infer"]
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert run("sweep.dir=t", "sweep.ranks=2") == 0
+    assert "torch.distributed.run" in jobs.commands[-1]
 
 
 def test_each_job_has_a_folder(jobs, capsys):
