@@ -65,14 +65,19 @@ def small_config(model_type: str, sizes: Sizes, **options: Any) -> PreTrainedCon
         return kind(**values)
 
 
-def small_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def small_model(
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = ATTENTION_NAME
+) -> PreTrainedModel:
     """A model of random weights, wide enough that a wrong mask or position shows in the logits."""
     register()
+    # transformers' grouped kernels for experts know no float64.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
         module = build_with_attention(
-            lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name), ATTENTION_NAME
+            lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name, **experts), attention
         )
+        torch.manual_seed(seed)  # again, since a build that failed has drawn numbers
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if parameter.ndim > 1:
@@ -83,6 +88,11 @@ def small_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype =
 
 
 _MISSING: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -91,7 +101,16 @@ _MISSING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "nemotron": {"num_key_value_heads": 2},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"] * 3,
+        "attention_head_size": 8,
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 16],
+    },
+    "xmod": {"default_language": "en_XX"},
 }
 """Options without which transformers cannot build a family of its defaults, or not a small one."""
 
@@ -105,7 +124,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r".*lora_rank|.*lowrank|gated_norm_rank|laurel_rank|hidden_size_per_layer_input", "rank"),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts|zero_expert_num", "experts"),
     (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k", "chosen"),
-    (r"sliding_window(_size)?|attention_chunk_size|local_attention(_window_len)?|window_size", "window"),
+    (r"sliding_window(_size)?|attention_chunk_size|local_attention(_window_len)?|window_size|floor_scale", "window"),
     (r".*vocab_size(_per_layer_input)?", "vocabulary"),
     (r"max_position_embeddings|n_positions|max_seq_len|seq_length", "positions"),
     (r"n_groups?|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers", "one"),

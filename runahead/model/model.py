@@ -132,7 +132,9 @@ class Model:
             has_no_memory = isinstance(error.__cause__, RuntimeError)  # for keys and values
             if isinstance(error, ValueError) and (has_no_memory or reason.startswith(f"model {self.name} ")):
                 raise
-            if MaskRule.__name__ in reason:
+            if getattr(self.config, "num_attention_heads", None) is None:
+                reason = "its config has no attention heads"
+            elif MaskRule.__name__ in reason:
                 reason = "its own code computes attention with a mask, outside transformers' attention interface"
             raise ValueError(f"{family} is not supported: {reason}") from error
 
