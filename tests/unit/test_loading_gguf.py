@@ -53,6 +53,7 @@ def write_gguf(
     factors: str | None = None,
     form: GGMLQuantizationType = GGMLQuantizationType.F32,
     tied: bool = False,
+    more: dict[str, Tensor] | None = None,
 ) -> Any:
     """A Llama with a byte-level tokenizer, its matrices in `form`; returns the model that it holds, in float32."""
     module = families.build("llama", dtype=torch.float32, vocab_size=len(byte_level()), tie_word_embeddings=tied)
@@ -100,6 +101,8 @@ def write_gguf(
             add(f"blk.{layer}.{theirs}.weight", weight)
     if factors:
         add(factors, torch.ones(4))
+    for name, weight in (more or {}).items():
+        add(name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -154,6 +157,13 @@ def test_rope_scaling_that_transformers_would_drop_is_refused(scaling: dict[str,
     message = refusal(lambda: load_hf(tmp_path / "tiny.gguf"))
     assert f"uses a RoPE scaling ({next(iter(scaling.values()))})" in message
     assert "safetensors" in message
+
+
+def test_tensors_that_transformers_would_drop_are_refused(tmp_path: Path) -> None:
+    biases = {f"blk.{layer}.attn_{name}.bias": torch.ones(8) for layer in range(3) for name in "qk"}
+    write_gguf(tmp_path / "biases.gguf", more=biases)
+    message = refusal(lambda: load_hf(tmp_path / "biases.gguf"))
+    assert "no place for 6 of the stored tensors, such as blk.0.attn_q.bias" in message
 
 
 def test_no_rope_scaling_is_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def load(
         attn_implementation=attn_implementation,
     )
     if source.gguf:
+        stored_forms.require_taken_of_gguf(empty, checkpoints.read_gguf(source), source)
         try:
             checkpoint = gguf_cache.converted(_as_stored(make, small), empty, progress=progress)
         except OSError as error:

@@ -20,10 +20,11 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(kw_only=True)
 class GGUFHeader:
-    """Header of a GGUF file: `metadata` by key, and the type of every tensor, such as F16 or Q4_1, by name."""
+    """Header of a GGUF file: `metadata` by key; by name of every tensor its type, such as F16 or Q4_1, and its size."""
 
     metadata: dict[str, Any]
     tensors: dict[str, str]
+    num_elements: dict[str, int]
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -40,13 +41,13 @@ def read_header(path: Path) -> GGUFHeader:
                 raise ValueError(f"GGUF version {version} is not supported")
             num_tensors, num_keys = _scalar(file, "Q"), _scalar(file, "Q")
             metadata = {_text(file): _value(file, _scalar(file, "I")) for _ in range(num_keys)}
-            tensors, end = {}, 0
+            tensors, sizes, end = {}, {}, 0
             for _ in range(num_tensors):
                 name, num_elements = _text(file), 1
                 for _ in range(_scalar(file, "I")):
                     num_elements *= _scalar(file, "Q")
                 form = GGMLQuantizationType(_scalar(file, "I"))
-                tensors[name] = form.name
+                tensors[name], sizes[name] = form.name, num_elements
                 block, block_bytes = GGML_QUANT_SIZES[form]
                 end = max(end, _scalar(file, "Q") + num_elements // block * block_bytes)
             alignment = metadata.get("general.alignment", 32)
@@ -55,7 +56,7 @@ def read_header(path: Path) -> GGUFHeader:
         raise ValueError("its header is broken") from error
     if path.stat().st_size < end:
         raise ValueError(f"it has {path.stat().st_size} bytes of {end}")
-    return GGUFHeader(metadata=metadata, tensors=tensors)
+    return GGUFHeader(metadata=metadata, tensors=tensors, num_elements=sizes)
 
 
 def _scalar(file: BinaryIO, code: str) -> Any:

@@ -14,8 +14,10 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor, read_json
+from runahead.model.loading.gguf_header import GGUFHeader
 
 UNPACKED = ("fp8", "mxfp8", "mxfp4")
 """Quantisations (`quant_method`) that transformers unpacks while it loads them."""
@@ -45,6 +47,10 @@ SPARE = {
 }
 """What checkpoints hold besides the text decoder, by the names of its tensors; masks are those that earlier versions of
 transformers stored."""
+
+GGUF_SPARE = re.compile(r"^rope_|\.nextn\.")
+"""Tensors of GGUF files that a model can do without: factors of RoPE that are read from the metadata, and layers for
+multi-token prediction."""
 
 QUANTISED_NAMES = re.compile(
     r"\.(q(weight|zeros)|scales|weight_(packed|scale\w*|zero_point|format)|(absmax|quant_)\w*)$"
@@ -151,6 +157,29 @@ def unused(
         )
     names = {targets[name]: name for name in stored if targets[name] not in weights and name not in parts}
     return require_taken(empty, names, checkpoint)
+
+
+def require_taken_of_gguf(empty: PreTrainedModel, header: GGUFHeader, checkpoint: Checkpoint) -> None:
+    """Check that the model has a place for all numbers in a GGUF file: transformers drops tensors without a word.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    tied = getattr(empty, "all_tied_weights_keys", {})
+    places = sum(weight.numel() for name, weight in empty.state_dict().items() if name not in tied)
+    sizes = {name: size for name, size in header.num_elements.items() if not GGUF_SPARE.search(name)}
+    if tied:
+        sizes.pop("output.weight", None)
+    if sum(sizes.values()) <= places:
+        return
+    processor = TENSOR_PROCESSORS.get(header.metadata.get("general.architecture"), TensorProcessor)(config={})
+    known = get_gguf_hf_weights_map(empty, processor)
+    wrong = [name for name in sizes if name not in known and name.removesuffix(".weight") not in known]
+    such = f", such as {wrong[0]}" if wrong else ""
+    raise ValueError(
+        f"{checkpoint.label}: the model that its metadata describes has no place for {len(wrong) or 'some'} of the "
+        f"stored tensors{such}, which transformers would leave out; use the model's safetensors folder"
+    )
 
 
 def require_taken(model: PreTrainedModel, names: Mapping[str, str], checkpoint: Checkpoint) -> str | None:
