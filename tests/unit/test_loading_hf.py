@@ -221,6 +221,33 @@ def test_the_versions_that_are_told_are_those_that_are_installed_with_it() -> No
     assert f'"transformers>={least},<{below}"' in pyproject
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("XTokenizer requires the SentencePiece library but it was not found."), "install that package"),
+        (ValueError("Tokenizer class XTokenizer does not exist or is not currently imported."), "has no such class"),
+        (ValueError("Loading this needs `trust_remote_code=True`"), "add model.trust_remote_code=true"),
+        (ValueError("expected value at line 1"), "copy or download the folder again"),
+    ],
+)
+def test_a_copy_is_advised_only_where_it_may_help(
+    error: Exception, remedy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", fail)
+    message = refusal(lambda: load_hf(folder))
+    assert remedy in message
+    assert ("copy or download" in message) == ("copy or download" in remedy)
+
+
+def test_weights_in_another_form_than_transformers_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    message = refusal(lambda: load_hf(folder))
+    assert "has consolidated.safetensors but no model.safetensors" in message and "copy or download" not in message
+
+
 def test_file_cut_short_is_told(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -232,12 +259,14 @@ def test_weights_of_other_shapes_are_named(folder: Path) -> None:
     edit_config(folder, intermediate_size=64)
     message = refusal(lambda: load_hf(folder))
     assert "model.layers.0.mlp.down_proj.weight has shape [32, 48] where the config makes it [32, 64]" in message
+    assert "copy or download" not in message
 
 
 def test_missing_weights_are_refused_rather_than_made_up(folder: Path) -> None:
     edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     message = refusal(lambda: load_hf(folder))
     assert "1 of the model's weights are not in the files, such as model.layers.1.mlp.up_proj.weight" in message
+    assert "copy or download" not in message
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:

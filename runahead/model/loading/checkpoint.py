@@ -33,6 +33,8 @@ READ_WHOLE = (
 MOST_SMALL_BYTES = 2**28
 """Largest size of such a file."""
 
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
 ADAPTER = "adapter_config.json"
 
 POINTER = b"version https://git-lfs"
@@ -326,6 +328,12 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
             raise ValueError(
                 f"{checkpoint.label} holds no {WEIGHTS}; name the GGUF file, such as model.path={ggufs[0]}"
             )
+    others = sorted(file.name for file in checkpoint.folder.glob("*.safetensors"))
+    if missing == [WEIGHTS] and others and not SHARD.fullmatch(others[0]):
+        raise ValueError(
+            f"{checkpoint.label} has {others[0]} but no {WEIGHTS}; weights are read in transformers' form alone, so "
+            "take a checkpoint in that form"
+        )
     if missing:
         raise ValueError(f"{checkpoint.label} lacks the weights file {missing[0]}; {checkpoint.cure}")
     return files

@@ -147,8 +147,7 @@ def _convert(make: hf.ModelMaker, empty: PreTrainedModel, folder: Path) -> Path:
             raise OSError(unwritten.errno, unwritten.strerror) from error
         if isinstance(error, (OSError, ValueError)):
             raise
-        label = make.checkpoint.label
-        raise ValueError(f"{label} cannot be converted: {one_line(error)}; {make.checkpoint.cure}") from error
+        raise ValueError(f"{make.checkpoint.label} cannot be converted: {one_line(error)}") from error
     finally:
         del spill
         give_back()

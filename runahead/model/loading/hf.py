@@ -207,9 +207,7 @@ def read_tokenizer(checkpoint: Checkpoint, options: ModelOptions) -> Any | None:
             tokenizer("a", verbose=False)  # some settings are only read when a text is encoded
             return tokenizer
     except Exception as error:
-        raise ValueError(
-            f"{checkpoint.label}: its tokenizer cannot be loaded ({one_line(error)}); {checkpoint.cure}"
-        ) from error
+        raise ValueError(_tokenizer_trouble(error, checkpoint, options)) from error
 
 
 def empty_model(config: Any, dtype: torch.dtype, options: ModelOptions, *, label: str) -> PreTrainedModel:
@@ -275,7 +273,22 @@ def _require_known(config: Mapping[str, Any], label: str) -> None:
         )
 
 
+def _tokenizer_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOptions) -> str:
+    if _needs_code(error, options):
+        return _config_trouble(error, checkpoint.label, options)
+    remedy = checkpoint.cure
+    if isinstance(error, ImportError):
+        remedy = "install that package"
+    elif "Tokenizer class" in str(error):
+        remedy = f"transformers {transformers.__version__} has no such class; take a checkpoint with a tokenizer.json"
+    return f"{checkpoint.label}: its tokenizer cannot be loaded ({one_line(error)}); {remedy}"
+
+
+def _needs_code(error: Exception, options: ModelOptions) -> bool:
+    return "trust_remote_code" in str(error) and not options.trust_remote_code
+
+
 def _config_trouble(error: Exception, label: str, options: ModelOptions) -> str:
-    if "trust_remote_code" in str(error) and not options.trust_remote_code:
+    if _needs_code(error, options):
         return f"{label} needs Python code that comes with the model; add model.trust_remote_code=true if you trust it"
     return f"{label}: transformers cannot build a model from its config ({one_line(error)})"
