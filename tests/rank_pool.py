@@ -109,8 +109,7 @@ def _serve(rank: int, size: int, store_path: str, connection: Connection) -> Non
         device=torch.device("cpu"),
         backend="gloo",
         timeout_s=TIMEOUT_S,
-        store=dist.FileStore(store_path, size) if size > 1 else None,
-    )
+    ).join(store=dist.FileStore(store_path, size) if size > 1 else None)
     while True:
         try:
             function, args = connection.recv()

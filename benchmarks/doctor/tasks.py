@@ -226,8 +226,10 @@ def main() -> None:
 
     with ending_signals(end):
         try:
-            ranks = Ranks.start(RanksOptions(**task.ranks))
+            options = RanksOptions(**task.ranks)
+            ranks = Ranks.of(options)
             ranks.when_stuck(end)
+            ranks.join(num_shares=options.tensor)
             result = TASKS[task.kind](task, ranks)
             if ranks.rank == 0:
                 write_whole(Path(task.out), json.dumps(result))

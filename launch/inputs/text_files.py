@@ -37,6 +37,8 @@ def read_text(path: str, name: str, *, pipes: bool = True) -> str:
     """
     if not path:
         raise ValueError(f"{name} is empty; name a file")
+    if path == "-" and sys.stdin is None:
+        raise ValueError(f"{name} cannot be read: standard input is closed; name a file, or pipe a text in")
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_user_file(path, pipes=pipes)
     except FileNotFoundError as error:

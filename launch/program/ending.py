@@ -37,15 +37,29 @@ _one_at_a_time = threading.Lock()
 """Held by the thread that ends the process: either the main thread, or the one that finds it stuck."""
 
 
+def open_closed_streams() -> None:
+    """Have what is printed go nowhere where a stream was closed (>&-), as at the start of a daemon."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
+
+
 def say(message: str) -> None:
     """Print a line on standard error, on rank 0 only."""
     if this_rank() == 0:
         print(message, file=sys.stderr, flush=True)
 
 
-def refuse(error: Exception) -> int:
-    """Say what is wrong with what the user wrote, before any rank works, and return the exit status."""
-    say(str(error))
+def refuse(error: Exception, *, of_this_process: bool = False) -> int:
+    """Say what is wrong with what the user wrote, before any rank works, and return the exit status.
+
+    Args:
+        of_this_process: other ranks do not find the same mistake, so this one says it whatever its number.
+    """
+    if of_this_process:
+        print(error, file=sys.stderr, flush=True)
+    else:
+        say(str(error))
     _tell_launcher(str(error))
     return MISTAKE
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.compose import Program
-from launch.program.ending import end_with, refuse, say
+from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say
 from launch.program.launcher import follow_launcher, this_rank
 from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
+from runahead.failures import SharedError
 
 if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
@@ -55,7 +56,13 @@ def run_program(
         without_ranks: called before any rank is started; if it returns True, the program is done.
         print_layout: called in place of `work`, without ranks, if the flag --layout is given.
     """
-    follow_launcher()
+    open_closed_streams()
+    try:
+        follow_launcher()
+    except SharedError:
+        return MISTAKE
+    except ValueError as error:
+        return refuse(error, of_this_process=True)
     try:
         command = program.read(sys.argv[1:] if args is None else args)
     except ValueError as error:
@@ -96,10 +103,12 @@ def run_program(
             from runahead.ranks.agreement import option_facts
             from runahead.ranks.ranks import Ranks
 
-            ranks = Ranks.start(run.ranks)
+            fault_file = _fault_file(run, this_rank())
+            ranks = Ranks.of(run.ranks)
             ranks.when_stuck(end)
+            ranks.join(num_shares=run.ranks.tensor)
             ranks.require_same(option_facts(run, OF_ONE_HOST), "start every rank with the same command line")
-            fault_file = ranks.on_all_ranks("the fault reports", partial(_fault_file, run, ranks.rank))
+            ranks.on_all_ranks("the fault reports", partial(_check_fault_file, run, fault_file))
             work(run, ranks)
             ranks.close()
         except BaseException as error:
@@ -108,19 +117,20 @@ def run_program(
 
 
 def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:
-    """Path of a rank's fault report: the one that was asked for, or one beside the report.
-
-    Raises:
-        ValueError: if it was asked for and cannot be written.
-    """
-    from runahead.files import ensure_writable
+    """Path of a rank's fault report: the one that was asked for, or one beside the report."""
     from runahead.ranks.fault_report import fault_path
 
     if run.ranks.fault_report is not None:
-        path = fault_path(run.ranks.fault_report, rank)
-        ensure_writable(path, option="ranks.fault_report")
-        return path
+        return fault_path(run.ranks.fault_report, rank)
     report = getattr(run, "report", None)
     if not isinstance(report, str) or not report or (os.path.exists(report) and not os.path.isfile(report)):
         return None  # no report, or one that goes to a device or a pipe
     return fault_path(report, rank)
+
+
+def _check_fault_file(run: RunsOnRanks, path: Path | None) -> None:
+    """Raises: ValueError, if a fault report was asked for and cannot be written."""
+    from runahead.files import ensure_writable
+
+    if run.ranks.fault_report is not None and path is not None:
+        ensure_writable(path, option="ranks.fault_report")

@@ -44,8 +44,8 @@ class Heartbeat:
     Args:
         store: of torch.distributed. It is cloned into connections of the heartbeat's own, since a blocking call blocks
             its connection.
-        counts_processor_time: count use of the processor as progress. Right for CPUs; on a GPU a call that waits for
-            the device also uses the processor.
+        computing: `threading.get_ident` of the thread whose use of the processor counts as progress. None on a GPU,
+            where a call that waits for the device also uses the processor.
         name: of a rank in messages.
 
     Attributes:
@@ -63,14 +63,14 @@ class Heartbeat:
         rank: int,
         size: int,
         *,
-        counts_processor_time: bool,
+        computing: int | None,
         name: Callable[[int], str] = ALONE.name,
     ) -> None:
         self._beats, self._announcements = (dist.PrefixStore("runahead", store.clone()) for _ in range(2))
         self._rank, self._name = rank, name
         self._beside: list[Presence] = []
-        self._computing = [threading.get_ident()] if counts_processor_time else []
-        self._counts_processor_time = counts_processor_time
+        self._computing = [] if computing is None else [computing]
+        self._counts_processor_time = computing is not None
         self._worked_s = 0.0
         self._progress, self._published = 0, -1
         self._beat, self._work = 0, 0

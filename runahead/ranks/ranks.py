@@ -6,7 +6,6 @@ Control messages always go over Gloo, also where NCCL carries KV.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 import warnings
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from runahead.config import Backend, Device, RanksOptions
 from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.place import Place
 from runahead.ranks.accelerator import accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
 from runahead.ranks.devices import (
@@ -36,7 +36,7 @@ from runahead.ranks.mapped.device_memory import DeviceMemory
 from runahead.ranks.mapped.memory import HostMemory, Segment, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
 from runahead.ranks.mesh import Mesh
-from runahead.ranks.rendezvous import environment_store, meet, store_of_job
+from runahead.ranks.rendezvous import POLL_S, StoppedRanks, environment_store, meet, store_of_job
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.watcher import Watcher
 from runahead.ranks.worker import Worker
@@ -53,7 +53,7 @@ MEETING_S = 120.0
 
 
 class Ranks(Groups):
-    """This process as one rank of a job. A single rank needs no launcher and no process group.
+    """This process as one rank of a job. A single rank needs no launcher and no process group; several `join` first.
 
     Attributes:
         rank, size: number of this rank, and of ranks.
@@ -79,7 +79,6 @@ class Ranks(Groups):
         backend: str,
         timeout_s: float,
         local_size: int | None = None,
-        store: dist.Store | None = None,
     ) -> None:
         super().__init__(rank, size, timeout_s)
         self.device, self.backend, self.accelerator = device, backend, accelerator_for(device)
@@ -90,27 +89,69 @@ class Ranks(Groups):
         self.unmapped: str | None = None
         self._is_mapped = False
         self._collective: Worker | None = None
-        if size == 1:
-            return
-        patience_s = max(timeout_s, MEETING_S)
-        try:
-            if store is None:
-                store = environment_store(rank, size, patience_s)
-            store = store_of_job(store, rank)
-            facts = library_facts() | {"the backend": backend}
+
+    def join(self, *, num_shares: int = 1, store: dist.Store | None = None) -> Ranks:
+        """Meet the other ranks, connect to them, and arrange all in stages of `num_shares` ranks. Returns this object.
+
+        Args:
+            store: for the rendezvous; by default made from the environment variables.
+
+        Raises:
+            ValueError: the ranks cannot meet, share a GPU, or make no whole stages.
+            PeerFailure: a rank was stopped while it started, or fell silent.
+        """
+        if self.size > 1:
+            store = self._meet(store)
+            with self.announcing_failure():
+                self.control("the connections between all ranks", partial(self._connect, store))
+        gpus = self.gather(gpu_name(self.device), "the GPUs")
+        self.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
+        self.arrange(self.on_rank_0("the mesh", lambda: Mesh.of(self.size, num_shares)).num_shares)
+        return self
+
+    def _meet(self, store: dist.Store | None) -> dist.Store:
+        """Wait for all ranks at the rendezvous, and begin to watch their heartbeats. Returns the job's store."""
+        patience_s, began_s, main_thread = max(self.timeout_s, MEETING_S), time.monotonic(), threading.get_ident()
+        stopped = None if store is not None else StoppedRanks(self.timeout_s)
+
+        def rendezvous() -> dist.Store:
+            given = environment_store(self.rank, self.size, patience_s) if store is None else store
+            of_job = store_of_job(given, self.rank)
+            facts = library_facts() | {"the backend": self.backend}
             # Made before the ranks meet, so that its first beat is in the store when another rank reads it.
-            on_cpu = device.type == "cpu"
-            self._heartbeat = Heartbeat(store, rank, size, counts_processor_time=on_cpu, name=self.name)
-            self.present = meet(store, rank, size, facts, patience_s=patience_s)
-        except SharedError:
-            raise
-        except RuntimeError as error:  # DistNetworkError, DistStoreError: no rendezvous
-            raise ValueError(f"cannot meet the other ranks: {first_line(error)}") from error
+            computing = main_thread if self.device.type == "cpu" else None
+            self._heartbeat = Heartbeat(of_job, self.rank, self.size, computing=computing, name=self.name)
+            self.present = meet(of_job, self.rank, self.size, facts, patience_s=patience_s)
+            return of_job
+
+        # In a thread, since the store of a process that is stopped does not answer.
+        job = Worker("rendezvous").submit(rendezvous)
+        while not job.done.wait(POLL_S):
+            given_up = {} if stopped is None else stopped.look()
+            if given_up:
+                self._stopped = list(given_up)
+                who = " and ".join(f"{self.name(each.rank)} (process {each.pid} on {each.host})" for each in given_up)
+                failure = (
+                    f"{who} has been stopped for {max(given_up.values()):.0f} s; waited "
+                    f"{time.monotonic() - began_s:.0f} s for all ranks to start (ranks.timeout_s={self.timeout_s:g})"
+                )
+                self._announce(f"{self.name(self.rank)} says: {failure}")
+                raise PeerFailure(failure)
+            if not job.done.is_set() and (announced := self.known_failure()) is not None:
+                raise PeerFailure(f"{announced} (while waiting for all ranks to start)")
+        if isinstance(job.error, RuntimeError) and not isinstance(job.error, SharedError):
+            # DistNetworkError, DistStoreError: no rendezvous
+            raise ValueError(f"cannot meet the other ranks: {first_line(job.error)}") from job.error
+        if job.error is not None:
+            raise job.error
+        assert self._heartbeat is not None
         self._worker = Worker("control")
-        self._watcher = Watcher(self._heartbeat, rank, timeout_s, self.name)
+        self._watcher = Watcher(self._heartbeat, self.rank, self.timeout_s, self.name)
+        self._watcher.when_stuck = self._when_stuck
         self._heartbeat.start(self.present)
         self._watcher.start()
-        self.control("the connections between all ranks", partial(self._connect, store))
+        met: dist.Store = job.result
+        return met
 
     def _connect(self, store: dist.Store) -> None:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=NEVER)
@@ -126,14 +167,20 @@ class Ranks(Groups):
         Args:
             store: for the rendezvous; by default made from the environment variables.
 
-        Raises:
-            ValueError: the ranks make no whole stages or share a GPU, CUDA is asked for but not available, NCCL is
-                asked for without CUDA, an environment variable would make them wait for each other for ever, or the
-                ranks cannot meet.
+        Raises: as `of` and `join`.
         """
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        return cls.of(options).join(num_shares=options.tensor, store=store)
+
+    @classmethod
+    def of(cls, options: RanksOptions) -> Ranks:
+        """This process as a rank that has not joined its job yet: a program that fails while it joins can report it.
+
+        Raises:
+            ValueError: CUDA is asked for but not available, NCCL is asked for without CUDA, or an environment variable
+                makes no sense, or would make the ranks wait for each other for ever.
+        """
+        place = Place.of()
+        size, local_rank, local_size = place.size, place.local_rank, place.local_size
         may_use_nccl = options.backend is not Backend.gloo and options.device is not Device.cpu
         if size > 1 and may_use_nccl and torch.backends.cuda.is_built():
             for sentence in prepare_environment():
@@ -143,13 +190,7 @@ class Ranks(Groups):
         torch.set_num_threads(options.threads or default_threads(local_size))
         if device.type == "cpu":
             keep_freed_memory()
-        ranks = cls(
-            rank, size, device=device, backend=backend, timeout_s=options.timeout_s, local_size=local_size, store=store
-        )
-        gpus = ranks.gather(gpu_name(device), "the GPUs")
-        ranks.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
-        ranks.arrange(ranks.on_rank_0("the mesh", lambda: Mesh.of(size, options.tensor)).num_shares)
-        return ranks
+        return cls(place.rank, size, device=device, backend=backend, timeout_s=options.timeout_s, local_size=local_size)
 
     def map_memory(self) -> bool:
         """Map memory between the ranks of each host, unless that was done before. Every rank calls this.

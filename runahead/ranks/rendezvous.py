@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a job: exchange their process ids and compare their library versions."""
+"""Rendezvous of the ranks of a job: exchange process ids, compare library versions, and find who is stopped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from runahead.failures import SharedError
+from runahead.place import Place, slurm_place
 from runahead.ranks.agreement import disagreement
 
 POLL_S = 0.05
 """Seconds between two looks at what is waited for."""
+
+LOOK_S = 0.5
+"""Seconds between two looks at the processes of this host."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,12 @@ class Presence:
     machine: str
     pid: int
     started: int
-    facts: Mapping[str, str]
+    facts: Mapping[str, str] = field(hash=False)
+
+    @classmethod
+    def of(cls, pid: int, rank: int) -> Presence:
+        """Describe another process of this machine, of which nothing else is known."""
+        return replace(cls.here(rank, {}), pid=pid, started=_started(pid) or 0)
 
     @classmethod
     def here(cls, rank: int, facts: Mapping[str, str]) -> Presence:
@@ -57,6 +67,11 @@ class Presence:
     def has_ended(self) -> bool:
         """Whether a process of this machine has ended (a zombie counts as ended)."""
         return _started(self.pid) != self.started
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a process of this machine is stopped, as by SIGSTOP: it does not end by itself."""
+        return (_stat(self.pid) or [""])[0] == "T"
 
 
 @cache
@@ -109,10 +124,61 @@ def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, p
     return ranks
 
 
+class StoppedRanks:
+    """Ranks of this host that are stopped (SIGSTOP) before they have come to the rendezvous.
+
+    A rank may import libraries for long, and as it has no heartbeat yet, another one cannot tell whether it works. But
+    a rank whose process is stopped will not come. The environment variables of a process tell its job.
+
+    Args:
+        timeout_s: seconds after which a stopped rank is given up.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._meeting_point = _meeting_point(dict(os.environ))
+        self._stopped_s: dict[Presence, float] = {}
+        self._looked_s = time.monotonic()
+
+    def look(self) -> dict[Presence, float]:
+        """Those that have been stopped for longer than the timeout, each with the seconds for which it was seen so."""
+        elapsed_s = time.monotonic() - self._looked_s
+        if elapsed_s >= LOOK_S:
+            self._looked_s += elapsed_s
+            # This process may have been stopped as well: what it has not seen does not count.
+            found = {each: self._stopped_s.get(each, -LOOK_S) + min(elapsed_s, 2 * LOOK_S) for each in self._now()}
+            self._stopped_s = found
+        return {each: seconds for each, seconds in self._stopped_s.items() if seconds > self._timeout_s}
+
+    def _now(self) -> list[Presence]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, RuntimeError, ValueError):  # ended, another user's, or no rank
+                if process.status() == psutil.STATUS_STOPPED:
+                    environment = process.environ()
+                    if _meeting_point(environment) == self._meeting_point:
+                        found.append(Presence.of(process.pid, Place.of(_placed(environment)).rank))
+        return found
+
+
+def _placed(environment: dict[str, str]) -> dict[str, str]:
+    return environment | (slurm_place(environment) or {})
+
+
+def _meeting_point(environment: dict[str, str]) -> tuple[str | None, ...]:
+    placed = _placed(environment)
+    return tuple(placed.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+
+
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, or None if it has ended. Fields as in proc_pid_stat(5)."""
+    """Start time of a process in clock ticks since boot, or None if it has ended."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of proc_pid_stat(5) from the state on, or None if there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])

@@ -40,6 +40,9 @@ class Waiting:
         self.present: list[Presence] = []
         self._heartbeat: Heartbeat | None = None
         self._watcher: Watcher | None = None
+        self._when_stuck: Callable[[PeerFailure], object] | None = None
+        self._stopped: list[Presence] = []
+        """Processes of this machine that were stopped before they had come to the rendezvous."""
         self._post_error: Exception | None = None
 
     def name(self, rank: int) -> str:
@@ -130,6 +133,7 @@ class Waiting:
         Its main thread is then in a library call that takes long or never returns. By default nothing is called, so
         that users of the library keep control of their process.
         """
+        self._when_stuck = call
         if self._watcher is not None:
             self._watcher.when_stuck = call
 
@@ -156,9 +160,9 @@ class Waiting:
         """Kill the processes of this machine that the last wait found silent, since stopped ones do not end."""
         wait = self.waiting_for
         silent = [self.present[peer] for peer in ([] if wait is None else wait.silent)]
-        silent = [process for process in silent if process.is_beside(self.present[self.rank])]
+        silent = [*self._stopped, *(process for process in silent if process.is_beside(self.present[self.rank]))]
         deadline = time.monotonic() + MERCY_S  # a process that was only cut off ends by itself about now
-        while not all(process.has_ended for process in silent) and time.monotonic() < deadline:
+        while any(not each.has_ended and not each.is_stopped for each in silent) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         for process in silent:
             if not process.has_ended:

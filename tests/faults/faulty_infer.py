@@ -1,7 +1,7 @@
 """launch/infer.py with a fault in one rank, at a chosen moment.
 
-The environment variable FAULT holds JSON: the `rank` that it happens on; the `moment` (load, prefill, send, copy,
-decode or report) and for prefill, send and copy the `layer`; and what it is to `do`:
+The environment variable FAULT holds JSON: the `rank` that it happens on; the `moment` (import, connect, load, prefill,
+send, copy, decode or report) and for prefill, send and copy the `layer`; and what it is to `do`:
 
     kill, stop     end or stop this process
     raise          raise in the middle of the call
@@ -99,6 +99,12 @@ def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
             once()
 
     match fault["moment"]:
+        case "import":  # of what the program has not imported yet
+            once()
+        case "connect":
+            from runahead.ranks.ranks import Ranks
+
+            before(Ranks, "_connect", lambda *_: once())
         case "load":
             before(loading, "load", lambda *_, **__: once())
         case "prefill":

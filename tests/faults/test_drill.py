@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,17 @@ def test_a_fault_ends_the_job_as_it_should(drilling: Drilling, chosen: Drill) ->
     if outcome.skipped is not None:
         missing(outcome.skipped)
     assert not outcome.problems, outcome.errors
+
+
+@pytest.mark.parametrize("moment", ["import", "connect"])
+def test_a_rank_that_is_stopped_before_all_have_met_is_given_up(
+    drilling: Drilling, tmp_path: Path, moment: str
+) -> None:
+    """torchrun alone would wait for half a minute until it kills the rank."""
+    outcome = drilling.run(Drill(kind="stop of a rank", rank=1, moment=moment), "drill")
+    assert not outcome.problems, outcome.errors
+    report = json.loads((tmp_path / "drill" / "run.rank0.fault.json").read_text())
+    assert "rank 1 " in report["reason"] and "(ranks.timeout_s=3)" in report["reason"]
 
 
 def test_drills_follow_from_seed_and_number() -> None:

@@ -112,7 +112,7 @@ def test_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("runahead.ranks.ranks.MEETING_S", 0.3)
     store = dist.FileStore(str(tmp_path / "store"), 3)
     with pytest.raises(ValueError, match=r"rank 0, 2 of 3 did not start within 0 s"):
-        Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3, store=store)
+        Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3).join(store=store)
 
 
 def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool, tmp_path: Path) -> None:

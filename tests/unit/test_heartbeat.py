@@ -26,7 +26,7 @@ class SlowStore:
 def test_closing_waits_for_a_request_under_way() -> None:
     """A thread that comes back from the store while the interpreter ends would abort the process."""
     store = dist.HashStore()
-    heartbeat, slow = Heartbeat(store, 0, 1, counts_processor_time=False), SlowStore()
+    heartbeat, slow = Heartbeat(store, 0, 1, computing=None), SlowStore()
     heartbeat._beats = slow  # type: ignore[assignment]
     heartbeat.start([])
     assert slow.asked.wait(60)

@@ -88,6 +88,7 @@ def test_the_environment_is_prepared_before_the_gpu_is_looked_for(environment: p
     environment.setattr("runahead.ranks.ranks.choose_device", chosen)
     environment.setattr(torch.backends.cuda, "is_built", lambda: True)
     environment.setitem(os.environ, "WORLD_SIZE", "2")
+    environment.setitem(os.environ, "RANK", "0")
     with pytest.raises(LookupError, match="32"):
         Ranks.start(RanksOptions())
     environment.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "4")
