@@ -43,6 +43,7 @@ MAY_IMPORT = {
 ROOMS = {
     "runahead": (
         ("failures", "config", "context", "rotary", "files", "picture_style"),
+        ("place",),
         ("ranks", "timeline", "attention"),
         ("report",),
         ("cache",),

@@ -153,7 +153,7 @@ def test_ranks_that_were_started_differently_refuse_with_one_line(tiny_model: Pa
     job = Job(tiny_model, of_last=["generation.max_new_tokens=7", "partition=ratios", "partition.ratios=[0.6,0.4]"])
     try:
         ends = [job.end(rank) for rank in range(2)]
-        assert [status for status, _ in ends] == [1, 1]
+        assert [status for status, _ in ends] == [2, 2]
         assert ends[0][1] == (
             "[rank 0/2] rank 1 and rank 0 differ in partition.name (even on rank 0, ratios on rank 1), "
             "partition.ratios (None on rank 0, [0.6, 0.4] on rank 1) and "

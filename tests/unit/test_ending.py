@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch import bench, doctor, evaluate, infer, serve
-from launch.program.ending import end_with
+from launch.program.ending import end_with, open_closed_streams
 from launch.program.signals import Terminated
 from partitioner import plan, search, show
 from policies import duo_gates, fit_kvzap, retrieval_heads, skew
@@ -56,6 +56,16 @@ def left(reader: int = subprocess.PIPE, **environment: str) -> subprocess.Comple
 def test_a_rank_leaves_without_taking_python_down(environment: dict[str, str], said: list[str]) -> None:
     done = left(**environment)
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (3, said, "")
+
+
+def test_closed_streams_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)  # as Python has it after >&-
+    open_closed_streams()
+    print("goes nowhere", flush=True)
+    print("goes nowhere", file=sys.stderr, flush=True)
+    sys.stdout.close()
+    sys.stderr.close()
 
 
 def test_a_reader_that_is_gone_changes_nothing() -> None:

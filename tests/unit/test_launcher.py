@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from launch.infer import main
 from launch.program.launcher import follow_launcher
 from runahead.failures import SharedError
 from runahead.place import check_meeting_point, first_host, slurm_place, tasks_per_node
@@ -115,6 +116,13 @@ def test_a_variable_of_a_job_that_makes_no_sense_is_named(more, message):
     environment = {name: value for name, value in (TWO | more).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         follow_launcher(environment)
+
+
+def test_a_program_says_it_in_one_line_whatever_its_rank(monkeypatch, capsys):
+    for name, value in (TWO | {"RANK": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["--help"]) == 2
+    assert capsys.readouterr() == ("", "RANK=2 is not below WORLD_SIZE=2; ranks are numbered from 0\n")
 
 
 @pytest.mark.parametrize(("local_rank", "error"), [("0", ValueError), ("1", SharedError)])

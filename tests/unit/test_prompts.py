@@ -74,6 +74,12 @@ def test_dash_is_standard_input(tokenizer, monkeypatch):
     assert texts_of(PromptOptions(file="-"), tokenizer) == ["größer"]
 
 
+def test_a_closed_standard_input_is_told(tokenizer, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after <&-
+    with pytest.raises(ValueError, match=r"^prompt.file=- cannot be read: standard input is closed; name a file"):
+        texts_of(PromptOptions(file="-"), tokenizer)
+
+
 def test_jsonl_has_a_prompt_per_line(tokenizer, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = ['"one\\u2028line"', "", '{"prompt": "document", "question": "why?"}', ' {"prompt": "three", "id": 7}\r']
