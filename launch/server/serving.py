@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,16 +112,29 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if ranks.device.type == "cpu":  # where all memory is the host's
         kept_bytes += run.serve.prefix_host_bytes
     max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes)
-    if ranks.rank == 0:
-        [(bound, keys, tokenizer, schemas)] = front
-        _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas)
-    else:
-        asked = threading.Event()
-        with first_signal(asked.set):
+
+    def work(asked: threading.Event) -> None:
+        if ranks.rank == 0:
+            [(bound, keys, tokenizer, schemas)] = front
+            _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas, asked)
+        else:
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
-    if tree is not None and run.serve.prefix_folder is not None:
-        with ranks.busy():
-            tree.save(SAVE_S)
+        if tree is not None and run.serve.prefix_folder is not None:
+            with ranks.busy():
+                tree.save(SAVE_S)
+
+    _to_the_end(ranks, work)
+
+
+def _to_the_end(ranks: Ranks, work: Callable[[threading.Event], object]) -> None:
+    """Do a rank's part until the event says that a signal has asked for the end, and leave the job with the others.
+
+    torchrun signals its ranks one after another: the last one may hear of the end from the first before its own signal.
+    """
+    asked = threading.Event()
+    with first_signal(asked.set):
+        work(asked)
+        ranks.close()
 
 
 def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
@@ -253,7 +266,9 @@ def _serve_clients(
     keys: Keys,
     tokenizer: Any,
     schemas: Schemas | None,
+    asked: threading.Event,
 ) -> None:
+    """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer."""
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
     end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
@@ -279,6 +294,8 @@ def _serve_clients(
     )
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):
+        if asked.is_set():
+            scheduler.drain()
         http.start()
         host = socket.gethostname() if options.host in EVERYWHERE else options.host
         address = f"{host}:{bound.getsockname()[1]}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from launch.program.signals import ending_signals
 from launch.server import http
 from launch.server import serving as serving_module
 from launch.server.keys import Keys
@@ -108,5 +111,39 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "API", Mock())
     engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
     bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None)
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, Event())
     assert events == ["run", "busy", "stop", "not busy"]
+
+
+@pytest.mark.parametrize("when", ["while it works", "while it leaves"])
+def test_a_signal_ends_a_server_in_good_order_whenever_it_comes(when: str) -> None:
+    """The first rank that torchrun signals may have told this one of the end before."""
+    told: list[bool] = []
+
+    def work(asked: Event) -> None:
+        if when == "while it works":
+            signal.raise_signal(signal.SIGTERM)
+        told.append(asked.is_set())
+
+    def close() -> None:
+        signal.raise_signal(signal.SIGTERM)  # within seconds of the first one, if there was one
+        told.append(True)
+
+    ranks: Any = SimpleNamespace(close=close if when == "while it leaves" else lambda: told.append(True))
+    with ending_signals(lambda error: None):
+        serving_module._to_the_end(ranks, work)
+    assert told == [when == "while it works", True]
+
+
+def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    scheduler = Mock(run=lambda: events.append("run"), drain=lambda: events.append("drain"))
+    monkeypatch.setattr(serving_module, "HTTPServer", Mock(return_value=Mock(start=lambda: events.append("start"))))
+    monkeypatch.setattr(serving_module, "Scheduler", Mock(return_value=scheduler))
+    monkeypatch.setattr(serving_module, "API", Mock())
+    bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
+    asked = Event()
+    asked.set()
+    engine: Any = MagicMock()
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, asked)
+    assert events == ["drain", "start", "run"]
