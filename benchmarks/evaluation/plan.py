@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from benchmarks.harness.lines import Line
 from launch.inputs.text_files import text_or_example
 from launch.program.launcher import require_one_rank
 from partitioner.table.fingerprint import now
+from runahead.config import ModelOptions
 from runahead.files import ensure_writable
 from runahead.model import loading
 from runahead.model.loading import LoadedWeights
@@ -31,6 +32,9 @@ from runahead.report import library_versions
 
 MEASURED = ("runahead", "policies", "benchmarks/evaluation")
 """Folders whose code affects measurements; a digest of them is part of every key."""
+
+FIRST_MODEL_OPTIONS = ("name", "path", "config", "dtype", "seed", "layers", "trust_remote_code")
+"""Options of the model that every line has."""
 
 Step = tuple[str, Case, Contender]
 """One measurement: the name of a task, one of its cases, and a policy under a budget."""
@@ -96,7 +100,7 @@ class Plan:
             for contender in chosen:
                 task.check(contender, config.num_hidden_layers)
         about = {
-            "model_options": repr(run.model),
+            "model_options": model_options(run.model),
             "model_config": _digest(config.to_json_string()),
             "text": None if text is None else _digest(text.content),
             "code": machine.code(MEASURED),
@@ -180,6 +184,18 @@ class Plan:
             "commit": self.commit,
             **self.about,
         }
+
+
+def model_options(options: ModelOptions) -> str:
+    """Options of the model in the form that lines have. One that came later is left out while it has its default."""
+    defaults = type(options)()
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    told = (
+        f"{name}={value!r}"
+        for name, value in given.items()
+        if name in FIRST_MODEL_OPTIONS or value != getattr(defaults, name, None)
+    )
+    return f"ModelOptions({', '.join(told)})"
 
 
 def _digest(text: str) -> str:

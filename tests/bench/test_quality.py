@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.evaluation.contenders import contenders
 from benchmarks.evaluation.difference import Difference
-from benchmarks.evaluation.plan import Plan
+from benchmarks.evaluation.plan import Plan, model_options
 from benchmarks.evaluation.tasks.base import KVUse, Outcome
 from benchmarks.harness import machine
 from benchmarks.harness.lines import Line
@@ -27,7 +27,7 @@ from benchmarks.studies.quality.recall_picture import recall_picture
 from benchmarks.studies.quality.tables import main_tables, tables
 from launch.evaluate import EVALUATE
 from policies.duo_table import GATES
-from runahead import Model, Ranks
+from runahead import Model, ModelOptions, Ranks
 from tests.families import build
 from tests.unit.tokenizers_for_tests import byte_level
 
@@ -213,6 +213,19 @@ def test_the_study_measures_goes_on_and_writes_its_page(
     STUDY.main(options)
     assert len(lines.read_text().splitlines()) == len(found)
     capfd.readouterr()
+
+
+def test_an_option_of_the_model_that_came_later_does_not_make_lines_worthless() -> None:
+    """The lines of the repository are those of models without it."""
+
+    @dataclass(kw_only=True)
+    class Later(ModelOptions):
+        overrides: dict[str, Any] = field(default_factory=dict)
+
+    with (machine.ROOT / "benchmarks" / "results" / "quality.jsonl").open() as file:
+        known = json.loads(file.readline())["model_options"]
+    assert model_options(ModelOptions()) == model_options(Later()) == known
+    assert model_options(Later(overrides={"a": 1})) == known[:-1] + ", overrides={'a': 1})"
 
 
 def test_a_mistake_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
