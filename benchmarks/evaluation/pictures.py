@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.metrics import METRICS, PERPLEXITY, Metric
 from benchmarks.evaluation.summary import FULL, Row
-from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from benchmarks.harness.pictures import BLACK, LOOKS, LineLook
 from policies.base import Budget
 from runahead.picture_style import (
     INK,
@@ -29,27 +29,6 @@ from runahead.picture_style import (
     tokens,
 )
 
-Look = dict[str, Any]
-"""Keyword arguments of a line that set its colour, marker and dashes."""
-
-LOOKS: list[Look] = [
-    {"color": colour, "marker": marker, "linestyle": dashes}
-    for colour, marker, dashes in (
-        (VERMILION, "D", "-"),
-        (BLUE, "s", "-"),
-        (GREEN, "^", "-"),
-        (ORANGE, "v", "-"),
-        (PURPLE, "P", "-"),
-        (SKY, "h", "-"),
-        (VERMILION, "o", "--"),
-        (BLUE, "X", "--"),
-        (GREEN, "<", "--"),
-        (ORANGE, ">", "--"),
-        (PURPLE, "*", "--"),
-        (SKY, "d", "--"),
-    )
-]
-"""Looks, assigned in the order of the policies; repeated if there are more policies."""
 TITLES = {
     "perplexity": "Perplexity of text read in chunks",
     "copy": "Copy-NLL: the same passage again",
@@ -179,14 +158,14 @@ def _set_scores(axes: Any, metric: Metric, scores: Sequence[float]) -> None:
         axes.set_ylim(0, 1.1 * max(scores))
 
 
-def _legend(figure: Any, looks: dict[str, Look], *, with_full: bool = False) -> None:
-    full: dict[str, Look] = {FULL: {"color": BLACK, "marker": "o", "linestyle": "--"}} if with_full else {}
+def _legend(figure: Any, looks: dict[str, LineLook], *, with_full: bool = False) -> None:
+    full: dict[str, LineLook] = {FULL: {"color": BLACK, "marker": "o", "linestyle": "--"}} if with_full else {}
     handles = [Line2D([], [], label=policy, **look) for policy, look in (full | looks).items()]
     ncols = min(MOST_LEGEND_COLUMNS, len(handles))
     figure.legend(handles=handles, loc="outside lower left", ncols=ncols, frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _looks(rows: Sequence[Row]) -> dict[str, Look]:
+def _looks(rows: Sequence[Row]) -> dict[str, LineLook]:
     """Looks of the policies that are compared with the full cache, the same in all pictures."""
     policies = dict.fromkeys(row.policy for row in rows if row.policy != FULL)
     return dict(zip(policies, cycle(LOOKS), strict=False))

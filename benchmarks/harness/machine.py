@@ -19,6 +19,8 @@ from runahead.report import library_versions
 ROOT = Path(__file__).resolve().parent.parent.parent
 MEASURED = ("runahead", "policies", "partitioner")
 """Packages whose code is measured."""
+DIRTY = "-dirty"
+"""End of the commit of a checkout with uncommitted changes."""
 
 
 def about() -> dict[str, Any]:
@@ -50,12 +52,12 @@ def hardware() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout, with "-dirty" if a file was changed other than results, which every run changes."""
+    """Commit of the checkout, with "-dirty" if a file was changed other than results and pages, which runs change."""
     described = _git("describe", "--always")
     if described is None:
         return None
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    return described + ("-dirty" if changed else "")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+    return described + (DIRTY if changed else "")
 
 
 def code(packages: Sequence[str] = MEASURED) -> str:

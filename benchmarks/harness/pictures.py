@@ -10,6 +10,19 @@ from runahead.picture_style import INK
 # Okabe and Ito's colours, which colour-blind readers can distinguish; markers and dashes do so within one kind.
 BLACK, ORANGE, SKY, GREEN = INK, "#e69f00", "#56b4e9", "#009e73"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
+GREY = "#999999"
+
+LineLook = dict[str, Any]
+"""Keyword arguments of a line that set its colour, marker and dashes."""
+
+COLOURS = (VERMILION, BLUE, GREEN, ORANGE, PURPLE, SKY, GREY)
+MARKERS = ("D", "s", "^", "o", "P", "X", "v", "*", "<", "p", ">")
+LOOKS: list[LineLook] = [
+    {"color": COLOURS[at % 7], "marker": MARKERS[at % 11], "linestyle": ("-", "--", ":")[at // 7 % 3]}
+    for at in range(7 * 11)
+]
+"""Looks of lines in the order in which they are assigned. As 7 and 11 have no common divisor, no pair of colour and
+marker comes twice."""
 
 
 @dataclass(frozen=True)

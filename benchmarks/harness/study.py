@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 """Marks on a page between which a study writes its table."""
+RESULTS = ROOT / "benchmarks" / "results"
+"""Lines that tables and pages of the repository are made from."""
 PAGES = ROOT / "docs" / "studies"
 """Pages and pictures of studies."""
 
@@ -86,8 +88,8 @@ class Study:
         key: fields that identify a measurement. `measure` can skip those in the file by `Run.has`.
         page: page of `--out` in which the table stands between the marks BEGIN and END.
         manual: page beside `--out`, of the manual, and what stands there between these marks: a part of the table.
-        replaces: write all lines at the end, in place of those in the file and without the machine's description, for
-            simulations.
+        replaces: write all lines at the end, in place of those in the file and with nothing of the machine but the
+            commit, for simulations.
     """
 
     name: str
@@ -106,7 +108,8 @@ class Study:
         """Measure, unless --draw-only is given, then draw the pictures and print the table.
 
         Raises:
-            SystemExit: with one line for a wrong command line, an unreadable file of lines or a full disk.
+            SystemExit: with one line for a wrong command line, an unreadable file of lines, a full disk, or a checkout
+                with uncommitted changes for lines of the repository.
         """
         options = self.parser().parse_args(args)
         with _errors_in_one_line():
@@ -114,6 +117,8 @@ class Study:
                 raise ValueError(f"--out {options.out} is not a folder; create it first")
             if not options.draw_only:
                 ensure_writable(options.lines, option="--lines")
+                if Path(options.lines).resolve().parent == RESULTS and not options.dirty:
+                    _require_known_code()
             found = self._read(options.lines)
         if not options.draw_only:
             self._measure(options, found)
@@ -144,9 +149,12 @@ class Study:
         )
         for name, about in self.options.items():
             parser.add_argument(f"--{name}", **about)
-        default = ROOT / "benchmarks" / "results" / f"{self.name.rpartition('.')[2]}.jsonl"
+        default = RESULTS / f"{self.name.rpartition('.')[2]}.jsonl"
         parser.add_argument("--lines", default=str(default), metavar="FILE", help="JSON lines, read and appended to")
         parser.add_argument("--out", default=str(PAGES), metavar="FOLDER", help="folder of its pictures and page")
+        parser.add_argument(
+            "--dirty", action="store_true", help="measure for benchmarks/results with uncommitted changes"
+        )
         parser.add_argument("--draw-only", action="store_true", help="draw and print from the lines; measure nothing")
         return parser
 
@@ -154,7 +162,8 @@ class Study:
         return lines.read(path, option="--lines", kind=self.has)
 
     def _measure(self, options: argparse.Namespace, found: list[Line]) -> None:
-        run = Run(options, {} if self.replaces else machine.about(), self.key, {key_of(x, self.key) for x in found})
+        shared = {"commit": machine.commit()} if self.replaces else machine.about()
+        run = Run(options, shared, self.key, {key_of(x, self.key) for x in found})
         made = []
         for line in self.measure(run):
             # An evaluation's lines have a digest of code of their own, on which their keys depend.
@@ -165,6 +174,17 @@ class Study:
         if self.replaces:
             with _errors_in_one_line():
                 write_whole(options.lines, lines.dumps(made))
+
+
+def _require_known_code() -> None:
+    """Raises: ValueError: lines could not tell which code they were measured with."""
+    commit = machine.commit()
+    if commit is None or commit.endswith(machine.DIRTY):
+        told = "has no commit" if commit is None else f"is {commit}, with uncommitted changes"
+        raise ValueError(
+            f"the checkout {told}, so lines in benchmarks/results would not tell which code was measured; commit "
+            "the changes first, or give --dirty or other --lines"
+        )
 
 
 def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:

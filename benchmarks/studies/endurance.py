@@ -50,7 +50,7 @@ from benchmarks.studies.serving import Outcome, Session, ask, load, percentiles,
 from launch.program.launcher import end_with_parent
 from launch.program.text_table import text_table
 from launch.serve import SERVE
-from runahead.picture_style import dress, new_figure, png
+from runahead.picture_style import dress, new_figure, png, set_title
 
 START_S = 600.0
 """Seconds within which a server has loaded its model and is ready."""
@@ -459,7 +459,7 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)
 def picture(found: list[Line]) -> bytes:
     """Memory of each rank over time, and requests by how they ended; a row per server."""
     chosen = _newest(found)
-    figure = new_figure(11, 3.4 * len(chosen))
+    figure = new_figure(11, 0.5 + 3.4 * len(chosen))
     for line, (memory, ends) in zip(chosen, figure.subplots(len(chosen), 2, squeeze=False), strict=True):
         minutes = [s / 60 for s, _, _ in line["samples"]]
         for kind, (name, dashes) in enumerate((("RSS", "-"), ("PSS", ":"))):
@@ -474,6 +474,7 @@ def picture(found: list[Line]) -> bytes:
         bars = ends.barh([end[:40] for end, _ in counts], [count for _, count in counts], color=SKY)
         ends.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8.5)
         dress(ends, title="requests by how they ended", x="requests", grid="x")
+    set_title(figure, "A server under load for a long time")
     return png(figure)
 
 

@@ -41,10 +41,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import legend
+from benchmarks.harness.pictures import LOOKS, legend
 from benchmarks.harness.study import Run, Study, newest, option
 from launch.program.text_table import text_table
-from runahead.picture_style import dress, new_figure, png
+from runahead.picture_style import dress, new_figure, panels, png, set_title
 
 
 @dataclass(frozen=True)
@@ -348,20 +348,21 @@ def _cells(line: Line) -> dict[str, str]:
 
 def picture(found: list[Line]) -> bytes:
     """Goodput, TTFT and the longest gaps over the rate; what has one rate alone is in the table only."""
-    figure = new_figure(11, 3.4)
-    panels = {
-        "goodput in requests per s": lambda line: line["goodput"],
-        "TTFT p99 in s": lambda line: line["ttft_s"]["p99"],
-        "inter-token latency p99 in s": lambda line: line["itl_s"]["p99"],
+    figure = new_figure(11.5, 4.4)
+    values = {
+        "Requests that were answered in time": ("requests per s", lambda line: line["goodput"]),
+        "Time to first token, 99th percentile": ("seconds", lambda line: line["ttft_s"]["p99"]),
+        "Time between tokens, 99th percentile": ("seconds", lambda line: line["itl_s"]["p99"]),
     }
-    for axes, (name, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for name_of, lines in by_curve(_newest(found)).items():
+    for axes, (title, (unit, value)) in zip(panels(figure, 3, 1, 3), values.items(), strict=True):
+        for look, (name, lines) in zip(LOOKS, by_curve(_newest(found)).items(), strict=False):
             points = sorted((x["rate"], value(x)) for x in lines if value(x))
             if len(points) > 1:
-                axes.plot([rate for rate, _ in points], [y for _, y in points], marker="o", label=name_of)
-        dress(axes, x="sessions per s", y=name)
-    if axes.lines:
-        legend(axes)
+                axes.plot(*zip(*points, strict=True), **look, markersize=6, label=name)
+        dress(axes, title=title, x="sessions that begin, per s", y=unit)
+        axes.set_ylim(bottom=0)
+    legend(figure, handles=axes.lines, loc="outside lower left", ncols=4)
+    set_title(figure, "A server under load", "by its set-up and workload, over the rate at which sessions begin")
     return png(figure)
 
 

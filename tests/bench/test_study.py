@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import lines
+from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import BEGIN, END, PAGES, Run, Study, last_run, option
@@ -35,6 +35,7 @@ STUDIES = (
     "quantised",
     "quality.__main__",
     "ranks.auto_split",
+    "ranks.layer_skew",
     "ranks.llama_cpp",
     "ranks.mesh_prediction",
     "ranks.prediction",
@@ -126,7 +127,34 @@ def test_a_simulation_replaces_its_lines(tmp_path: Path) -> None:
     study = replace(SQUARES, pictures={}, key=(), replaces=True)
     for _ in range(2):
         study.main(["--lines", str(tmp_path / "s.jsonl"), "--out", str(tmp_path)])
-    assert (tmp_path / "s.jsonl").read_text() == '{"number": 1, "square": 1}\n{"number": 2, "square": 4}\n'
+    found = [json.loads(text) for text in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert found == [{"commit": machine.commit(), "number": at, "square": at**2} for at in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("commit", "told"), [("abc-dirty", "is abc-dirty, with uncommitted changes"), (None, "has no")]
+)
+def test_lines_of_the_repository_are_of_committed_code(
+    commit: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may be of any; --dirty says that it is meant."""
+    monkeypatch.setattr(machine, "commit", lambda: commit)
+    run_squares(tmp_path)
+    monkeypatch.setattr("benchmarks.harness.study.RESULTS", tmp_path)
+    before = (tmp_path / "squares.jsonl").read_text()
+    with pytest.raises(SystemExit, match=f"the checkout {told}.*commit the changes first, or give --dirty") as ended:
+        run_squares(tmp_path, "--numbers", "3")
+    assert "\n" not in str(ended.value) and (tmp_path / "squares.jsonl").read_text() == before
+    run_squares(tmp_path, "--draw-only")
+    run_squares(tmp_path, "--numbers", "3", "--dirty")
+    [*_, last] = (tmp_path / "squares.jsonl").read_text().splitlines()
+    assert json.loads(last)["commit"] == commit
+
+
+def test_results_and_pages_are_no_changes_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(machine, "_git", lambda *args: asked.append(args) or "abc")
+    assert machine.commit() == "abc-dirty" and {":!benchmarks/results", ":!docs"} <= set(asked[1])
 
 
 def test_other_ranks_measure_and_write_nothing(

@@ -7,10 +7,9 @@ from itertools import cycle, product
 from typing import Any
 
 from benchmarks.evaluation.difference import Difference
-from benchmarks.evaluation.pictures import LOOKS
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import legend
+from benchmarks.harness.pictures import LOOKS, legend
 from benchmarks.studies.quality.paired import PolicyRow, Setting, rows, settings
 from benchmarks.studies.quality.tables import PROTOCOLS
 from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import cycle
 from typing import Any
 
-from benchmarks.evaluation.pictures import LOOKS
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import legend
+from benchmarks.harness.pictures import LOOKS, legend
 from benchmarks.studies.quality.losses import AtShare, Compared, compared, heading, settings
 from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
 
