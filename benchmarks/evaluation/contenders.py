@@ -81,6 +81,7 @@ def _of_entry(settings: dict[str, Any], budgets: Sequence[Budget]) -> list[Conte
     if (once := keeper.why_once) is not None:
         return [_contender(_label(settings), None, settings, once=None if settings["name"] == "full" else once)]
     if keeper.own_budget is not None:
+        _policies(settings)  # finds a budget that is none, too
         return [_contender(_label(keeper.without_budget()), keeper.own_budget, settings)]
     label = _label(settings)
     _policies(keeper.with_budget(1.0))  # finds names and options

@@ -60,6 +60,7 @@ def test_prompt_and_question_are_verbatim(material: Material, tmp_path: Path) ->
     assert (first.reference, second.reference) == (" ice", "b")  # apart from the words before, where they end in one
     assert (decode(second.context), second.question, second.answers) == ("  a\n", [], ["b"])
     assert found.metric.name == "contained" and first.new_tokens == 32 and first.generates
+    assert found.score("no\nICE", first) == 1.0  # wherever it is in the answer
     assert [case["line"] for case in task(material, str(tmp_path / "own.jsonl"), samples=1).cases] == [1]
 
 

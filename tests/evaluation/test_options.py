@@ -69,6 +69,8 @@ def test_a_wrong_option_is_one_sentence(option: str, says: str, capfd: pytest.Ca
         ([{"name": "window", "kernel": 3}], [0.5], "policies: window has no option kernel; it has budget"),
         (["snapkv"], [], r"policies: snapkv needs budgets=\[...\], or a budget among its options"),
         (["snapkv"], [8], "snapkv with a budget of 8 tokens: policy.budget=8 has no room for the window"),
+        ([{"name": "snapkv", "budget": "half"}], [0.5], "^policy.budget=half is not a whole number of tokens"),
+        ([{"name": "adakv", "scorer": {"name": "snapkv", "budget": 2.0}}], [0.5], "^policy.budget=2.0 must be"),
         (["full", "full"], [0.5], "policies has full more than once; leave one out"),
         ([{"name": "window", "positions": "new"}], [0.5], "positions=new is not one of original, reencoded"),
         ([{"name": "full", "bits": 5}], [], "cache.bits=5 must be 4 or 2"),

@@ -55,7 +55,7 @@ class Asked:
         score: how an answer is scored; None if the line does not say.
         new_tokens: most tokens of an answer; None if the line does not say.
         kind: the data set; None for lines of a user's own.
-        first_line: whether an answer ends at a line break.
+        first_line: whether an answer ends at a line break, for exact match and F1.
         digest: of the line's content.
     """
 
@@ -141,7 +141,8 @@ class FileTask(Answering):
     def score(self, answer: str, item: Item) -> float:
         if self._score is Score.perplexity:
             return 0.0  # `outcomes` has it of the loss
-        text = answer.strip().partition("\n")[0] if item.details["first_line"] else answer
+        is_line = item.details["first_line"] and self._score is not Score.contained
+        text = answer.strip().partition("\n")[0] if is_line else answer
         return max(SCORES[self._score](text, each) for each in item.answers)
 
     def outcomes(
