@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -193,6 +193,12 @@ class ModelOptions:
             raise ValueError(f"model.config={self.config} has no effect with model={self.name.name}; add model=random")
         if self.name is not ModelName.hf and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
+
+    def __repr__(self) -> str:
+        # Measurements are known by it, and those from before the last two options existed still are.
+        names = [each.name for each in fields(self)]
+        shown = [name for name in names if name not in ("overrides", "revision") or getattr(self, name)]
+        return f"ModelOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.program.launcher import this_rank
 from launch.program.signals import Terminated, signals_ignored
@@ -48,6 +49,21 @@ def say(message: str) -> None:
     """Print a line on standard error, on rank 0 only."""
     if this_rank() == 0:
         print(message, file=sys.stderr, flush=True)
+
+
+_as_python_does = warnings.formatwarning
+
+
+def _in_one_line(message: Warning | str, category: type[Warning], *args: Any, **more: Any) -> str:
+    """A warning for users as its sentence alone, without the file and line that gave it."""
+    if issubclass(category, UserWarning):
+        return f"warning: {message}\n"
+    return _as_python_does(message, category, *args, **more)
+
+
+def warn_in_one_line() -> None:
+    """Have Python print the runtime's warnings as `say` prints ours."""
+    warnings.formatwarning = _in_one_line
 
 
 def refuse(error: Exception, *, of_this_process: bool = False) -> int:

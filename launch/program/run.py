@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.compose import Program
-from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say
+from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
 from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
@@ -63,6 +63,7 @@ def run_program(
         return MISTAKE
     except ValueError as error:
         return refuse(error, of_this_process=True)
+    warn_in_one_line()
     try:
         command = program.read(sys.argv[1:] if args is None else args)
     except ValueError as error:

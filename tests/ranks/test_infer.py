@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.infer import main
@@ -158,6 +160,19 @@ def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd
 def test_settings_without_effect_are_warned_of(model, capfd):
     main(options(model, "prompt.text=the ice", "generation.temperature=0.5"))
     assert capfd.readouterr().err.startswith("warning: generation.temperature has no effect")
+
+
+def test_stored_tensors_that_are_not_used_are_told_by_one_rank_in_one_line(model, tmp_path):
+    for file in Path(model).iterdir():
+        shutil.copy(file, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    done = torchrun(*options(str(tmp_path), "prompt.text=the ice"))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+    assert len(told) == 1 and told[0].startswith(
+        f"warning: model.path={tmp_path}: stored tensors that are not used: 1 of "
+    )
 
 
 def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):

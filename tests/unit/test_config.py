@@ -23,6 +23,14 @@ def test_schema_accepts_names_of_choices():
     assert run.warmup == 2
 
 
+def test_models_are_named_as_in_the_results_that_were_measured_before():
+    before = "ModelOptions(name=<ModelName.hf: 'hf'>, path='a/b', config=None, dtype=<DType.auto: 'auto'>, seed=0, "
+    before += "layers=None, trust_remote_code=False)"
+    assert repr(ModelOptions(name="hf", path="a/b")) == before
+    longer = ModelOptions(name="hf", path="a/b", overrides={"max_position_embeddings": 4}, revision="v1")
+    assert repr(longer) == before[:-1] + ", overrides={'max_position_embeddings': 4}, revision='v1')"
+
+
 @pytest.mark.parametrize("value", [True, "true", Chat.true])
 def test_chat_may_be_a_bool_a_name_or_a_member(value):
     assert PromptOptions(chat=value).chat is Chat.true
