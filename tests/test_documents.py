@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import runahead
 from runahead import Model, ModelOptions
 from runahead.report import GenerationBatch
 from tests.families import save_tiny_llama
@@ -78,6 +79,11 @@ def test_the_page_for_library_users_runs_from_its_first_block_to_its_last(
     assert 1 < names["loss"].exp() < 20
     assert 0 < len(names["answer"].rows[0].new_ids) <= 16
     assert len(capsys.readouterr().out.splitlines()) >= 5
+
+
+def test_the_page_for_library_users_names_all_that_runahead_exports() -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    assert [name for name in runahead.__all__ if not re.search(rf"\b{name}\b", page)] == []
 
 
 def test_the_script_for_several_ranks_runs_under_torchrun(tmp_path: Path) -> None:
