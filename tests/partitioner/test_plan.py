@@ -423,6 +423,7 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["gpus=8", "ranks.tensor=1", "decode=sharded", "batch=3"],
         ["gpus=16", "nodes=2", "link.between=200Gbit/s", "ranks.tensor=4", "tokens=32768"],
         ["model.layers=3", "model.dtype=float32", "new_tokens=7"],
+        ["model.overrides={max_position_embeddings: 20000}"],
         ["model.overrides={eos_token_id:[1,2],rope_parameters:{rope_type:linear,factor:2.0},pad_token_id:null}"],
         ["model.config={folder}"],
         ["model.config={folder}/config.json"],
