@@ -121,6 +121,7 @@ FAMILIES: dict[str, Family] = {
             "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
         },
     ),
+    "cohere": Family(model_type="cohere", config={"use_qk_norm": True, "logit_scale": 1.0}),
     "cohere2": Family(
         model_type="cohere2",
         config={"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "logit_scale": 1.0},

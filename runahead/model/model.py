@@ -136,6 +136,8 @@ class Model:
                 reason = "its config has no attention heads"
             elif MaskRule.__name__ in reason:
                 reason = "its own code computes attention with a mask, outside transformers' attention interface"
+            if shares is not None:
+                raise ValueError(self._unshared(shares, reason)) from error
             raise ValueError(f"{family} is not supported: {reason}") from error
 
     @classmethod
@@ -184,8 +186,18 @@ class Model:
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
         self.shares = shares
-        self._look_at_layers()
-        self._require_logits(whole_BV, whole_layers, "the whole model")
+        try:
+            self._look_at_layers()
+            self._require_logits(whole_BV, whole_layers, "the whole model")
+        except (torch.OutOfMemoryError, ValueError, PeerFailure):
+            raise
+        except Exception as error:  # shares may be of other shapes than the family's code expects
+            raise ValueError(self._unshared(shares, one_line(error))) from error
+
+    def _unshared(self, shares: Shares, reason: str) -> str:
+        """Why ranks cannot share this model."""
+        family = f"model {self.name} ({self.config.model_type})"
+        return f"{family} cannot be shared by {shares.count} ranks: {reason}; leave ranks.tensor out"
 
     @property
     def num_shards(self) -> int:

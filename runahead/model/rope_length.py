@@ -53,16 +53,18 @@ def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
     # A server computes other rows inside a forward, whose lengths are not theirs.
     forward = getattr(replaced, "own", rotary.forward)
 
-    def forward_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = position_ids.expand(len(lengths_B), -1)
         shared = len(set(lengths_B)) == 1
-        tables = []
+        tables: list[tuple[Tensor, ...]] = []
         for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
             _forget(rotary)
             last = torch.full_like(row[:, :1], length - 1)  # an additional position, which only tells the length
-            cos, sin = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
-            tables.append((cos[:, :-1], sin[:, :-1]))
-        return torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables])
+            made = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
+            is_pair = isinstance(made, tuple)  # cosines and sines, or both as complex numbers
+            tables.append(tuple(table[:, :-1] for table in (made if is_pair else (made,))))
+        joined = tuple(torch.cat(each) for each in zip(*tables, strict=True))
+        return joined if is_pair else joined[0]
 
     forward_rows.own = forward  # type: ignore[attr-defined]
     rotary.forward = forward_rows

@@ -17,6 +17,9 @@ from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
 from runahead.ranks.ranks import Ranks
 
+NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
+"""By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
+
 
 def check_shares(config: Any, num_shares: int) -> None:
     """Check that a model can be shared out, before its weights are loaded.
@@ -38,6 +41,12 @@ def check_shares(config: Any, num_shares: int) -> None:
         raise ValueError(
             f"layers of this {config.model_type} model read keys and values of other layers, and ranks cannot share "
             "such a model; leave ranks.tensor out, and use another prefill than tensor"
+        )
+    option = NORMS_BY_HEAD.get(config.model_type, "")
+    if getattr(config, option, False):
+        raise ValueError(
+            f"{option}=true of this {config.model_type} model gives each head a norm of its own, which transformers' "
+            "tensor-parallel plan does not share out; leave ranks.tensor out, and use another prefill than tensor"
         )
     plan = getattr(config, "base_model_tp_plan", None)
     if config.model_type in ADAPTERS or not plan:

@@ -132,7 +132,7 @@ def _config(model_type: str, random: Random) -> PreTrainedConfig:
     for given in ((sizes, options), (sizes, {}), (Sizes(), {})):
         with suppress(Exception):  # transformers may raise anything for what a family does not take
             config = small_config(model_type, given[0], **given[1])
-            small_model(config)
+            small_model(config, attention="eager")(input_ids=torch.arange(3, 12)[None], use_cache=False)
             return config
     if plain.model_type != model_type:  # transformers lacks a package for images
         return _config(plain.model_type, random)

@@ -163,6 +163,7 @@ class TestRefusals:
         [
             ("gpt2", {}, 2, "transformers has no tensor-parallel plan for gpt2, so ranks cannot share"),
             ("falcon", {}, 2, "no tensor-parallel plan for falcon"),
+            ("cohere", {}, 2, "use_qk_norm=true of this cohere model gives each head a norm of its"),
             (
                 "llama",
                 TWELVE_HEADS,
