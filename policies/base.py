@@ -247,6 +247,11 @@ class LayerView:
         return self.k_BKnH.shape[1]
 
     @property
+    def row_tokens(self) -> list[int]:
+        """Number of tokens of each row, without padding; of its longest KV head where these store different numbers."""
+        return [self.num_slots - min(pads) for pads in self.head_pads or [[pad] for pad in self.pads]]
+
+    @property
     def own_heads(self) -> slice:
         """This rank's KV heads among those of `joined_over_shares`."""
         return slice(self.share * self.num_kv_heads, (self.share + 1) * self.num_kv_heads)
@@ -454,7 +459,8 @@ class Policy:
     def keep(self, view: LayerView) -> Tensor | None:
         """Slots to keep (B, K, m), or (B, 1, m) for all KV heads alike, ascending. None keeps all slots.
 
-        Where heads keep different numbers (`keeps_ragged`), m is the largest, and others have -1 in their first places.
+        Where padded rows keep different numbers, or heads do (`keeps_ragged`), m is the largest, and others have -1 in
+        their first places, or slots of padding.
         """
         return None
 

@@ -13,11 +13,25 @@ from torch import Tensor
 from policies.base import LayerView
 
 
-def best_slots(score_BKn: Tensor, num_kept: int, view: LayerView, *, sinks: Sequence[int], recent: int) -> Tensor:
-    """Slots (B, K, num_kept) to keep, ascending: sinks, recent tokens, then the highest scores; padding last.
+def kept_by_row(view: LayerView, num_kept: int, limit: int) -> list[int] | None:
+    """Number of slots that each row keeps: `num_kept` if it has more tokens than `limit`, else all; None if all do.
+
+    So a row that is padded is cut back when it would be alone.
+    """
+    if max(view.row_tokens) <= limit:
+        return None
+    return [num_kept if tokens > limit else tokens for tokens in view.row_tokens]
+
+
+def best_slots(
+    score_BKn: Tensor, kept_B: Sequence[int], view: LayerView, *, sinks: Sequence[int], recent: int
+) -> Tensor:
+    """Slots (B, K, m) to keep, ascending: sinks, recent tokens, then the highest scores; padding last.
 
     Args:
         score_BKn: (B, 1, n) for all KV heads alike.
+        kept_B: number of slots that each row keeps, of which m is the largest. A row that keeps fewer has padding or
+            -1 in its first places.
         sinks: number of sink tokens of each row.
     """
     if view.head_pads is not None:
@@ -28,8 +42,11 @@ def best_slots(score_BKn: Tensor, num_kept: int, view: LayerView, *, sinks: Sequ
         score_BKn[row, heads, :pad] = -math.inf
         score_BKn[row, heads, pad : pad + sinks[row]] = math.inf
     # A stable sort keeps the earlier of two equal (pooled) scores, wherever padding has moved them.
-    best_first = score_BKn.sort(dim=-1, descending=True, stable=True).indices
-    return best_first[..., :num_kept].sort(dim=-1).values
+    best_first_BKm = score_BKn.sort(dim=-1, descending=True, stable=True).indices[..., : max(kept_B)]
+    for row, (kept, tokens) in enumerate(zip(kept_B, view.row_tokens, strict=True)):
+        if kept < tokens:
+            best_first_BKm[row, :, kept:] = -1
+    return best_first_BKm.sort(dim=-1).values
 
 
 def first_slots(best_first_BKn: Tensor, kept_BK: Sequence[Sequence[int]], tokens_BK: Sequence[Sequence[int]]) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, require, require_least
-from policies.kept_slots import best_slots
+from policies.kept_slots import best_slots, kept_by_row
 
 
 class Schedule(Enum):
@@ -208,11 +208,12 @@ class PyramidInfer(Policy):
             return None
         m, recent = self._kept(view)
         patience = self.evict_every - 1 if view.phase is Phase.decode else 0
-        if view.num_slots <= m + patience or view.carried_BKn is None:
+        kept_B = kept_by_row(view, m, m + patience)
+        if kept_B is None or view.carried_BKn is None:
             return None
         sinks = view.sinks(self.sinks)
         votes_BKn = view.carried_BKn[:, :1] if view.alike else view.carried_BKn
-        return best_slots(votes_BKn, m, view, sinks=sinks, recent=recent)
+        return best_slots(votes_BKn, kept_B, view, sinks=sinks, recent=recent)
 
     def _votes(self, view: LayerView, recent: int) -> Tensor:
         """Votes (B, N, n) of the last `recent` queries, or of fewer."""

@@ -10,10 +10,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from policies.base import Budget, LayerView, Phase, Policy, PromptPart, budget_tokens, check_budget, require_least
-from policies.kept_slots import best_slots
+from policies.kept_slots import best_slots, kept_by_row
 
 
 @dataclass(kw_only=True)
@@ -77,9 +78,9 @@ class Scorer(Policy, ABC):
     def over_last(self, num_queries: int, view: LayerView, values: Callable[[int], Tensor]) -> Tensor | None:
         """Sum of what the last `num_queries` queries before a layer is cut back say of each slot, for `carry`.
 
-        A layer is cut back after a prompt, or while decoding once it exceeds its limit. While decoding, queries before
-        the layer was cut back last do not count. If the last chunk of a prompt has fewer queries, they are added to
-        those before.
+        A row of a layer is cut back after a prompt, or while decoding once it exceeds its limit. While decoding,
+        queries before it was cut back last do not count. If the last chunk of a prompt has fewer queries, they are
+        added to those before.
 
         Args:
             values: what the newest queries say (B, K, n), by their number.
@@ -87,15 +88,25 @@ class Scorer(Policy, ABC):
         Returns:
             None while the queries of these tokens do not count.
         """
+        before_BKn = view.carried_BKn
         if view.phase is Phase.prefill:
-            values_BKn, is_first = values(num_queries), view.num_new >= num_queries
-        else:
-            num_queries = min(num_queries, self.limit(view) + 1 - self.slots(view))
-            left = self.limit(view) + 1 - view.num_slots  # tokens until the layer is cut back
-            if left >= num_queries:
-                return None
-            values_BKn, is_first = values(1), left == num_queries - 1
-        return values_BKn if is_first or view.carried_BKn is None else view.carried_BKn + values_BKn
+            values_BKn = values(num_queries)
+            return values_BKn if before_BKn is None or view.num_new >= num_queries else before_BKn + values_BKn
+        num_queries = min(num_queries, self.limit(view) + 1 - self.slots(view))
+        left_B = [self.limit(view) + 1 - tokens for tokens in view.row_tokens]  # tokens until the row is cut back
+        if min(left_B) >= num_queries:
+            return None
+        values_BKn = values(1)
+        if before_BKn is None:
+            return values_BKn
+
+        def rows(is_so: Callable[[int], bool]) -> Tensor:
+            return torch.tensor([is_so(left) for left in left_B], device=values_BKn.device)[:, None, None]
+
+        if len(set(left_B)) == 1:
+            return values_BKn if left_B[0] == num_queries - 1 else before_BKn + values_BKn
+        sum_BKn = torch.where(rows(lambda left: left < num_queries), before_BKn + values_BKn, before_BKn)
+        return torch.where(rows(lambda left: left == num_queries - 1), values_BKn, sum_BKn)
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         if not isinstance(self.budget, int):
@@ -108,9 +119,10 @@ class Scorer(Policy, ABC):
 
     def keep_by(self, score: Callable[[LayerView], Tensor], view: LayerView) -> Tensor | None:
         """Do what `keep` does, by other scores."""
-        if view.num_slots <= self.limit(view):
-            return None
         m = self.slots(view)
+        kept_B = kept_by_row(view, m, self.limit(view))
+        if kept_B is None:
+            return None
         sinks = [min(num, m) for num in view.sinks(self.sinks)]
         recent = min(self.recent_of(m), m - max(sinks))
-        return best_slots(score(view).float(), m, view, sinks=sinks, recent=recent)
+        return best_slots(score(view).float(), kept_B, view, sinks=sinks, recent=recent)

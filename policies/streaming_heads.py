@@ -102,19 +102,27 @@ class StreamingHeads(Policy, ABC):
         is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
         tokens_BK: list[list[int]] = is_token_BKn.sum(dim=-1).tolist()
         room = self.evict_every - 1 if view.phase is Phase.decode else 0
-        if not self._exceeds(retrieving, tokens_BK, [kept + room for kept in kept_B]):
+        is_cut_B = [
+            self._exceeds(retrieving, [tokens_K], [kept + room])
+            for tokens_K, kept in zip(tokens_BK, kept_B, strict=True)
+        ]
+        if not any(is_cut_B):
             return None
         places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
         if not any(retrieving) and not self.compensates and view.head_pads is None:  # all heads alike, in dense memory
             newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
-            return best_slots(newest_B1n, max(kept_B), view, sinks=view.sinks(sinks), recent=0)
+            rows = zip(is_cut_B, kept_B, view.row_tokens, strict=True)
+            left_B = [kept if is_cut else tokens for is_cut, kept, tokens in rows]
+            return best_slots(newest_B1n, left_B, view, sinks=view.sinks(sinks), recent=0)
         goes_BKn = view.is_token_BKn(after=view.sinks(sinks))
         goes_BKn[..., view.num_slots - recent :] = False
+        for row, is_cut in enumerate(is_cut_B):
+            goes_BKn[row] &= is_cut
         streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]
         slots_BKn = places_n.masked_fill(~is_token_BKn | (goes_BKn & streams_K1), -1).sort(dim=-1).values
         most = max(
-            tokens if retrieves else min(tokens, kept)
-            for tokens_K, kept in zip(tokens_BK, kept_B, strict=True)
+            min(tokens, kept) if is_cut and not retrieves else tokens
+            for is_cut, tokens_K, kept in zip(is_cut_B, tokens_BK, kept_B, strict=True)
             for tokens, retrieves in zip(tokens_K, retrieving, strict=True)
         )
         return slots_BKn[..., view.num_slots - most :]

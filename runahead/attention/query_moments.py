@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,17 @@ class QueryMoments:
             found = moments if found is None else found.merged(moments)
         assert found is not None, q_BNCH.shape
         return found
+
+    def without(self, rows: Sequence[bool]) -> QueryMoments | None:
+        """Moments without the queries of some rows; None if it is all of them."""
+        if all(rows):
+            return None
+        goes_B = torch.tensor(rows, device=self.count_B.device)
+        return QueryMoments(
+            count_B=self.count_B.masked_fill(goes_B, 0),
+            mean_BNH=self.mean_BNH.masked_fill(goes_B[:, None, None], 0),
+            scatter_BNHH=self.scatter_BNHH.masked_fill(goes_B[:, None, None, None], 0),
+        )
 
     def merged(self, other: QueryMoments) -> QueryMoments:
         """Moments of the queries of both."""

@@ -177,17 +177,25 @@ class KeptLayer(LayerStore):
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
-        # Known without asking the device, since padding is never kept in place of a token.
-        kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
+        if len(set(self.pads)) == 1:  # known without asking the device, since rows of one length keep equally many
+            kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
+        else:
+            pads_B1 = torch.tensor(self.pads, device=slots_mBK.device)[:, None]
+            kept_pads = (slots_mBK < pads_B1).sum(dim=0)[:, 0].tolist()
         if slots_mBK.device.type == "cpu":
             require_pads(slots_mBK, self.pads, kept_pads)
+        is_new_mBK = slots_mBK < 0  # padding of a row that keeps fewer tokens than others: any slot's numbers
+        slots_mBK = slots_mBK.clamp_min(0)
         self._keep_kv(slots_mBK, kept_pads, room)
         if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
             self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
         self.positions_TBK = taken(self.positions_TBK, slots_mBK, room)
+        self.positions_TBK[:num_kept].masked_fill_(is_new_mBK, -1)
         self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
+        if self.queries is not None:  # those since a row was cut back
+            tokens = zip(self.pads, kept_pads, strict=True)
+            self.queries = self.queries.without([num_kept - kept < self.num_slots - pad for pad, kept in tokens])
         self.num_slots, self.pads = num_kept, kept_pads
-        self.queries = None
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""

@@ -13,7 +13,7 @@ from runahead.thinning.ragged import RaggedLayer
 
 
 def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> KeptLayer:
-    """The layer with these slots alone: dense if all heads keep equally many, else ragged.
+    """The layer with these slots alone: dense if all heads of a row keep equally many, else ragged.
 
     A layer in few bits becomes ragged, however many each head keeps, and remains so: which tokens are quantised then
     does not depend on other rows.
@@ -28,7 +28,8 @@ def cut_back(layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: boo
         slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # a ragged layer has no slots of padding
     if isinstance(layer, QuantisedRagged):
         return layer.cut_to(slots_BKm, room=room, compensates=compensates)
-    if compensates or bool((slots_BKm < 0).any()):
+    is_by_row = slots_BKm.shape[1] == 1 and not isinstance(layer, RaggedLayer) and len(set(layer.pads)) > 1
+    if compensates or (not is_by_row and bool((slots_BKm < 0).any())):
         return RaggedLayer.of(layer, slots_BKm, room=room, compensates=compensates)
     if isinstance(layer, RaggedLayer):
         return layer.dense(slots_BKm, room=room)

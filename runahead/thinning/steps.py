@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_slots
 from policies.retriever import Retriever
@@ -263,5 +264,6 @@ class PolicySteps:
 def _without_padding(slots_BKm: Tensor, view: LayerView) -> Tensor:
     """Slots of which a policy chose equally many in each head, as `Policy.keep` returns them: -1 for padding, first."""
     is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
-    chosen_BKn = torch.zeros_like(is_token_BKn).scatter_(2, slots_BKm.expand(-1, view.num_kv_heads, -1), True)
-    return marked_slots(chosen_BKn & is_token_BKn)
+    chosen_BKp = functional.pad(torch.zeros_like(is_token_BKn), (1, 0))  # the first place is for -1
+    chosen_BKp.scatter_(2, slots_BKm.expand(-1, view.num_kv_heads, -1) + 1, True)
+    return marked_slots(chosen_BKp[..., 1:] & is_token_BKn)

@@ -121,7 +121,7 @@ class TestRKV:
 
     def test_without_redundancy_a_window_of_an_answer_keeps_what_snapkv_keeps(self) -> None:
         """As if prompt and answer were a prompt. With the last query's votes alone, or redundancy, it keeps others."""
-        rows, answer = [prompt(14), prompt(9, seed=1)], prompt(8, seed=2)
+        rows, answer = [prompt(14), prompt(14, seed=1)], prompt(8, seed=2)
         options: dict[str, Any] = {"budget": 16, "window": 4, "kernel": 3}
         ours = Run(tiny_model("llama"), [RKV(**options, evict_every=6, importance=1.0)], rows)
         ours.prefill()
