@@ -15,12 +15,13 @@ from launch.inputs.options import RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
-from launch.program.ending import leave
+from launch.program.ending import leave, say
 from launch.program.run import run_program
 from runahead.config import ModelName, ModelOptions, PrefillName, Speculate
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
+    from launch.outputs.answers_file import AnswersFile
     from runahead.context import Partitioner
     from runahead.decoding.speculative.speculator import Draft
     from runahead.model.model import Model
@@ -73,6 +74,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   draft.model=<folder, hub id or .gguf>   draft.policy='{{name:snapkv,budget:0.1}}', of generation.speculate
   draft.speculate=none|lookup|model, which drafts for these
   experiment=<name>            report=<json>   timeline=<json>   warmup=0
+  answers=<jsonl>              of several prompts, in place of standard output; started again, a run goes on with it
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
 is; generation.stop=[a,b] is a list.
@@ -138,6 +140,15 @@ def infer(
     if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
         ranks.arrange(ranks.size)
     prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
+    places = prompts.places
+    starts = list(range(0, len(prompts.ids), run.prompt.batch))
+    kept = ranks.on_rank_0("the answers", lambda: _kept_answers(run, policies, prompts))
+    if kept is not None:
+        starts = [start for start in starts if kept.missing(places[start : start + run.prompt.batch])]
+        if not starts:
+            ranks.on_rank_0("the answers", lambda: kept.answers(None).finish())
+            say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again")
+            return []
     draft = _draft(run, ranks)
     model = load_model(run.model, ranks)
     if run.prefill.takes_partition:
@@ -160,10 +171,15 @@ def infer(
         draft=draft,
     )
 
-    answers, places = Answers(skipped=prompts.skipped), prompts.places
+    answers = Answers(skipped=prompts.skipped)
+    if kept is not None:
+        weights, opened = model.fingerprint, list[Answers]()
+        ranks.on_rank_0("the answers", lambda: opened.append(kept.answers(weights)))
+        answers = opened[0] if opened else answers
+        if kept.answered:
+            say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
     batches: list[GenerationBatch] = []
-    starts = range(0, len(prompts.ids), run.prompt.batch)
     for _ in range(run.warmup):
         few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
         engine.generate(prompts.asked[: run.prompt.batch], few_tokens)
@@ -186,7 +202,7 @@ def infer(
             for place, generation in zip(places[start:], batch.generations, strict=False):
                 answers.write_line(place, generation)
     if ranks.rank == 0:
-        answers.write_skipped()
+        answers.finish()
     ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
     if ranks.rank == 0:
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
@@ -241,8 +257,11 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
     from runahead.timeline.trace import picture_path
 
-    if run.report is not None:
-        ensure_writable(run.report, option="report")
+    for option in ("answers", "report"):
+        if getattr(run, option) is not None:
+            ensure_writable(getattr(run, option), option=option)
+    if run.answers is not None and run.report is not None and Path(run.answers).resolve() == Path(run.report).resolve():
+        raise ValueError(f"answers={run.answers} and report={run.report} would overwrite each other; rename one")
     if run.timeline is not None:
         ensure_writable(run.timeline, option="timeline")
         ensure_writable(picture_path(run.timeline), option="timeline")
@@ -280,6 +299,29 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
         split = even if isinstance(partition, LearningPartitioner) else partition  # which asks all ranks
         check_chunk_tokens(run.prefill, len(split(len(prompts.ids[0]), mesh.num_stages).chain))
     return prompts
+
+
+def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts) -> AnswersFile | None:
+    """The file of answers=, read and checked; None without the option. Rank 0 calls it. Raises: ValueError."""
+    from launch.inputs.policies import prompt_cache_options
+    from launch.outputs.answers_file import AnswersFile, prompt_digest, settings_of
+
+    if run.answers is None:
+        return None
+    if prompts.one_text:
+        raise ValueError(
+            f"answers={run.answers} is for several prompts, as of prompt.file=<.jsonl>; leave it out, since the answer "
+            "to one prompt goes to standard output"
+        )
+    reads = [policy.reads for policy in (*policies.last, *policies.others) if policy.reads is not None]
+    if run.policy["name"] == "prompt_cache":
+        reads += prompt_cache_options(run.policy).schemas
+    digests = dict(zip(prompts.places, map(prompt_digest, prompts.ids), strict=True))
+    kept = AnswersFile(
+        path=run.answers, settings=settings_of(run, reads), prompts=digests, skipped=dict(prompts.skipped)
+    )
+    kept.read()
+    return kept
 
 
 def _write_files(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -55,6 +56,12 @@ def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> byte
     if size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES // 2**20:,} MiB", os.fspath(path))
     return b"".join(parts)
+
+
+def digest_of_path(path: Path) -> str:
+    """Digest of a file, or of the files of a folder: 16 hexadecimal digits. Raises: OSError."""
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in files)).hexdigest()[:16]
 
 
 def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> None:

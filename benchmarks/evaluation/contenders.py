@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
 from policies.retriever import Retriever
 from runahead.config import CacheOptions, Positions, choice
+from runahead.files import digest_of_path
 from runahead.thinning.rank_policies import RankPolicies
 
 RECENT_RATIO = 0.2
@@ -98,14 +98,8 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any], once
             raise
         raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
     read = [*(policy.reads for policy in policies.last if policy.reads is not None), *policy_files(settings)]
-    files = {path: _digest(Path(path)) for path in read}
+    files = {path: digest_of_path(Path(path)) for path in read}
     return Contender(label=label, budget=budget, settings=settings, policies=policies, files=files, once=once)
-
-
-def _digest(path: Path) -> str:
-    """Digest of a file, or of the files of a folder."""
-    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-    return hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in files)).hexdigest()[:16]
 
 
 def _policies(settings: dict[str, Any]) -> RankPolicies:

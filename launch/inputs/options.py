@@ -176,6 +176,8 @@ class RunOptions:
 
     Attributes:
         policy: name of the cache policy, positions, and the options that were given; see launch/inputs/policies.py.
+        answers: file of JSON lines to which the answers to several prompts are appended, in place of standard output;
+            prompts that it answers already are left out.
         report, timeline: files to write.
         warmup: runs before the measured one.
     """
@@ -190,6 +192,7 @@ class RunOptions:
     decode: DecodeOptions = field(default_factory=DecodeOptions)
     generation: GenerationOptions = field(default_factory=GenerationOptions)
     draft: DraftOptions = field(default_factory=DraftOptions)
+    answers: str | None = None
     report: str | None = None
     timeline: str | None = None
     warmup: int = 0

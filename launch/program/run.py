@@ -29,7 +29,7 @@ class RunsOnRanks(Protocol):
     ranks: RanksOptions
 
 
-OF_ONE_HOST = ("model.path", "model.config", "ranks.threads", "ranks.fault_report", "report", "timeline")
+OF_ONE_HOST = ("model.path", "model.config", "ranks.threads", "ranks.fault_report", "answers", "report", "timeline")
 """Options that may differ between hosts. Whether models are equal is checked by their weights."""
 
 R = TypeVar("R", bound=RunsOnRanks)

@@ -35,7 +35,7 @@ from runahead.files import write_whole
 OF_THE_SWEEP = ("sweep.ranks", "sweep.dir")
 """Options of the sweep itself, which its jobs do not get."""
 
-WRITTEN = ("report", "timeline", "ranks.fault_report", "out", "table", "lines", "bench.results")
+WRITTEN = ("answers", "report", "timeline", "ranks.fault_report", "out", "table", "lines", "bench.results")
 """Options that name what a program writes. A relative name is in the folder of the job."""
 
 MOST_JOBS = 10_000

@@ -1,0 +1,162 @@
+"""answers=: a run of several prompts that was ended goes on, and its file is that of a run that was not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.infer import main
+from runahead.engine import Engine
+from tests.exit_status import exit_status, one_line_error
+from tests.families import save_tiny_llama
+from tests.ranks.test_infer import INFER, options
+from tests.unit.tokenizers_for_tests import byte_level
+from tests.waiting import until
+from tests.warm_program import WarmProgram
+
+TEXTS = ["the ice", "the letters of the captain", "captain", "his sister, from", "a ship", "north", "why"]
+SAMPLED = ["generation.do_sample=true", "generation.seed=3", "prompt.batch=2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), byte_level())
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(text) + "\n" for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def run(model: str, *more: str) -> int:
+    return exit_status(main, options(model, "prompt.file=prompts.jsonl", "answers=a.jsonl", *SAMPLED, *more))
+
+
+def test_lines_are_those_of_standard_output_with_what_made_them(
+    model: str, prompts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(main, options(model, "prompt.file=prompts.jsonl", *SAMPLED)) == 0
+    printed = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert run(model) == 0
+    assert capfd.readouterr().out == ""
+    lines = [json.loads(line) for line in Path("a.jsonl").read_text(encoding="utf-8").splitlines()]
+    settings = [line.pop("settings") for line in lines]
+    assert len({line.pop("prompt") for line in lines}) == len(TEXTS)
+    assert lines == printed
+    assert settings[0].pop("weights")
+    assert settings[0] == {
+        "model.name": "hf",
+        "model.path": settings[0]["model.path"],
+        "generation.max_new_tokens": "12",
+        "generation.do_sample": "True",
+        "generation.seed": "3",
+    }
+
+
+def test_from_wherever_a_run_was_cut_off_another_goes_on(
+    model: str, prompts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(model) == 0
+    whole = Path("a.jsonl").read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (0, 5, ends[0], ends[2] - 1, ends[3], ends[4] + 9):  # batches end after 2, 4 and 6 lines
+        Path("a.jsonl").write_bytes(whole[:cut])
+        assert run(model) == 0
+        assert Path("a.jsonl").read_bytes() == whole
+    capfd.readouterr()
+    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("nothing is left to answer"))
+    assert run(model) == 0
+    assert capfd.readouterr().err == "nothing to do: a.jsonl answers all prompts; remove it to answer them again\n"
+    assert Path("a.jsonl").read_bytes() == whole
+
+
+def test_a_killed_run_goes_on(model: str, prompts: Path, tmp_path: Path) -> None:
+    long = ["generation.max_new_tokens=150", "generation.ignore_eos=true"]
+    assert run(model, *long) == 0
+    whole = Path("a.jsonl").read_bytes()
+    Path("a.jsonl").unlink()
+    given = options(model, "prompt.file=prompts.jsonl", "answers=a.jsonl", *SAMPLED, *long)
+    (tmp_path / "outputs").mkdir()
+    program = WarmProgram(Path(INFER), given, {}, tmp_path / "outputs")
+    until(lambda: program.status is not None or bool(Path("a.jsonl").exists() and Path("a.jsonl").read_bytes()))
+    os.kill(program.pid, signal.SIGKILL)
+    assert program.wait(60) == -signal.SIGKILL, program.errors
+    left = Path("a.jsonl").read_bytes()
+    assert 0 < len(left) < len(whole) and whole.startswith(left)
+    assert run(model, *long) == 0
+    assert Path("a.jsonl").read_bytes() == whole
+
+
+def test_prompts_may_be_added_and_invalid_ones_are_told_once(model: str, prompts: Path) -> None:
+    with prompts.open("a") as file:
+        file.write('""\n')
+    assert run(model, "prompt.skip_invalid=true") == 0
+    with prompts.open("a") as file:
+        file.write('"added"\n')
+    assert run(model, "prompt.skip_invalid=true") == 0
+    lines = [json.loads(line) for line in Path("a.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["index"] for line in lines] == [*range(len(TEXTS) + 2)]
+    assert [line["index"] for line in lines if "error" in line] == [len(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "says"),
+    [
+        ("", ["generation.max_new_tokens=3"], "line 1 was made with generation.max_new_tokens=12 and not 3; give the"),
+        ("", ["generation.seed=0"], "line 1 was made with generation.seed=3 and not its default"),
+        ("", ["policy=window"], "line 1 was made with policy.name=its default and not window"),
+        ("", ["policy=file", "policy.path=mine.py"], "policy.name=its default and not file"),
+        ("prompts", [], "line 2 answers another prompt 1 than this run has; name another file"),
+        ("fewer", [], "line 2 answers another prompt 1 than this run has; name another file"),
+        ("weights", [], "answers=a.jsonl was made by other weights of the model; name another file"),
+        ("foreign", [], "line 8 is no answer; remove the line, or name another file"),
+        ("locked", [], "is being written by another run"),
+        ("", ["report=a.jsonl"], "answers=a.jsonl and report=a.jsonl would overwrite each other"),
+        ("", ["answers=no/such/a.jsonl"], "there is no folder"),
+        (
+            "",
+            ["prompt.file=one.txt"],
+            "answers=a.jsonl is for several prompts, as of prompt.file=<.jsonl>; ",
+        ),
+    ],
+)
+def test_a_file_that_this_run_did_not_begin_is_refused(
+    model: str, prompts: Path, change: str, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model) == 0
+    path = Path("a.jsonl")
+    Path("one.txt").write_text("one", encoding="utf-8")
+    Path("mine.py").write_text(
+        "from dataclasses import dataclass\nfrom policies.window import Window\n\n\n"
+        "@dataclass(kw_only=True)\nclass Mine(Window):\n    pass\n",
+        encoding="utf-8",
+    )
+    if change == "prompts":
+        prompts.write_text(prompts.read_text().replace("the letters", "letters"))
+    elif change == "fewer":
+        prompts.write_text(json.dumps(TEXTS[0]) + "\n")
+    elif change == "weights":
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:-1]]
+        for line in lines:
+            line["settings"]["weights"] = "0" * 32
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif change == "foreign":
+        path.write_bytes(path.read_bytes() + b"{}\n")
+    elif change == "locked":
+        path.write_bytes(path.read_bytes()[:-9])  # else there is nothing to do
+    before = path.read_bytes()
+    capfd.readouterr()
+    with path.open("rb") as held:
+        if change == "locked":
+            fcntl.flock(held, fcntl.LOCK_EX)
+        assert run(model, *more) == 2
+    assert says in one_line_error(capfd)
+    assert path.read_bytes() == before
