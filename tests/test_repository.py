@@ -8,12 +8,14 @@ import re
 import subprocess
 import tomllib
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from policies import POLICIES
+from policies.base import LayerView
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("runahead", "partitioner", "policies", "launch", "benchmarks")
@@ -48,6 +50,16 @@ def test_the_architecture_page_names_every_module() -> None:
 def is_policy(path: str) -> bool:
     """Does this module define a policy of the table?"""
     return path.removesuffix(".py").replace("/", ".") in {kind.__module__ for kind in POLICIES.values()}
+
+
+def test_the_policies_page_lists_what_a_policy_sees() -> None:
+    table = (
+        read(ROOT / POLICIES_PAGE)
+        .partition("What a policy sees of a layer is a `LayerView`.")[2]
+        .partition("\n\nProp")[0]
+    )
+    rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(each.name for each in fields(LayerView))
 
 
 @pytest.mark.parametrize("page", ["README.md", ARCHITECTURE, POLICIES_PAGE])

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch.infer import main
 from runahead.engine import Engine
 from tests import families
-from tests.exit_status import exit_status
+from tests.exit_status import exit_status, one_line_error
 from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
 
@@ -143,6 +143,51 @@ def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypa
     [line] = err.splitlines()
     assert message in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["policy=duo_attention"], "policy DuoAttention needs to know which heads of the model retrieve; give policy."),
+        (["policy=razor_attention"], "policy RazorAttention needs to know which heads of the model retrieve; give"),
+        (["policy=sequence", "policy.steps=[window,razor_attention]"], "policy RazorAttention needs to know"),
+        (
+            ["policy=dms"],
+            "policy DMS evicts the tokens that a model marks, and this one (llama) marks none; use another",
+        ),
+        (["policy=kvzap"], "policy=kvzap needs policy.predictor=<file.safetensors>, made for the model; make it with"),
+        (
+            ["generation.speculate=policy", "draft.policy={name:razor_attention}"],
+            "policy RazorAttention needs to know which heads of the model retrieve; give draft.policy.heads=<",
+        ),
+        (
+            ["generation.speculate=policy", "draft.policy={name:snapkv,budget:0}"],
+            "draft.policy.budget=0 must be",
+        ),
+    ],
+)
+def test_what_a_policy_lacks_is_told_before_the_weights_are_read(model, monkeypatch, capfd, more, says):
+    monkeypatch.setattr("runahead.model.shares.load_model", lambda *_: pytest.fail("the weights are read"))
+    assert exit_status(main, options(model, "prompt.text=a", *more)) == 2
+    assert one_line_error(capfd).startswith(says)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "status", "said"),
+    [
+        (["prompt.txt=a"], 2, "unknown option prompt.txt; did you mean prompt.text?"),
+        (["prompt.file=missing.txt"], 2, "prompt.file=missing.txt does not exist; check the path"),
+        (["prompt.text=a", "policy=dms"], 2, "policy DMS evicts the tokens that a model marks, and this one (llama)"),
+    ],
+)
+def test_the_last_line_under_torchrun_is_ours(model, more, status, said):
+    done = torchrun(*options(model, *more))
+    assert done.returncode == 1  # torchrun's own
+    *_, code, _, line, border = done.stderr.splitlines()
+    assert code.strip().startswith(f"exitcode  : {status} ")
+    assert line.startswith(f"  traceback : {said}")
+    assert set(border) == {"="}
 
 
 def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd):

@@ -17,7 +17,7 @@ import pytest
 from transformers import LlamaConfig
 
 from launch.infer import main
-from tests.slurm.cluster import Cluster, Job, wait_until
+from tests.slurm.cluster import Cluster, Job, text_of, wait_until
 from tests.unit.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slurm
@@ -210,6 +210,43 @@ def test_a_search_goes_on_when_it_is_queued_again(cluster: Cluster, model: list[
     logs = {f"start-{start}/rank-{rank}.err" for start in range(2) for rank in range(2)}
     assert written(tmp_path / f"runahead-search-{job.number}") == logs
     assert not [name for name in written(tmp_path) if name.endswith(".part")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_answers_to_several_prompts_go_on_when_the_job_is_queued_again(
+    cluster: Cluster, model: list[str], tmp_path: Path
+) -> None:
+    texts = [f"letter {number} of the captain to his sister" for number in range(6)]
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    options = [*model, "generation.max_new_tokens=400", "generation.ignore_eos=true", "ranks.timeout_s=600"]
+    script = (SCRIPTS / "infer.sbatch", *options, "prompt.file=letters.jsonl")
+    job = cluster.submit(*SMALL, *script, folder=tmp_path)
+    name = f"runahead-infer-{job.number}"
+    answers = tmp_path / name / "answers.jsonl"
+    wait_until(lambda: job.ended or bool(text_of(str(answers))), "the first answer")
+    # However long the signal takes on a busy machine, the run gets no further.
+    [halted] = itertools.filterfalse(runs_torchrun, job.processes("n2"))
+    os.kill(halted, signal.SIGSTOP)
+    # What --signal=B:USR1@... makes SLURM do.
+    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+    wait_until(lambda: has_pending(halted, signal.SIGTERM), "the end of the ranks")
+    os.kill(halted, signal.SIGCONT)
+    wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
+    assert not job.ended, job.log
+    before = answers.read_text()
+    job.start_again()
+    assert job.wait() == ("COMPLETED", 0), job.log
+    assert "the job is queued again and continues from what is kept" in job.log
+    assert f"runahead: the answers are in {name}/answers.jsonl" in job.log
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert 0 < before.count("\n") < 6 and answers.read_text().startswith(before[: before.rindex("\n") + 1])
+    main([*options, f"prompt.file={tmp_path / 'letters.jsonl'}", f"answers={tmp_path / 'one.jsonl'}"])
+    one = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert [line["new_token_ids"] for line in lines] == [line["new_token_ids"] for line in one]
+    logs = {f"start-{start}/rank-{rank}.err" for start in range(2) for rank in range(2)}
+    assert written(tmp_path / name) == {"answers.jsonl", *logs}
 
 
 @pytest.mark.slow
