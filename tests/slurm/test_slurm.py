@@ -225,13 +225,7 @@ def test_answers_to_several_prompts_go_on_when_the_job_is_queued_again(
     name = f"runahead-infer-{job.number}"
     answers = tmp_path / name / "answers.jsonl"
     wait_until(lambda: job.ended or bool(text_of(str(answers))), "the first answer")
-    # However long the signal takes on a busy machine, the run gets no further.
-    [halted] = itertools.filterfalse(runs_torchrun, job.processes("n2"))
-    os.kill(halted, signal.SIGSTOP)
-    # What --signal=B:USR1@... makes SLURM do.
-    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
-    wait_until(lambda: has_pending(halted, signal.SIGTERM), "the end of the ranks")
-    os.kill(halted, signal.SIGCONT)
+    near_the_limit(cluster, job, "n2")
     wait_until(lambda: job.ended or job.field("Restarts") == "1", "the second start")
     assert not job.ended, job.log
     before = answers.read_text()
