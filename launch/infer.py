@@ -304,6 +304,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
 def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts) -> AnswersFile | None:
     """The file of answers=, read and checked; None without the option. Rank 0 calls it. Raises: ValueError."""
     from launch.inputs.policies import prompt_cache_options
+    from launch.inputs.policy_file import policy_files
     from launch.outputs.answers_file import AnswersFile, prompt_digest, settings_of
 
     if run.answers is None:
@@ -313,12 +314,13 @@ def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts) -> 
             f"answers={run.answers} is for several prompts, as of prompt.file=<.jsonl>; leave it out, since the answer "
             "to one prompt goes to standard output"
         )
-    reads = [policy.reads for policy in (*policies.last, *policies.others) if policy.reads is not None]
+    files = [policy.reads for policy in (*policies.last, *policies.others) if policy.reads is not None]
+    files += policy_files(run.policy)
     if run.policy["name"] == "prompt_cache":
-        reads += prompt_cache_options(run.policy).schemas
+        files += prompt_cache_options(run.policy).schemas
     digests = dict(zip(prompts.places, map(prompt_digest, prompts.ids), strict=True))
     kept = AnswersFile(
-        path=run.answers, settings=settings_of(run, reads), prompts=digests, skipped=dict(prompts.skipped)
+        path=run.answers, settings=settings_of(run, RunOptions(), files), prompts=digests, skipped=dict(prompts.skipped)
     )
     kept.read()
     return kept

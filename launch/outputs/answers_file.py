@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.options import RunOptions
-from launch.inputs.policy_file import policy_files
 from launch.outputs.answers import Answers
 from runahead.files import digest_of_path, read_user_file
 from runahead.ranks.agreement import digest_of, option_facts
@@ -31,21 +29,21 @@ WEIGHTS = "weights"
 """Name of the weights' fingerprint among the settings of a line."""
 
 
-def settings_of(run: RunOptions, reads: Collection[str] = ()) -> dict[str, str]:
+def settings_of(run: Any, defaults: Any, files: Collection[str]) -> dict[str, str]:
     """The options that answers depend on and that are not their defaults, and digests of the files that they name.
 
     Prompts are not among them, nor is the number of ranks, which changes no more than rounding.
 
     Args:
-        reads: files and folders that the policies read.
+        run, defaults: the options of launch/infer.py, and their defaults.
+        files: files and folders that the policies consist of or read.
     """
-    given, defaults = (
+    given, usual = (
         option_facts({section: getattr(options, section) for section in SECTIONS}, OF_SPEED)
-        for options in (run, RunOptions())
+        for options in (run, defaults)
     )
-    changed = {name: value for name, value in given.items() if defaults.get(name) != value}
-    paths = dict.fromkeys([*reads, *policy_files(run.policy)])
-    return changed | {f"the content of {path}": digest_of_path(Path(path)) for path in paths}
+    changed = {name: value for name, value in given.items() if usual.get(name) != value}
+    return changed | {f"the content of {path}": digest_of_path(Path(path)) for path in files}
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
