@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from runahead.ranks.ranks import Ranks
+from tests.beat_clock import give_up_silent
 from tests.rank_pool import RankPool, give_up_after, short_lived_pool
 from tests.ranks import failing_tasks
 from tests.ranks.silence import Silence
 
 TIMEOUT_S = 1.5
-"""Timeout of the ranks in tests of a silent one. In the other tests they have that of `rank_pool`."""
+"""Timeout of the ranks in tests of a silent one, by a clock of their own. Others have that of `rank_pool`."""
 SOON_S = 30.0
 """Less than `rank_pool.TIMEOUT_S`."""
 
@@ -28,28 +29,24 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture
-def hasty_pool(pool: RankPool) -> RankPool:
-    """Ranks that give a silent peer up soon."""
-    pool.run(give_up_after, TIMEOUT_S)
-    return pool
-
-
-def test_waiting_rank_names_silent_peer_and_layer(hasty_pool: RankPool, tmp_path: Path) -> None:
-    _, message = hasty_pool.run(failing_tasks.hang_in_layer, 2, Silence.of(0, 2, tmp_path))
+def test_waiting_rank_names_silent_peer_and_layer(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, 0)
+    _, message = pool.run(failing_tasks.hang_in_layer, 2, Silence.of(0, 2, tmp_path))
     found = re.match(r"PeerFailure: rank 0 has been silent for (\d+) s", message)
     assert found is not None and round(TIMEOUT_S) <= int(found[1]) < 10
     assert re.search(r"the KV of layer 2 from rank 0 \([\d,]+ bytes, receive posted\)", message)
 
 
-def test_sender_is_not_hung_by_receiver_that_stands_still(hasty_pool: RankPool, tmp_path: Path) -> None:
-    message, _ = hasty_pool.run(failing_tasks.hang_in_layer, 0, Silence.of(1, 2, tmp_path))
+def test_sender_is_not_hung_by_receiver_that_stands_still(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, 1)
+    message, _ = pool.run(failing_tasks.hang_in_layer, 0, Silence.of(1, 2, tmp_path))
     assert message.startswith("PeerFailure: rank 1 has been silent")
 
 
 @pytest.mark.parametrize("pool", [3], indirect=True)
-def test_only_true_cause_is_named_in_chain_of_waiting_ranks(hasty_pool: RankPool, tmp_path: Path) -> None:
-    _, middle, last = hasty_pool.run(failing_tasks.hang_in_layer, 1, Silence.of(0, 3, tmp_path))
+def test_only_true_cause_is_named_in_chain_of_waiting_ranks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, 0)
+    _, middle, last = pool.run(failing_tasks.hang_in_layer, 1, Silence.of(0, 3, tmp_path))
     assert "rank 0 has been silent" in middle
     assert "rank 0 has been silent" in last  # though it waits for rank 1, which waits and is alive
     assert "rank 1 has been silent" not in last
@@ -70,10 +67,11 @@ def test_killed_rank_is_noticed(pool: RankPool, failing: int) -> None:
     # what it returned is asserted for whole jobs in test_job_ends.py
 
 
-def test_stopped_rank_is_noticed(hasty_pool: RankPool) -> None:
-    hasty_pool.stopped = 0
+def test_stopped_rank_is_noticed(pool: RankPool) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, 0)
+    pool.stopped = 0
     with pytest.raises(RuntimeError, match="rank 0:\nno answer") as caught:
-        hasty_pool.run(failing_tasks.signal_in_layer, 0, 2, failing_tasks.SIGSTOP)
+        pool.run(failing_tasks.signal_in_layer, 0, 2, failing_tasks.SIGSTOP)
     assert "rank 1:" not in str(caught.value)
 
 
@@ -123,8 +121,9 @@ def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_silent_rank_is_named_while_ranks_decode_together(hasty_pool: RankPool, failing: int, tmp_path: Path) -> None:
-    outcomes = hasty_pool.run(failing_tasks.hang_in_sharded_decoding, Silence.of(failing, 2, tmp_path))
+def test_silent_rank_is_named_while_ranks_decode_together(pool: RankPool, failing: int, tmp_path: Path) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, failing)
+    outcomes = pool.run(failing_tasks.hang_in_sharded_decoding, Silence.of(failing, 2, tmp_path))
     message = outcomes[1 - failing]
     assert message.startswith(f"PeerFailure: rank {failing} has been silent")
     assert f"the attention of rank {failing}" in message
@@ -144,8 +143,9 @@ def test_killed_rank_is_noticed_while_ranks_decode_together(pool: RankPool, fail
     assert f"rank {1 - failing}:" not in str(caught.value)
 
 
-def test_stopped_rank_is_noticed_while_ranks_decode_together(hasty_pool: RankPool) -> None:
-    hasty_pool.stopped = 0
+def test_stopped_rank_is_noticed_while_ranks_decode_together(pool: RankPool) -> None:
+    pool.run(give_up_silent, TIMEOUT_S, 0)
+    pool.stopped = 0
     with pytest.raises(RuntimeError, match="rank 0:\nno answer") as caught:
-        hasty_pool.run(failing_tasks.signal_in_sharded_decoding, 0, failing_tasks.SIGSTOP)
+        pool.run(failing_tasks.signal_in_sharded_decoding, 0, failing_tasks.SIGSTOP)
     assert "rank 1:" not in str(caught.value)

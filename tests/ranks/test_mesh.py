@@ -43,10 +43,11 @@ from runahead import GenerationOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, Exchange, Positions, PrefillName, Transfer
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
+from tests.beat_clock import give_up_silent
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
 from tests.partitions import boundaries
-from tests.rank_pool import RankPool, give_up_after, short_lived_pool
+from tests.rank_pool import RankPool, short_lived_pool
 from tests.ranks import mesh_tasks, tensor_tasks
 from tests.ranks.ragged_tasks import KVzapOfShare
 from tests.ranks.test_exactness import TOLERANCE
@@ -367,7 +368,7 @@ class TestPeerFailure:
     @pytest.mark.parametrize(("rank", "layer"), [(3, 1), pytest.param(0, 2, marks=pytest.mark.slow)])
     def test_stopped_rank(self, pool: RankPool, rank: int, layer: int) -> None:
         pool.run(mesh_tasks.make_ready, 2)  # which takes longer than a rank may be silent
-        pool.run(give_up_after, 1.5)
+        pool.run(give_up_silent, 1.5, rank)
         pool.stopped = rank
         with pytest.raises(RuntimeError, match=f"rank {rank}:\nno answer") as caught:
             pool.run(tensor_tasks.generate_and_act, 2, rank, layer, "stop")

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import PrefillName
 from runahead.timeline.picture import timeline_png
+from tests.beat_clock import give_up_silent
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
-from tests.rank_pool import give_up_after, short_lived_pool
+from tests.rank_pool import short_lived_pool
 from tests.ranks import peer_tasks, tasks
 from tests.ranks.silence import Silence
 from tests.ranks.test_batch import BATCH
@@ -185,7 +186,7 @@ def test_failure_of_one_rank_ends_the_others_with_its_name(variant: str, is_sile
     silence = Silence.of(1, 3, tmp_path) if is_silent else None
     with short_lived_pool(3) as pool, suppress(RuntimeError):  # the killed rank's answer never comes
         if is_silent:
-            pool.run(give_up_after, 1.5)
+            pool.run(give_up_silent, 1.5, 1)
         pool.run(peer_tasks.fail_in_layer, VARIANTS[variant], 1, 4, silence, str(tmp_path))
     for rank in (0, 2):
         ended = (tmp_path / str(rank)).read_text()

@@ -17,9 +17,10 @@ from runahead import GenerationOptions, Model, ModelOptions, PrefillOptions, Ran
 from runahead.config import ModelName, PrefillName
 from runahead.engine import Engine
 from runahead.model.shares import allreduce_bytes
+from tests.beat_clock import give_up_silent
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, prompt, throughout
-from tests.rank_pool import RankPool, give_up_after, short_lived_pool
+from tests.rank_pool import RankPool, short_lived_pool
 from tests.ranks import tensor_tasks as tasks
 
 TOLERANCE = 1e-9
@@ -218,7 +219,7 @@ class TestPeerFailure:
 
     def test_stopped_rank(self, pool: RankPool) -> None:
         pool.run(tasks.make_ready)  # which takes longer than a rank may be silent
-        pool.run(give_up_after, 1.5)
+        pool.run(give_up_silent, 1.5, 1)
         pool.stopped = 1
         with pytest.raises(RuntimeError, match="rank 1:\nno answer") as caught:
             pool.run(tasks.generate_and_act, 2, 1, 2, "stop")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -145,10 +144,8 @@ def test_an_error_aborts_all_communicators_within_a_deadline(monkeypatch: pytest
     ranks = Job(2).ranks[0]
     made = [Communicator(group) for group in groups]
     ranks._links, ranks._sets = {((0, 1), 4): made[0], ((1, 0), 4): made[1]}, {(((0, 1),), None): made[2]}
-    began_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="out of luck"), ranks:
+    with pytest.raises(RuntimeError, match="out of luck"), ranks:  # which would never be left
         raise RuntimeError("out of luck")
-    assert time.monotonic() - began_s < 5.0
     assert all(group.aborted.wait(1.0) for group in groups)
 
 

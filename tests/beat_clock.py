@@ -1,0 +1,24 @@
+"""A clock for watchers that goes as fast as the slowest rank that is alive, however busy the machine is."""
+
+from __future__ import annotations
+
+from runahead.ranks import watcher
+from runahead.ranks.heartbeat import PERIOD_S, Heartbeat
+from runahead.ranks.ranks import Ranks
+
+
+class BeatClock:
+    """In the place of the module `time`: counts the beats of all ranks but the one that is to fall silent."""
+
+    def __init__(self, heartbeat: Heartbeat, silent: int) -> None:
+        self._heartbeat, self._silent = heartbeat, silent
+
+    def monotonic(self) -> float:
+        return PERIOD_S * min(beat for rank, beat in enumerate(self._heartbeat.seen) if rank != self._silent)
+
+
+def give_up_silent(ranks: Ranks, timeout_s: float, silent: int) -> None:
+    """From now on a rank is given up that is silent for so long by this clock, so only the one that is to be."""
+    assert ranks._heartbeat is not None and ranks._watcher is not None
+    watcher.time = BeatClock(ranks._heartbeat, silent)  # type: ignore[assignment]
+    ranks.timeout_s = ranks._watcher._timeout_s = timeout_s
