@@ -25,7 +25,7 @@ CELL = ("length", "depth")
 
 FIELDS: dict[str, Any] = {
     "task": lambda task: is_text(task) and kind_of(task) in TASKS,
-    "metric": lambda metric: metric in METRICS,
+    "metric": lambda metric: is_text(metric) and metric in METRICS,
     "policy": is_text,
     "budget": or_none(is_above_0),
     "case": lambda case: isinstance(case, dict) and not any(isinstance(each, list | dict) for each in case.values()),
@@ -115,7 +115,7 @@ def latest(found: Sequence[Line]) -> list[Line]:
 
 
 def rows(found: Sequence[Line]) -> list[Row]:
-    """Group lines into rows, in the order of tasks and of the lines."""
+    """Group lines into rows, in the order of tasks and of the lines; all rows of a task are together."""
     groups: dict[tuple[str, str, Budget | None], list[Line]] = {}
     full: dict[tuple[str, str], float] = {}
     for line in found:
@@ -123,7 +123,8 @@ def rows(found: Sequence[Line]) -> list[Row]:
         if line["policy"] == FULL:
             full[_asked(line)] = line["score"]
     made = [_row(task, policy, budget, group, full) for (task, policy, budget), group in groups.items()]
-    return sorted(made, key=lambda row: list(TASKS).index(kind_of(row.task)))
+    tasks = sorted(dict.fromkeys(row.task for row in made), key=lambda task: list(TASKS).index(kind_of(task)))
+    return sorted(made, key=lambda row: tasks.index(row.task))
 
 
 def _asked(line: Line) -> tuple[str, str]:

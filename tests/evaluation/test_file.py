@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import FileTaskOptions, Question, Score
 from benchmarks.evaluation.tasks.base import Runtime
 from benchmarks.evaluation.tasks.file import FileTask, contained, exact_match, f1
+from benchmarks.harness import machine
 from launch.evaluate import main
 from runahead import Conversation, Model, Ranks, RanksOptions
 from runahead.config import Device
@@ -179,6 +181,20 @@ def test_two_files_are_evaluated_with_paired_differences_and_a_picture(
         (1, policy) for policy in ("full", "snapkv(window=4)", "snapkv(window=4)")
     ]
     assert len(summary.read(lines)) == 21
+    mixed = [line for line in summary.read(lines) if line["policy"] == "full"]
+    mixed = [*mixed[::-1], *(line for line in summary.read(lines) if line["policy"] != "full")]
+    tasks = [task for task, _ in groupby(row.task for row in summary.rows(mixed))]
+    assert sorted(tasks) == [f"file {first}", f"file {second}"]  # together, in whatever order lines are
+
+
+@pytest.mark.parametrize("metric", [["found"], {"name": "found"}, None, "bleu"])
+def test_a_line_of_an_unknown_metric_is_damaged(metric: object, tmp_path: Path) -> None:
+    known = machine.ROOT / "benchmarks" / "results" / "evaluation.jsonl"
+    line = json.loads(known.read_text().splitlines()[0])
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(line | {"metric": metric}) + "\n")
+    with pytest.raises(ValueError, match="line 1 is a damaged measurement, see its metric; remove it"):
+        summary.read(path)
 
 
 BROKEN = [

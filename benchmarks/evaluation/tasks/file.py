@@ -82,7 +82,7 @@ class FileTask(Answering):
         asked = read(options)
         self._score = _score_of(options, asked)
         self.metric = METRICS[self._score]
-        self._asked = {number: each for number, each in asked.items() if number in list(asked)[: options.samples]}
+        self._asked = dict(list(asked.items())[: options.samples])
         self.cases = [
             {"line": number, "digest": each.digest} | ({} if each.kind is None else {"kind": each.kind})
             for number, each in self._asked.items()
