@@ -16,6 +16,7 @@ from runahead import Model, ModelOptions
 from runahead.config import PrefillOptions
 from runahead.model.loading import load_config
 from runahead.model.loading.overrides import overridden
+from runahead.reuse.store import model_key
 from tests import families
 from tests.unit.test_loading_gguf import write_gguf
 from tests.unit.test_loading_hf import CPU, load_hf, refusal
@@ -72,6 +73,11 @@ def test_keys_that_a_family_names_otherwise_are_found() -> None:
     assert overridden(families.build("gpt2").config, {"max_position_embeddings": 4096}).n_positions == 4096
 
 
+def test_a_factor_need_not_be_the_ratio_of_the_lengths() -> None:
+    config = families.build("qwen3", max_position_embeddings=80).config
+    assert overridden(config, {"rope_parameters": YARN}).rope_parameters["factor"] == 4.0
+
+
 def test_another_kind_of_rope_keeps_the_base_alone() -> None:
     config = families.build("llama_dynamic_ntk").config
     changed = overridden(config, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
@@ -115,7 +121,8 @@ def test_fingerprints_of_a_model_and_of_tables_tell_overrides_apart(folder: Path
         Model.load(ModelOptions(name="hf", path=str(folder), overrides=each), CPU)
         for each in ({}, LONGER, dict(reversed(LONGER.items())))
     )
-    assert longer.fingerprint == same.fingerprint != plain.fingerprint
+    for key in (lambda model: model.fingerprint, model_key):  # of files for a model, of prefixes and segments
+        assert key(longer) == key(same) != key(plain)
     of_table = [
         Fingerprint.of(model, device=CPU, backend="gloo", prefill=PrefillOptions()) for model in (plain, longer, same)
     ]

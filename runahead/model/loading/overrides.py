@@ -59,7 +59,8 @@ def overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     except Exception as error:  # a family's config may raise anything for values that it does not expect
         # transformers' checks of a class name the check, and the reason is what it raised.
         raise ValueError(f"model.overrides cannot be used: {one_line(error.__cause__ or error)}") from error
-    if found := [each for each in new if each not in old]:
+    # A factor that is not the ratio of the lengths is used as it is: Qwen3's config has room for answers beside it.
+    if found := [each for each in new if each not in old and "implicit factor" not in each]:
         raise ValueError(f"model.overrides cannot be used: {one_line(found[0])}")
     if changed.to_dict() == before:
         raise ValueError("model.overrides changes nothing, since the config has these values; leave it out")
@@ -93,6 +94,9 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _require_lengths(before: Mapping[str, Any], after: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Check that scaled positions have the length that they are scaled from, not the new one. Raises: ValueError."""
+    for key, inner in overrides.items():
+        if key != "rope_parameters" and isinstance(inner, Mapping) and isinstance(before.get(key), dict):
+            _require_lengths(before[key], after[key], inner)
     rope, length = after.get("rope_parameters"), before.get("max_position_embeddings")
     if not isinstance(rope, dict) or "max_position_embeddings" not in overrides:
         return
