@@ -22,3 +22,14 @@ def give_up_silent(ranks: Ranks, timeout_s: float, silent: int) -> None:
     assert ranks._heartbeat is not None and ranks._watcher is not None
     watcher.time = BeatClock(ranks._heartbeat, silent)  # type: ignore[assignment]
     ranks.timeout_s = ranks._watcher._timeout_s = timeout_s
+
+
+def keep_beats(silent: int) -> None:
+    """Have this process, which is to be a rank, tell silence by this clock from the beginning."""
+    start = watcher.Watcher.start
+
+    def with_clock(self: watcher.Watcher) -> None:
+        watcher.time = BeatClock(self._heartbeat, silent)  # type: ignore[assignment]
+        start(self)
+
+    watcher.Watcher.start = with_clock  # type: ignore[method-assign]
