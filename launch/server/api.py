@@ -59,7 +59,7 @@ class API:
         tokenizer: of the model; None if it has none. Nothing else may use it.
         eos_ids: token ids that end an answer.
         vocab_size: number of token ids.
-        model: the model's name in the API.
+        names: the model's names, by any of which requests may ask for it; the first is told.
         options: limits and log.
         defaults: generation options of requests that do not say otherwise.
         schemas: for prompts that reuse modules; None if there are none.
@@ -72,13 +72,14 @@ class API:
         tokenizer: Any | None,
         eos_ids: set[int],
         vocab_size: int,
-        model: str,
+        names: Sequence[str],
         options: ServeOptions,
         defaults: GenerationOptions,
         keys: Keys,
         schemas: Schemas | None = None,
     ) -> None:
-        self.scheduler, self.options, self.model, self.metrics = scheduler, options, model, Metrics()
+        self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
+        self.model, self._names = names[0], names
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
         self._schemas = schemas
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
@@ -299,7 +300,7 @@ class API:
         return safe
 
     def _check_model(self, name: str) -> None:
-        if name != self.model:
+        if name not in self._names:
             message = f"there is no model '{shown(name)}'; this server has '{self.model}'"
             raise APIError(404, message, param="model", code="model_not_found")
 

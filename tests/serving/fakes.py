@@ -229,7 +229,7 @@ class Served:
             tokenizer=tokenizer,
             eos_ids={tokenizer.eos_token_id},
             vocab_size=len(tokenizer),
-            model="fake",
+            names=["fake", "smollm2"],
             options=options,
             defaults=GenerationOptions(max_new_tokens=16, seed=seed),
             keys=keys,

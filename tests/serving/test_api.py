@@ -95,6 +95,8 @@ def test_the_official_client_gets_whole_answers_and_streams(served):
     ]
     assert counts == sorted(counts) and len(set(counts)) > 1 and counts[-2:] == [5, 5]
     assert [model.id for model in client.models.list()] == ["fake"]
+    by_value = client.chat.completions.create(**(asked | {"model": "smollm2"}))
+    assert (by_value.model, by_value.choices[0].message) == ("fake", whole.choices[0].message)
     with pytest.raises(APIStatusError) as refused:
         client.chat.completions.create(**asked, reasoning_effort="high")
     assert (refused.value.status_code, refused.value.body["param"]) == (400, "reasoning_effort")

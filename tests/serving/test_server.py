@@ -201,6 +201,7 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         client = OpenAI(base_url=server.url + "/v1", api_key="none")
         said = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=3)
         assert said.usage.completion_tokens == 3
+        assert client.models.retrieve("hf").id == model  # the value of model=
 
         state = server.client.get("/state").json()
         assert state["ranks"] == ["rank 0", "rank 1"] and state["prefill"] == "kv_runahead"
