@@ -162,6 +162,14 @@ class Fingerprint:
             found.append(f"a link of {link_text(self.link)}, not {link_text(other.link)}")
         return found
 
+    def search_options(self, other: Fingerprint) -> list[str]:
+        """Options of a search whose table fits `other`, for what differs from this one."""
+        return [
+            f"{option}={getattr(other, name)}"
+            for name, option in OPTIONS.items()
+            if getattr(other, name) not in (None, getattr(self, name))
+        ]
+
     def _link_fits(self, other: Fingerprint) -> bool:
         assert self.link is not None and other.link is not None
         if not (self.link_measured or other.link_measured):
@@ -186,6 +194,16 @@ class Fingerprint:
 
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
+
+OPTIONS = {
+    "dtype": "model.dtype",
+    "threads": "ranks.threads",
+    "backend": "ranks.backend",
+    "transfer": "prefill.transfer",
+    "layers_in_flight": "prefill.layers_in_flight",
+    "tensor": "ranks.tensor",
+}
+"""Fields that options set, with these."""
 
 
 def _speeds_text(speeds: Sequence[float]) -> str:

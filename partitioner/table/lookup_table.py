@@ -30,8 +30,6 @@ On slow links more ranks always gain a little by taking a few tokens each. But t
 large, and a prompt may have to wait for each further rank and link if it is busy.
 """
 
-REMEDY = "search splits for this model and device with python -m partitioner.search table=<another file>"
-
 
 class TableWarning(UserWarning):
     """Warning that a table is used for something that it was not made for."""
@@ -94,18 +92,22 @@ class LookupTable:
         """
         write_whole(path, table_json(self.fingerprint, self.entries))
 
-    def check_fits(self, fingerprint: Fingerprint, *, force: bool = False, remedy: str = REMEDY) -> None:
+    def check_fits(self, fingerprint: Fingerprint, *, force: bool = False, or_else: str = "") -> None:
         """Check that the table is valid for this model and device; with `force`, only warn if it is not.
 
         Raises:
-            ValueError: it is not; the message has all differences and the `remedy`.
+            ValueError: it is not; the message has all differences, the options of a search that mends them, and
+                `or_else`, another remedy.
         """
         differences = self.fingerprint.differences(fingerprint)
         if not differences:
             return
         problem = f"{self.source} is for {'; '.join(differences)}"
         if not force:
-            raise ValueError(f"{problem}; {remedy}")
+            search = " ".join(
+                ["python -m partitioner.search", *self.fingerprint.search_options(fingerprint), "table=<another file>"]
+            )
+            raise ValueError(f"{problem}; search splits for this model and device with {search}{or_else}")
         self.tell(f"{problem}; used nevertheless, its splits may be far from the best")
 
     def merge(self, other: LookupTable) -> LookupTable:

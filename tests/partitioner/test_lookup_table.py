@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import re
 import warnings
 from dataclasses import asdict, replace
 from itertools import pairwise, product
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
 from partitioner.searches.planning import best_split
-from partitioner.table.fingerprint import Fingerprint, ModelShape
+from partitioner.table.fingerprint import OPTIONS, Fingerprint, ModelShape
 from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
 from runahead import Model
@@ -353,7 +354,7 @@ def test_tables_for_different_models_are_not_merged() -> None:
 OTHERS = {
     "dtype": "bfloat16",
     "device": "another processor",
-    "threads": None,
+    "threads": 2,
     "backend": "nccl",
     "transfer": "direct",
     "link": Link.from_gbps(100),
@@ -371,6 +372,8 @@ def test_a_table_for_something_else_is_an_error_and_a_warning_when_forced(name: 
         table_of().check_fits(other)
     message = str(raised.value)
     assert name in message and "partitioner.search" in message and "\n" not in message
+    options = re.findall(r"partitioner\.search (.*)table=<another file>$", message)
+    assert options == [f"{OPTIONS[name]}={OTHERS[name]} " if name in OPTIONS else ""]
     with pytest.warns(TableWarning, match="used nevertheless"):
         table_of().check_fits(other, force=True)
 
