@@ -1,9 +1,10 @@
-"""The Python that README.md, docs/library.md and docs/prompt_cache.md show runs."""
+"""The Python that README.md, docs/library.md and docs/prompt_cache.md show runs, and commands select tests."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,6 +105,16 @@ def test_the_script_for_several_ranks_runs_under_torchrun(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     chunks = re.findall(r"(\d+) \+ (\d+) tokens$", done.stdout, flags=re.MULTILINE)
     assert len(chunks) == 2 and all(int(first) + int(second) == 160 for first, second in chunks), done.stdout
+
+
+def test_the_commands_of_the_page_for_developers_select_tests() -> None:
+    page = (ROOT / "docs/development.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^ +python (-m pytest .*?) *(?:#.*)?$", page, flags=re.MULTILINE)
+    assert len(commands) >= 2
+    for command in commands:
+        collect = [sys.executable, *shlex.split(command), "--collect-only", "-q", "-n", "0"]
+        done = subprocess.run(collect, capture_output=True, text=True, cwd=ROOT, timeout=240)
+        assert done.returncode == 0, f"{command}: {done.stdout[-500:]}"
 
 
 @pytest.mark.slow

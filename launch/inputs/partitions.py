@@ -13,7 +13,7 @@ from launch.program.ending import say
 from launch.program.progress import Bar
 from partitioner.auto.partition import AutoPartition
 from partitioner.table.fingerprint import Fingerprint
-from partitioner.table.lookup_table import LookupTable
+from partitioner.table.lookup_table import REMEDY, LookupTable
 from runahead import context
 from runahead.config import PrefillOptions
 from runahead.model.loading.cache_folder import cache_folder
@@ -45,7 +45,8 @@ class TablePartition:
         Raises:
             ValueError: if it is not, unless `force` is set.
         """
-        self.table.check_fits(fingerprint, force=force, or_else=", or use this one with partition.force=true")
+        remedy = f"{REMEDY}, or use this one with partition.force=true"
+        self.table.check_fits(fingerprint, force=force, remedy=remedy)
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._said:

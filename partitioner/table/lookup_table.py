@@ -30,6 +30,8 @@ On slow links more ranks always gain a little by taking a few tokens each. But t
 large, and a prompt may have to wait for each further rank and link if it is busy.
 """
 
+REMEDY = "search splits for this model and device with python -m partitioner.search {options}table=<another file>"
+
 
 class TableWarning(UserWarning):
     """Warning that a table is used for something that it was not made for."""
@@ -92,22 +94,20 @@ class LookupTable:
         """
         write_whole(path, table_json(self.fingerprint, self.entries))
 
-    def check_fits(self, fingerprint: Fingerprint, *, force: bool = False, or_else: str = "") -> None:
+    def check_fits(self, fingerprint: Fingerprint, *, force: bool = False, remedy: str = REMEDY) -> None:
         """Check that the table is valid for this model and device; with `force`, only warn if it is not.
 
         Raises:
-            ValueError: it is not; the message has all differences, the options of a search that mends them, and
-                `or_else`, another remedy.
+            ValueError: it is not; the message has all differences and the `remedy`, where {options} stands for the
+                options of a search whose table fits.
         """
         differences = self.fingerprint.differences(fingerprint)
         if not differences:
             return
         problem = f"{self.source} is for {'; '.join(differences)}"
         if not force:
-            search = " ".join(
-                ["python -m partitioner.search", *self.fingerprint.search_options(fingerprint), "table=<another file>"]
-            )
-            raise ValueError(f"{problem}; search splits for this model and device with {search}{or_else}")
+            options = "".join(f"{option} " for option in self.fingerprint.search_options(fingerprint))
+            raise ValueError(f"{problem}; {remedy.format(options=options)}")
         self.tell(f"{problem}; used nevertheless, its splits may be far from the best")
 
     def merge(self, other: LookupTable) -> LookupTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,8 +11,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from launch.infer import INFER
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import TablePartition, check_table, kvr_name, partitioner
+from partitioner.search import SEARCH
 from partitioner.table.fingerprint import Fingerprint
 from runahead import Ranks, even
 from runahead.config import PrefillOptions, Transfer
@@ -98,3 +101,14 @@ def test_the_papers_names_are_in_the_report() -> None:
 def test_force_without_a_table_has_no_effect() -> None:
     run = RunOptions(partition=PartitionOptions(force=True))
     assert ineffective_settings(run) == ["partition.force has no effect without partition=table"]
+
+
+def test_the_search_and_the_run_of_the_page_have_the_same_threads() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/partitions.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(
+        r"python -m partitioner\.search (.*)\n *torchrun --nproc-per-node=(\d) launch/infer\.py (.*)\n", page
+    )
+    assert found is not None
+    search, run = SEARCH.compose(found[1].split()), INFER.compose(found[3].split())
+    assert search.ranks.threads is not None and search.ranks.threads == run.ranks.threads
+    assert int(found[2]) in (search.search.ranks or []) and search.table == run.partition.table
