@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item not in often:
                 item.add_marker("slow")
     one_in = config.getoption("sample")
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % one_in == 0]
+    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % one_in]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % one_in == 0]
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}

@@ -28,8 +28,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sample_is_the_same_every_time(run) -> None:
-    counts = [run(OF_PARAMETERS, "--sample=4").parseoutcomes()["passed"] for _ in range(2)]
-    assert counts[0] == counts[1] and 4 <= counts[0] <= 16
+    counts = [run(OF_PARAMETERS, "--sample=4").parseoutcomes() for _ in range(2)]
+    assert counts[0] == counts[1] and 4 <= counts[0]["passed"] <= 16
+    assert counts[0]["passed"] + counts[0]["deselected"] == 40
 
 
 def test_a_share_of_sampled_sets_is_not_slow(run) -> None:
