@@ -62,9 +62,10 @@ def shown(model: Model, monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 
 def test_the_example_of_the_readme(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
-    batch: GenerationBatch = shown(code_with("README.md", "Engine("))["batch"]
+    names = shown(code_with("README.md", "Engine("))
+    batch: GenerationBatch = names["batch"]
     assert 0 < len(batch.generations[0].new_token_ids) <= 16
-    assert batch.ranks[0].kept_tokens == [1] * 30  # a quarter of four
+    assert batch.ranks[0].kept_tokens == [round(len(names["prompt"]) / 4)] * 30
     assert capsys.readouterr().out == f"{batch.generations[0].text} {batch.ttft_s}\n"
 
 
