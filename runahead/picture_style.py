@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -15,6 +16,9 @@ INK, MUTED = "#1f2933", "#7b8794"
 GRID, FRAME = "#e4e7eb", "#cbd2d9"
 ACCENT = "#d9480f"
 """Colour of the most important element, such as the best split."""
+
+SUBJECT_CHARACTER = 0.068
+"""Width of a character of a subject in inches, in the mean and a little more."""
 
 MOST_TICKS = 10
 """Most prompt lengths that are readable side by side on an axis."""
@@ -51,12 +55,13 @@ def png(figure: Figure) -> bytes:
 
 
 def set_title(figure: Figure, title: str, subject: str = "") -> None:
-    """Set a bold title at the top left, and the subject in small type below it."""
-    # An empty line of the title makes room for the subject, whose position is relative to the title.
-    text = title + ("\n" if subject else "")
-    heading = figure.suptitle(text, x=0.008, ha="left", fontsize=13, fontweight="bold", color=INK)
-    if subject:
-        note = figure.axes[0].annotate(subject, (0, 0), xycoords=heading, va="bottom", fontsize=9, color=MUTED)
+    """Set a bold title at the top left, and the subject in small type below it, in as many lines as it needs."""
+    # Empty lines of the title make room for the subject, whose position is relative to the title.
+    lines = wrap(subject, int(figure.get_figwidth() / SUBJECT_CHARACTER))
+    heading = figure.suptitle(title + "\n" * len(lines), x=0.008, ha="left", fontsize=13, fontweight="bold", color=INK)
+    if lines:
+        text = "\n".join(lines)
+        note = figure.axes[0].annotate(text, (0, 0), xycoords=heading, va="bottom", fontsize=9, color=MUTED)
         note.set_annotation_clip(False)
         note.set_in_layout(False)
 

@@ -32,6 +32,8 @@ WORST_SHOWN = 1.0
 """Share above the best TTFT from which on all values have one colour."""
 COLOUR_TICKS = (0, 0.001, 0.01, 0.03, 0.1, 0.25, 0.5, 1)
 MOST_PANELS = 8
+NEAR_EDGE = 0.3
+"""Share of a panel's width at either side in which the text of the best split goes to the other side."""
 FAR = 1.6
 """A curve is shown up to this multiple of the best TTFT."""
 
@@ -40,7 +42,7 @@ def boundary_png(searches: Mapping[int, SearchResult], subject: str = "") -> byt
     """Draw a panel per prompt length with TTFT over the boundary of two ranks; later evaluations are darker."""
     lengths = sorted(searches)
     rows, columns = rows_and_columns(len(lengths), 4)
-    figure = new_figure(max(5.5, 3.9 * columns), 1.0 + 2.9 * rows)
+    figure = new_figure(max(6.4, 3.9 * columns), 1.0 + 2.9 * rows)
     for axes, length in zip(panels(figure, len(lengths), rows, columns), lengths, strict=True):
         _draw_curve(axes, length, searches[length])
     set_title(figure, "Time to first token by the boundary between two ranks", subject)
@@ -64,7 +66,8 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     )
     best = search.partition.boundaries[1]
     axes.axvline(length / 2, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
-    axes.scatter([best], [search.cost_s], marker="*", s=190, color=ACCENT, edgecolors="white", linewidths=0.7, zorder=3)
+    star = {"marker": "*", "s": 190, "color": ACCENT, "edgecolors": "white", "linewidths": 0.7, "clip_on": False}
+    axes.scatter([best], [search.cost_s], zorder=3, **star)
     text = f"{best:,} + {length - best:,}"
     if (even_s := costs.get(length // 2, 0.0)) > search.cost_s:
         text += f"\n{even_s / search.cost_s - 1:.1%} faster than even"
@@ -79,15 +82,18 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     axes.set_ylim(low - 0.22 * (high - low or low), high + 0.06 * (high - low or low))
     set_seconds(axes.yaxis)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    start, end = axes.get_xlim()
+    place = (best - start) / (end - start)
     axes.annotate(
         text,
         (best, search.cost_s),
         (0, -9),
         textcoords="offset points",
-        ha="center",
+        ha="left" if place < NEAR_EDGE else "right" if place > 1 - NEAR_EDGE else "center",
         va="top",
         fontsize=8,
         color=ACCENT,
+        path_effects=[withStroke(linewidth=3, foreground="white")],
     )
 
 

@@ -30,7 +30,7 @@ from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
 from runahead.config import Transfer
 from runahead.context import ContextPartition
-from runahead.picture_style import rows_and_columns, seconds, tokens
+from runahead.picture_style import new_figure, rows_and_columns, seconds, set_title, tokens
 from tests.examples import examples
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 
@@ -143,6 +143,37 @@ def test_any_search_has_a_picture(draw: Callable[[SearchResult], bytes], data: s
         inner = data.draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1))
         evaluations((0, *sorted(inner), length))
     size_of(draw(evaluations.result()))
+
+
+def test_a_long_subject_has_the_lines_that_it_needs() -> None:
+    figure = new_figure(5.5, 4)
+    axes = figure.add_subplot()
+    set_title(
+        figure, "A title", "SmolLM2-135M-Instruct, float32; a processor, 1 thread a rank; gloo, relay; 25 Gbit/s, 10 µs"
+    )
+    figure.draw_without_rendering()
+    [note] = [each for each in axes.texts if "Gbit/s" in each.get_text()]
+    box, title = note.get_window_extent(), figure.get_suptitle()
+    assert title == "A title\n\n" and box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    assert axes.bbox.y1 < box.y0 and box.y1 < figure.bbox.y1
+
+
+@pytest.mark.parametrize("best", [3, 250, 500, 750, 997])
+def test_the_words_of_the_best_split_are_in_its_panel(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("partitioner.pictures.search_pictures.png", drawn.append)
+    evaluations = Evaluations(lambda split: 1 + abs(split.boundaries[1] - best) / 2000)
+    for boundary in range(0, 1001, 50):
+        evaluations((0, boundary, 1000))
+    evaluations((0, best, 1000))
+    boundary_png({1000: evaluations.result()})
+    [figure] = drawn
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    [words] = [each for each in axes.texts if "faster than even" in each.get_text() or best == 500]
+    box = words.get_window_extent()
+    assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+    assert figure._suptitle.get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_levels_of_the_grid_keep_all_steps_in_few_panels() -> None:
