@@ -29,7 +29,8 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; {{name:file,path:my.py}} is your own;
                                         one with a budget among its options, as {{name:window,budget:256}}, runs under
                                         that one; {{name:full,bits:4}} stores keys and values in 4 (or 2) bits;
-                                        docs/cache_precision.md says which policies take bits
+                                        docs/cache_precision.md says which policies take bits; full is added if it is
+                                        missing
   budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers, of
                                         a policy, of the scorer that it wraps, of the last step of a sequence that has
                                         a budget; policies without one, such as those that retrieve, run once
@@ -50,7 +51,7 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
   key_value    key_value.pairs=[<n>,...]   key_value.samples=20   key_value.question=...
                key_value.search_samples=8   key_value.most_tokens=8192
                one value among random keys and values; without pairs as many as make the full cache answer half
-  file         tasks=[copy,{{name:file,path:mine.jsonl}}]   also metric, question, new_tokens, most_tokens, samples
+  file         tasks=[copy,{{name:file,path:questions.jsonl}}]   also metric, question, new_tokens, most_tokens, samples
                questions of your own: a line has prompt, question, answers and perhaps metric
                (exact_match|contained|f1|perplexity); LongBench's files are read too
   throughput   throughput.prompt_tokens=512   throughput.new_tokens=256   throughput.kv_tokens=6144 (or .kv_bytes)
@@ -62,7 +63,7 @@ Policies that retrieve do so from texts of any length (policy.min_tokens=0), unl
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
-  report=<json>   lines=<jsonl>
+  report=<json>   lines=<jsonl>, by default beside the report: eval.jsonl of report=eval.json
 
 Started again after an interruption it goes on from its lines. python -m benchmarks.evaluation.plot draws and tabulates
 them again.

@@ -250,24 +250,15 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import read_prompts, use_template
+    from launch.program.written_files import ensure_outputs
     from runahead.context import LearningPartitioner, even
-    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.shares import check_shares
     from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
     from runahead.timeline.trace import picture_path
 
-    for option in ("answers", "report"):
-        if getattr(run, option) is not None:
-            ensure_writable(getattr(run, option), option=option)
-    if run.answers is not None and run.report is not None and Path(run.answers).resolve() == Path(run.report).resolve():
-        raise ValueError(f"answers={run.answers} and report={run.report} would overwrite each other; rename one")
-    if run.timeline is not None:
-        ensure_writable(run.timeline, option="timeline")
-        ensure_writable(picture_path(run.timeline), option="timeline")
-        written = [Path(path).resolve() for path in (run.timeline, picture_path(run.timeline))]
-        if run.report is not None and Path(run.report).resolve() in written:
-            raise ValueError(f"report={run.report} and timeline={run.timeline} would overwrite each other; rename one")
+    timeline: list[str | Path] = [] if run.timeline is None else [run.timeline, picture_path(run.timeline)]
+    ensure_outputs(run, {"answers": [run.answers], "report": [run.report], "timeline": timeline})
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from launch.program.compose import Program
 from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
+from launch.program.written_files import ensure_outputs
 from partitioner.meshes.options import PlanRun
-from runahead.files import ensure_writable, write_whole
+from runahead.files import write_whole
 
 if TYPE_CHECKING:
     from partitioner.meshes.plan import Plan
@@ -65,9 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _plan(run: PlanRun) -> int:
-    for option in ("report", "picture"):
-        if getattr(run, option) is not None:
-            ensure_writable(getattr(run, option), option=option)
+    ensure_outputs(run, {"report": [run.report], "picture": [run.picture]})
     plan = plan_of(run, shown=True)
     from partitioner.meshes.words import as_json, nothing_fits
 

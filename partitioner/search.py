@@ -105,13 +105,14 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
 
 def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
-    from runahead.files import ensure_writable
+    from launch.program.written_files import ensure_outputs
+    from partitioner.pictures.search_record import record_path
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
 
     assert run.table is not None
-    ensure_writable(run.table, option="table")
+    ensure_outputs(run, {"table": [run.table, record_path(Path(run.table))]})
     if run.search.objective is Objective.measured and max(counts) > mesh.num_stages:
         needed = max(counts) * mesh.num_shares
         raise ValueError(

@@ -151,14 +151,14 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
     """Token ids of the contexts, after all checks that do not need the model's weights."""
     import torch
 
+    from launch.program.written_files import ensure_outputs
     from policies.kvzip import KVzip
-    from runahead.files import ensure_writable
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
 
     FIT.require_one_rank(ranks.size, "maps are fitted")
     assert run.out is not None
-    ensure_writable(run.out, option="out")
+    ensure_outputs(run, {"out": [run.out]})
     texts = [] if run.random_tokens else [read_text(path, f"samples={path}") for path in run.samples or own_texts()]
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     tokenizer, limit = loading.load_tokenizer(run.model), max_positions(config)

@@ -105,13 +105,13 @@ def write_scores(run: HeadsRun, ranks: Ranks) -> None:
 
 def _check(run: HeadsRun, ranks: Ranks) -> None:
     """Check what does not need the model's weights. Raises: ValueError."""
-    from runahead.files import ensure_writable
+    from launch.program.written_files import ensure_outputs
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
 
     HEADS.require_one_rank(ranks.size, "heads are measured")
     assert run.out is not None
-    ensure_writable(run.out, option="out")
+    ensure_outputs(run, {"out": [run.out]})
     limit = max_positions(loading.load_config(run.model, progress=True).get_text_config(decoder=True))
     if limit is not None and run.tokens * run.copies > limit:
         raise ValueError(

@@ -98,11 +98,11 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
 
 def _prepare(run: SkewRun, ranks: Ranks) -> list[int]:
     """Token ids of the sample, after all checks that do not need the model's weights."""
-    from runahead.files import ensure_writable
+    from launch.program.written_files import ensure_outputs
 
     SKEW.require_one_rank(ranks.size, "queries are collected")
     assert run.out is not None
-    ensure_writable(run.out, option="out")
+    ensure_outputs(run, {"out": [run.out]})
     return sample_ids(run.model, run.sample, run.tokens)[: run.tokens]
 
 

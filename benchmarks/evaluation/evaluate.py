@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import torch
 
@@ -45,7 +44,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> None:
     rows = summary.rows(found)
     for name, of_task in groupby(rows, key=lambda row: row.task):
         print(f"{name}\n{text_table(summary.table(list(of_task)))}", flush=True)
-    for note in summary.notes(rows):
+    for note in [*plan.notes, *summary.notes(rows, run.lines)]:
         print(note, flush=True)
     if run.report is not None:
         _write(run, run.report, plan, found)
@@ -69,12 +68,12 @@ def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]
             task, together = plan.tasks[name], [contender for _, _, contender in steps]
             case_text = ", ".join(f"{field} {value}" for field, value in case.items())
             told = f"{name} {case_text}, {len(together)} policies"
-            bar.say(f"{num_done + 1} of {len(missing)}: {told}")
+            bar.say(f"measurement {num_done + 1} of {len(missing)}: {told}")
             for contender, outcome in task.run_all(runtime, together, case):
                 yield plan.line(name, case, contender, outcome, model)
                 num_done += 1
                 bar.advance(task.cost(case))
-                bar.say(f"{min(num_done + 1, len(missing))} of {len(missing)}: {told}")
+                bar.say(f"measurement {min(num_done + 1, len(missing))} of {len(missing)}: {told}")
 
 
 def _warm_up(model: Model, plan: Plan) -> None:
@@ -87,7 +86,7 @@ def _warm_up(model: Model, plan: Plan) -> None:
 
 def _write(run: EvaluateRun, path: str, plan: Plan, found: Sequence[Line]) -> None:
     """Write the report and the pictures beside it."""
-    pictures = plot.draw(found, Path(path).with_suffix(""))
+    pictures = plot.draw(found, path)
     report = {
         "model": found[-1]["model"],
         "dtype": found[-1]["dtype"],

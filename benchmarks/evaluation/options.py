@@ -289,8 +289,6 @@ class EvaluateRun:
         if self.lines is None and self.report is not None:
             stem, dot, ending = self.report.rpartition(".")
             self.lines = f"{stem if dot and '/' not in ending else self.report}.jsonl"
-        if self.lines is not None and self.lines == self.report:
-            raise ValueError(f"report={self.report} and lines={self.lines} would overwrite each other; rename one")
 
 
 def _task(entry: Any) -> str | FileTaskOptions:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.evaluation import summary
+from benchmarks.evaluation import plot, summary
 from benchmarks.evaluation.contenders import Contender, contenders
 from benchmarks.evaluation.material import Material, Text
 from benchmarks.evaluation.options import EvaluateRun, FileTaskOptions
+from benchmarks.evaluation.pictures import PICTURES
 from benchmarks.evaluation.tasks import TASKS, FileTask, Task, kind_of
 from benchmarks.evaluation.tasks.base import Case, Outcome
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from launch.inputs.text_files import text_or_example
 from launch.program.launcher import require_one_rank
+from launch.program.written_files import ensure_outputs
 from partitioner.table.fingerprint import now
 from runahead.config import ModelOptions
-from runahead.files import ensure_writable
 from runahead.model import loading
 from runahead.model.loading import LoadedWeights
 from runahead.model.loading.position_limit import max_positions
@@ -52,6 +53,7 @@ class Plan:
         done: lines of measurements made before.
         across: fields of `about` that may differ: "hardware" where nobody compares times, "code" where what changed in
             it changes no result.
+        notes: sentences for below the tables.
     """
 
     contenders: list[Contender]
@@ -61,6 +63,7 @@ class Plan:
     commit: str | None
     done: list[Line]
     across: Collection[str] = ()
+    notes: Sequence[str] = ()
 
     @classmethod
     def of(cls, run: EvaluateRun, ranks: Ranks, *, across: Collection[str] = ()) -> Plan:
@@ -70,10 +73,9 @@ class Plan:
             ValueError, OSError: for a user's mistakes.
         """
         require_one_rank(ranks.size, "policies are evaluated", "python launch/evaluate.py")
+        pictures = [] if run.report is None else [plot.picture_path(run.report, name) for name in PICTURES]
+        ensure_outputs(run, {"report": [run.report, *pictures], "lines": [run.lines]})
         chosen = contenders(run.policies, run.budgets)
-        for option, path in (("report", run.report), ("lines", run.lines)):
-            if path is not None:
-                ensure_writable(path, option=option)
         done = [] if run.lines is None else summary.read(Path(run.lines))
         kinds = {str(task): TASKS[kind_of(str(task))] for task in run.tasks}
         text = None
@@ -99,6 +101,7 @@ class Plan:
         for task in tasks.values():
             for contender in chosen:
                 task.check(contender, config.num_hidden_layers)
+        chosen, notes = _with_full(chosen, tasks.values(), config.num_hidden_layers)
         about = {
             "model_options": model_options(run.model),
             "model_config": _digest(config.to_json_string()),
@@ -117,6 +120,7 @@ class Plan:
             commit=machine.commit(),
             done=done,
             across=across,
+            notes=notes,
         )
 
     def missing(self) -> list[Step]:
@@ -184,6 +188,24 @@ class Plan:
             "commit": self.commit,
             **self.about,
         }
+
+
+def _with_full(
+    chosen: list[Contender], tasks: Iterable[Task], num_layers: int
+) -> tuple[list[Contender], Sequence[str]]:
+    """The policies with the full cache, which all are compared with, and a sentence if it was not among them.
+
+    It stays out where a task cannot be done with it, as a text that is longer than the model has positions.
+    """
+    if any(contender.label == summary.FULL for contender in chosen):
+        return chosen, ()
+    [full] = contenders([summary.FULL], [])
+    try:
+        for task in tasks:
+            task.check(full, num_layers)
+    except ValueError as error:
+        return chosen, (f"policies= lacks full, which cannot be measured here: {error}",)
+    return [full, *chosen], ("full was added to policies=, since over full compares with it",)
 
 
 def model_options(options: ModelOptions) -> str:

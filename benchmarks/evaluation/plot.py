@@ -6,6 +6,7 @@ python -m benchmarks.evaluation.plot --lines eval.jsonl [--out docs] [--table]
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -35,12 +36,12 @@ def main(args: Sequence[str] | None = None) -> int:
             rows = summary.rows(found)
             for task, of_task in groupby(rows, key=lambda row: row.task):
                 print(f"{task}\n\n{markdown(summary.table(list(of_task)))}")
-            for note in summary.notes(rows):
+            for note in summary.notes(rows, path):
                 print(note)
             return 0
         folder = path.parent if options.out is None else Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
-        for picture in draw(found, folder / path.stem):
+        for picture in draw(found, folder / path.name):
             print(picture)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -48,8 +49,13 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(found: Sequence[Line], stem: Path) -> list[Path]:
-    """Write the pictures that there are lines for, as <stem>_<picture>.png.
+def picture_path(beside: str | Path, name: str) -> Path:
+    """Path of a picture of `PICTURES` beside a report or lines."""
+    return Path(f"{os.path.splitext(beside)[0]}_{name}.png")
+
+
+def draw(found: Sequence[Line], beside: str | Path) -> list[Path]:
+    """Write the pictures that there are lines for, each to its `picture_path`.
 
     Raises: OSError.
     """
@@ -59,7 +65,7 @@ def draw(found: Sequence[Line], stem: Path) -> list[Path]:
     for name, picture in PICTURES.items():
         image = picture(summary.rows(found), subject)
         if image is not None:
-            path = stem.with_name(f"{stem.name}_{name}.png")
+            path = picture_path(beside, name)
             write_whole(path, image)
             written.append(path)
     return written

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.evaluation.contenders import budget_text
-from benchmarks.evaluation.difference import Difference, in_points
+from benchmarks.evaluation.difference import LEAST_PAIRS, Difference, in_points
 from benchmarks.evaluation.metrics import METRICS
 from benchmarks.evaluation.tasks import TASKS, kind_of
 from benchmarks.harness import lines
@@ -175,7 +175,7 @@ def table(of_task: Sequence[Row]) -> Rows:
     """Make the table of one task's rows, for a terminal or Markdown.
 
     *Over full* is the mean difference to the full cache in the same cases, shares in percentage points, with its 95%
-    interval.
+    interval if there are cases enough.
     """
     is_share = METRICS[of_task[0].metric].is_share
     made: Rows = [
@@ -198,7 +198,7 @@ def table(of_task: Sequence[Row]) -> Rows:
                 row.policy,
                 budget_text(row.budget),
                 score_text(row),
-                "" if row.over_full is None else row.over_full.told(in_points if is_share else "{:+.2f}".format),
+                "-" if row.over_full is None else row.over_full.told(in_points if is_share else "{:+.2f}".format),
                 f"{row.kv_share:.1%}",
                 mebibytes(row.kv_bytes),
                 f"{row.host_share:.1%}" if row.host_share else "-",
@@ -215,11 +215,27 @@ def table(of_task: Sequence[Row]) -> Rows:
     return made if has_batches else [cells[:-1] for cells in made]
 
 
-def notes(found: Sequence[Row]) -> list[str]:
-    """A sentence for each policy that did not run under each budget: why. None where no policy has a budget."""
-    if all(row.budget is None for row in found):
-        return []
-    return list(dict.fromkeys(f"{row.policy} ran once: {row.once}" for row in found if row.once is not None))
+def notes(found: Sequence[Row], path: str | Path | None) -> list[str]:
+    """Sentences for below the tables: why a policy ran once, what *over full* lacks, and where it says nothing.
+
+    Args:
+        path: the file of the lines, if there is one.
+    """
+    told = []
+    if any(row.budget is not None for row in found):
+        told += [f"{row.policy} ran once: {row.once}" for row in found if row.once is not None]
+    compared = [row.over_full for row in found if row.policy != FULL]
+    if None in compared:
+        told.append("over full is - where the full cache was not measured in the same cases")
+    if any(each is not None and each.interval is None for each in compared):
+        told.append(f"over full has no 95% interval where it is of fewer than {LEAST_PAIRS} cases")
+    where = "with lines=<jsonl>" if path is None else f"in {path}"
+    told += [
+        f"{row.task}: the full cache itself scores 0, so differences to it say nothing; see its answers {where}"
+        for row in found
+        if row.policy == FULL and METRICS[row.metric].is_share and row.score == 0
+    ]
+    return list(dict.fromkeys(told))
 
 
 def score_text(row: Row) -> str:

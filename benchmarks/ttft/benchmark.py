@@ -17,12 +17,12 @@ from launch.inputs.partitions import partitioner, settle
 from launch.program.ending import say
 from launch.program.progress import Bar
 from launch.program.text_table import text_table
+from launch.program.written_files import ensure_outputs
 from partitioner.cost.link import Link
 from partitioner.measure import ping
 from partitioner.table.fingerprint import Fingerprint, link_text
 from runahead.config import PrefillName, PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.files import ensure_writable
 from runahead.model import loading
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.shares import check_shares, load_model
@@ -76,10 +76,9 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 
 def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     """Check whatever can be checked before the model is loaded. Rank 0 calls it."""
-    ensure_writable(run.bench.results, option="bench.results")
+    ensure_outputs(run, {"bench.results": [run.bench.results], "bench.compute": [run.bench.compute]})
     comparison.read(run.bench.results)
     if run.bench.compute is not None:
-        ensure_writable(run.bench.compute, option="bench.compute")
         read_compute(run.bench.compute)
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     for name in run.bench.variants:

@@ -183,6 +183,20 @@ def test_a_policy_of_a_file_is_measured_again_after_a_change_of_the_file(
     assert [contender.name for _, _, contender in missing] == [f"{policy}, 30%", f"{policy}, 60%"]
 
 
+def test_a_text_too_long_for_the_full_cache_is_measured_without_it(
+    folder: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only a cache of a fixed size reads it; the column over full is not empty without a word."""
+    more = ["tasks=[perplexity]", "perplexity.tokens=700", "perplexity.chunk=64"]
+    bounded = "policies=[{name:streaming_llm,budget:64,positions:reencoded}]"
+    assert main(arguments(folder, text_file, tmp_path / "eval.json", *more, bounded)) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[-2].startswith("policies= lacks full, which cannot be measured here: perplexity.tokens=700 under full")
+    assert out[-1] == "over full is - where the full cache was not measured in the same cases"
+    [row] = json.loads((tmp_path / "eval.json").read_text())["results"]
+    assert row["over_full"] is None and row["policy"].startswith("streaming_llm")
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -19,6 +19,7 @@ from benchmarks.harness import machine
 from launch.evaluate import main
 from runahead import Conversation, Model, Ranks, RanksOptions
 from runahead.config import Device
+from tests.exit_status import exit_status, one_line_error
 
 SEA = "The ice is far from the sea. " * 8
 
@@ -247,6 +248,64 @@ def test_a_wrong_entry_is_one_sentence(option: str, says: str, capfd: pytest.Cap
     assert main([option]) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(says)
+
+
+QUESTIONS = "tasks.path=mine.jsonl, which this run reads; give another file with"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["report=mine.json"], f"lines=mine.jsonl would overwrite {QUESTIONS} lines="),
+        (["report=mine.jsonl", "lines=l.jsonl"], f"report=mine.jsonl would overwrite {QUESTIONS} report="),
+        (["report=again.json"], f"lines=again.jsonl would overwrite {QUESTIONS} lines="),
+        (["lines=my.py"], "lines=my.py would overwrite policies.path=my.py, which this run reads; give another file"),
+        (
+            ["tasks=[{name:file,path:e_quality.png}]", "report=e.json"],
+            "e_quality.png, which report=e.json writes beside it, would overwrite tasks.path=e_quality.png, which",
+        ),
+        (["report=e.json", "lines=e_pyramid.png"], "report=e.json and lines=e_pyramid.png would overwrite each other"),
+        (["report=e.json", "lines=./e.json"], "report=e.json and lines=./e.json would overwrite each other"),
+    ],
+)
+def test_no_output_is_a_file_that_the_run_reads(
+    options: list[str],
+    says: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """By whatever name, and a file that does not exist yet too. Nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("again.jsonl").symlink_to(written(tmp_path / "mine.jsonl", own()))
+    Path("my.py").write_text("")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    given = [f"model.path={folder}", "model=hf", "ranks.device=cpu", "tasks=[{name:file,path:mine.jsonl}]"]
+    assert exit_status(main, [*given, "policies=[full,{name:file,path:my.py}]", *options]) == 2
+    assert one_line_error(capfd).startswith(says)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_cache_that_answers_nothing_right_is_told(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The full cache is measured though policies= lacks it, and the legend says what the two questions cannot tell."""
+    questions = written(tmp_path / "hard.jsonl", *(own(answers=["no such word"]) for _ in range(2)))
+    options = ["model=hf", f"model.path={folder}", "ranks.device=cpu", "ranks.threads=1", "budgets=[0.5]"]
+    options += [f"tasks=[{{name:file,path:{questions},new_tokens:2}}]", "policies=[{name:snapkv,window:4}]"]
+    assert main([*options, f"report={tmp_path / 'eval.json'}"]) == 0
+    out, err = capfd.readouterr()
+    assert out.splitlines()[-3:] == [
+        "full was added to policies=, since over full compares with it",
+        "over full has no 95% interval where it is of fewer than 5 cases",
+        f"file {questions}: the full cache itself scores 0, so differences to it say nothing; see its answers in "
+        f"{tmp_path / 'eval.jsonl'}",
+    ]
+    assert "measurement 1 of 4: " in err
+    report = json.loads((tmp_path / "eval.json").read_text())
+    assert [row["policy"] for row in report["results"]] == ["full", "snapkv(window=4)"]
+    assert [line["details"]["answers"] for line in summary.read(tmp_path / "eval.jsonl")] == [["no such word"]] * 4
 
 
 def test_a_missing_file_is_told_before_the_model_is_loaded(material: Material, tmp_path: Path) -> None:

@@ -130,6 +130,10 @@ def test_ids_without_a_tokenizer_give_ids(model, tmp_path, capfd):
         (["prompt.text=a", "timeline=trace.png"], "use .json"),
         (["prompt.text=a", "report=same.json", "timeline=same.json"], "overwrite each other"),
         (["prompt.text=a", "report=same.png", "timeline=same.json"], "overwrite each other"),
+        (
+            ["prompt.ids_file=run.json"],
+            "report=run.json would overwrite prompt.ids_file=run.json, which this run reads; give another file with",
+        ),
         (["prompt.text=a", "partition=ratios", "partition.ratios=[0.5,0.5]"], "1 rank"),
         (["prompt.text=a", "partition=table", "partition.table=t.json"], "lookup table t.json cannot be read"),
         (["prompt.text=a", "model.path=missing"], "missing"),
