@@ -84,9 +84,14 @@ def _of_entry(settings: dict[str, Any], budgets: Sequence[Budget]) -> list[Conte
         _policies(settings)  # finds a budget that is none, too
         return [_contender(_label(keeper.without_budget()), keeper.own_budget, settings)]
     label = _label(settings)
-    _policies(keeper.with_budget(1.0))  # finds names and options
     if not budgets:
         raise ValueError(f"policies: {label} needs budgets=[...], or a budget among its options")
+    share = next((budget for budget in budgets if isinstance(budget, float)), None)
+    if share is not None and not keeper.takes_shares:
+        raise ValueError(
+            f"budgets={share}: {label} takes no shares, since its budget is an int; give counts of tokens such as "
+            f"budgets=[512,1024], or declare budget: Budget in {keeper.kind.__name__}"
+        )
     return [_contender(label, budget, keeper.with_budget(budget)) for budget in budgets]
 
 
@@ -160,6 +165,12 @@ class Keeper:
         """The budget among its options."""
         own: list[Budget] = [self.options[name] for name in ("budget", "mean_keep") if name in self._given]
         return own[0] if own else None
+
+    @property
+    def takes_shares(self) -> bool:
+        """Whether a share may be its budget, which a class of a user's own may declare as an int."""
+        [kind] = [field.type for field in fields(self.kind) if field.name == "budget"]
+        return "mean_keep" in self._known or kind not in (int, int | None, "int", "int | None")
 
     @property
     def _known(self) -> set[str]:

@@ -181,6 +181,19 @@ def test_a_policy_of_a_file_comes_under_every_budget(tmp_path: Path) -> None:
     assert [(each.label, each.budget) for each in of_one_curve] == [(path, 64), (path, 128)]
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_a_policy_of_a_file_may_take_counts_alone(future: str, tmp_path: Path) -> None:
+    own = of_file(tmp_path / "mine.py", "class Mine(Policy):\n    budget: int = 1024\n    def keep(self, view): ...")
+    (tmp_path / "mine.py").write_text(future + (tmp_path / "mine.py").read_text())
+    found = contenders([own, {"name": "sequence", "steps": ["minicache", own]}], [512, 64])
+    assert [each.policies.last[-1].budget for each in found] == [512, 64] * 2  # type: ignore[attr-defined]
+    says = (
+        r"^budgets=0.2: .*mine.py takes no shares, .* such as budgets=\[512,1024\], or declare budget: Budget in Mine$"
+    )
+    with pytest.raises(ValueError, match=says):
+        contenders([own], [512, 0.2])
+
+
 def test_a_policy_without_a_budget_says_why_it_runs_once(tmp_path: Path) -> None:
     own = of_file(tmp_path / "mine.py", "class Mine(Policy):\n    def keep(self, view):\n        return None")
     own_retriever = of_file(tmp_path / "page.py", "class Mine(Quest):\n    pass")
