@@ -46,7 +46,7 @@ def read(
         except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict) or kind not in line:
-            raise ValueError(f"{name}: line {number} is no measurement; remove it")
+            raise ValueError(f"{name}: line {number} is no measurement; remove it, or name another file")
         wrong = next((each for each, form in (fields or {}).items() if not fits(line, {each: form})), None)
         if wrong is not None:
             raise ValueError(f"{name}: line {number} is a damaged measurement, see its {wrong}; remove it")

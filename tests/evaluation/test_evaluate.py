@@ -238,7 +238,7 @@ def test_lines_of_something_else_are_named(tmp_path: Path, capfd: pytest.Capture
     path = tmp_path / "other.jsonl"
     path.write_text('{"variant": "single"}\n')
     assert plot.main(["--lines", str(path)]) == 2
-    assert capfd.readouterr().err == f"lines={path}: line 1 is no measurement; remove it\n"
+    assert capfd.readouterr().err == f"lines={path}: line 1 is no measurement; remove it, or name another file\n"
     assert plot.main(["--lines", str(tmp_path / "none.jsonl")]) == 2
     assert "has no lines; measure some with launch/evaluate.py" in capfd.readouterr().err
 
