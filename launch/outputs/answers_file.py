@@ -28,6 +28,9 @@ OF_SPEED = (
 WEIGHTS = "weights"
 """Name of the weights' fingerprint among the settings of a line."""
 
+BEGIN = b'{"index": '
+"""What every line of `Answers` begins with."""
+
 
 def settings_of(run: Any, defaults: Any, files: Collection[str]) -> dict[str, str]:
     """The options that answers depend on and that are not their defaults, and digests of the files that they name.
@@ -80,7 +83,8 @@ class AnswersFile:
     def read(self) -> None:
         """Read what earlier runs have written, and check that they were asked the same.
 
-        A last line without an end, which a run was writing when it was killed, does not count.
+        A last line without an end, which a run was writing when it was killed, does not count. A last line that no run
+        can have begun is refused, so that no other file loses what it holds.
 
         Raises:
             ValueError: the file cannot be read, holds something else, or answers to other prompts or settings.
@@ -99,12 +103,15 @@ class AnswersFile:
             with suppress(ValueError, RecursionError):
                 entry = json.loads(line)
             self._take(entry, f"{self.name} line {number}")
+        cut_off = data[self._end :]
+        if not (cut_off.startswith(BEGIN) or BEGIN.startswith(cut_off)):
+            raise ValueError(_no_answer(f"{self.name} line {len(lines) + 1}"))
 
     def _take(self, entry: Any, name: str) -> None:
         """Take a line for what it says. Raises: ValueError, as `read`."""
         place = entry.get("index") if isinstance(entry, dict) else None
         if type(place) is not int:
-            raise ValueError(f"{name} is no answer; remove the line, or name another file")
+            raise ValueError(_no_answer(name))
         if "error" in entry:
             if place not in self.skipped:
                 raise ValueError(f"{name} says that prompt {place} cannot be used, and now it can; remove the line")
@@ -160,3 +167,7 @@ class AnswersFile:
             return {"prompt": self.prompts[place], "settings": self.settings | about}
 
         return Answers(descriptor, self.skipped, name=self.path, done=self.answered, more=fields)
+
+
+def _no_answer(line: str) -> str:
+    return f"{line} is no answer; remove the line, or name another file"

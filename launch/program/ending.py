@@ -39,7 +39,13 @@ _one_at_a_time = threading.Lock()
 
 
 def open_closed_streams() -> None:
-    """Have what is printed go nowhere where a stream was closed (>&-), as at the start of a daemon."""
+    """Have what is printed go nowhere where a stream was closed (>&-), as at the start of a daemon.
+
+    Descriptors 0 to 2 are taken, so that no file that is opened later gets one of them and what is written to it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)  # by processes that this one starts, as the streams are
+    os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)

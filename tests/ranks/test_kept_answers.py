@@ -107,6 +107,24 @@ def test_prompts_may_be_added_and_invalid_ones_are_told_once(model: str, prompts
     assert [line["index"] for line in lines if "error" in line] == [len(TEXTS)]
 
 
+@pytest.mark.parametrize("lines", [0, len(TEXTS)])
+@pytest.mark.parametrize("content", ["notes of my own", '{"name": "settings"}', '["a", "list"]', " ", "\0\1"])
+def test_a_file_without_a_line_break_keeps_what_it_holds(
+    model: str, prompts: Path, lines: int, content: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it holds nothing else, or lines of an earlier run before that."""
+    path = Path("a.jsonl")
+    assert run(model) == 0
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:lines]) + content.encode()
+    path.write_bytes(kept)
+    capfd.readouterr()
+    assert run(model) == 2
+    assert one_line_error(capfd) == (
+        f"answers=a.jsonl line {lines + 1} is no answer; remove the line, or name another file"
+    )
+    assert path.read_bytes() == kept
+
+
 @pytest.mark.parametrize(
     ("change", "more", "says"),
     [

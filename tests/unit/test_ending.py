@@ -68,6 +68,27 @@ def test_closed_streams_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.stderr.close()
 
 
+CLOSED = """
+import os, sys
+from launch.program.ending import open_closed_streams
+open_closed_streams()
+file = os.open("opened.txt", os.O_WRONLY | os.O_CREAT)
+print("goes nowhere", flush=True)
+for descriptor in (1, 2):
+    os.write(descriptor, b"goes nowhere")
+os.system("echo goes nowhere; echo goes nowhere >&2")
+os.write(file, f"{file > 2} {sys.stdin} {os.read(0, 1)}".encode())
+"""
+
+
+def test_no_file_gets_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    command = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command, sys.executable, CLOSED], cwd=tmp_path, env=environment)
+    assert done.returncode == 0
+    assert (tmp_path / "opened.txt").read_text() == "True None b''"
+
+
 def test_a_reader_that_is_gone_changes_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)
