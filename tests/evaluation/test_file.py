@@ -206,6 +206,20 @@ BROKEN = [
     (own(answers=[]), r"answers=\[\] must be a text or a list of texts, none empty"),
     (own(answers=["ice", ""]), r'answers=\["ice", ""\] must be'),
     ({"prompt": SEA, "question": "What?"}, "answers=null must be"),
+    ({"context": SEA, "question": "What?", "answers": "ice", "metric": "f1"}, r'is no object with {"prompt": text, '),
+    (
+        own(metrics="f1"),
+        "line 2 has metrics, which is not one of prompt, question, answers, metric; did you mean metric",
+    ),
+    (
+        {"prompt": SEA, "input": "What?", "answers": "ice"},
+        "has input, which is not one of prompt, question, answers, m",
+    ),
+    (own(context=SEA, input="What?"), "has context and input, as LongBench's lines have, and prompt, which those have"),
+    (
+        LONGBENCH | {"metric": "f1"},
+        "has context and input, as LongBench's lines have, and metric, which those have not",
+    ),
     (own(metric="bleu"), "metric=bleu is not one of exact_match, contained, f1, perplexity"),
     (own(metric="f1"), r"line 2 has f1 and .* line 1 has no metric; give all lines the same, or use a file for each"),
 ]
@@ -224,6 +238,9 @@ def test_a_data_set_with_another_score_asks_for_one(material: Material, tmp_path
     path = written(tmp_path / "reports.jsonl", LONGBENCH | {"dataset": "gov_report"})
     with pytest.raises(ValueError, match="line 1 is of LongBench's gov_report, which is not scored by F1; give tasks="):
         task(material, path)
+    unnamed = written(tmp_path / "unnamed.jsonl", {key: LONGBENCH[key] for key in ("context", "input", "answers")})
+    with pytest.raises(ValueError, match="line 1 has no dataset, which would say its score; give tasks="):
+        task(material, unnamed)
     assert task(material, path, metric=Score.perplexity).metric.name == "perplexity"
 
 

@@ -20,6 +20,7 @@ from benchmarks.evaluation.tasks.answering import Answering, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, Outcome, Runtime
 from benchmarks.harness import lines
 from launch.inputs.text_files import read_text
+from runahead.config import not_one_of
 
 NEW_TOKENS = 32
 """Most tokens of an answer, if neither the options nor the data set says so."""
@@ -29,6 +30,8 @@ METRICS: dict[Score, Metric] = {
     Score.f1: metrics.F1,
     Score.perplexity: metrics.PERPLEXITY,
 }
+KEYS = ("prompt", "question", "answers", "metric")
+"""What a line of a user's own may have."""
 LONGBENCH = {
     "narrativeqa": 128,
     "qasper": 128,
@@ -41,6 +44,8 @@ LONGBENCH = {
 """Data sets of LongBench (Bai et al., 2024, arXiv 2308.14508) that are scored by F1, and their most new tokens."""
 CONTINUED = ("triviaqa",)
 """Those whose input continues the context's examples; answers are read up to the first line break."""
+UNNAMED = "LongBench"
+"""Kind of LongBench's lines that name no data set."""
 LONGBENCH_ASKED = "\n\nAnswer in as few words as you can.\nQuestion: {question}\nAnswer:"
 
 
@@ -182,12 +187,19 @@ def _asked(line: str, name: str) -> Asked:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
-    if not isinstance(entry, dict) or not ("prompt" in entry or "context" in entry):
+    is_longbench = isinstance(entry, dict) and {"context", "input"} <= entry.keys()
+    if not isinstance(entry, dict) or not (is_longbench or "prompt" in entry):
         raise ValueError(
             f'{name} is no object with {{"prompt": text, "question": text, "answers": [text, ...]}}, nor LongBench\'s '
             "with context, input and answers"
         )
-    is_longbench = "prompt" not in entry
+    for key in entry:
+        if is_longbench and key in KEYS and key != "answers":
+            raise ValueError(
+                f"{name} has context and input, as LongBench's lines have, and {key}, which those have not"
+            )
+        if not is_longbench and key not in KEYS:
+            raise ValueError(f"{name} has {key}, which {not_one_of(key, KEYS)}")
     prompt, question = (
         _text(entry, field, name) for field in (("context", "input") if is_longbench else ("prompt", "question"))
     )
@@ -216,7 +228,7 @@ def _asked(line: str, name: str) -> Asked:
         answers=answers,
         score=Score.f1 if dataset in LONGBENCH else None,
         new_tokens=LONGBENCH.get(dataset),
-        kind=dataset or "LongBench",
+        kind=dataset or UNNAMED,
         first_line=dataset in CONTINUED,
         digest=digest,
     )
@@ -253,8 +265,9 @@ def _score_of(options: FileTaskOptions, asked: dict[int, Asked]) -> Score:
         return options.metric
     first, *others = asked.values()
     if first.kind is not None and first.score is None:
+        told = f"is of LongBench's {first.kind}, which is not scored by F1"
         raise ValueError(
-            f"{first.name} is of LongBench's {first.kind}, which is not scored by F1; give "
+            f"{first.name} {'has no dataset, which would say its score' if first.kind == UNNAMED else told}; give "
             f"tasks=[{{name:file,path:{options.path},metric:<{'|'.join(Score.__members__)}>}}]"
         )
     for each in others:
