@@ -252,7 +252,13 @@ class PolicySteps:
             if is_ragged and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)
             if is_ragged or policy.keeps_ragged:
-                kept = cut_back(kept, slots_BKm, room=self.room, compensates=policy.compensates)
+                kept = cut_back(
+                    kept,
+                    slots_BKm,
+                    room=self.room,
+                    by_head=policy.keeps_ragged,
+                    compensates=policy.compensates,
+                )
             else:
                 kept.keep(slots_BKm, room=self.room)
             kept.alike = kept.alike and policy.chooses_alike
