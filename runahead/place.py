@@ -117,11 +117,25 @@ def slurm_place(environment: Mapping[str, str]) -> dict[str, str] | None:
         is_first = environment.get("SLURM_PROCID", "0") == "0"
         raise ValueError(message) if is_first else SharedError(message, is_mistake=True)
     values = {name: whole_number(environment, name) for name in ("SLURM_STEP_NUM_TASKS", *numbers)}
+    if values["SLURM_PROCID"] >= values["SLURM_STEP_NUM_TASKS"]:
+        raise ValueError(
+            f"SLURM_PROCID={values['SLURM_PROCID']} is not below SLURM_STEP_NUM_TASKS={size}; tasks are numbered from "
+            "0: pass SLURM's variables on as they are"
+        )
     place = {"RANK": environment["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": environment["SLURM_LOCALID"]}
     if "LOCAL_WORLD_SIZE" not in environment:
-        place["LOCAL_WORLD_SIZE"] = str(
-            _tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], values["SLURM_NODEID"])
+        node, local_id, tasks = (
+            values["SLURM_NODEID"],
+            values["SLURM_LOCALID"],
+            environment["SLURM_STEP_TASKS_PER_NODE"],
         )
+        num_local = _tasks_of_node(tasks, node)
+        if local_id >= num_local:
+            raise ValueError(
+                f"SLURM_LOCALID={local_id} but SLURM_STEP_TASKS_PER_NODE={tasks} has {num_local} tasks on node {node}, "
+                "which are numbered from 0: pass SLURM's variables on as they are"
+            )
+        place["LOCAL_WORLD_SIZE"] = str(num_local)
     if "MASTER_ADDR" not in environment:
         place["MASTER_ADDR"] = first_host(environment["SLURM_STEP_NODELIST"])
     if "MASTER_PORT" not in environment:

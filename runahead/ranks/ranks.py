@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runahead.config import Backend, Device, RanksOptions
-from runahead.failures import PeerFailure, SharedError, first_line
+from runahead.failures import PeerFailure, RunFailure, SharedError, first_line
 from runahead.place import Place
 from runahead.ranks.accelerator import accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
@@ -97,8 +97,8 @@ class Ranks(Groups):
             store: for the rendezvous; by default made from the environment variables.
 
         Raises:
-            ValueError: the ranks cannot meet, share a GPU, or make no whole stages.
-            PeerFailure: a rank was stopped while it started, or fell silent.
+            ValueError: the ranks differ in versions or code, share a GPU, or make no whole stages.
+            RunFailure: the ranks cannot meet. As a PeerFailure: a rank was stopped while it started, or fell silent.
         """
         if self.size > 1:
             store = self._meet(store)
@@ -139,9 +139,9 @@ class Ranks(Groups):
                 raise PeerFailure(failure)
             if not job.done.is_set() and (announced := self.known_failure()) is not None:
                 raise PeerFailure(f"{announced} (while waiting for all ranks to start)")
-        if isinstance(job.error, RuntimeError) and not isinstance(job.error, SharedError):
+        if isinstance(job.error, RuntimeError) and not isinstance(job.error, RunFailure | SharedError):
             # DistNetworkError, DistStoreError: no rendezvous
-            raise ValueError(f"cannot meet the other ranks: {first_line(job.error)}") from job.error
+            raise RunFailure(f"cannot meet the other ranks: {first_line(job.error)}") from job.error
         if job.error is not None:
             raise job.error
         assert self._heartbeat is not None

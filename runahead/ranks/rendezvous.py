@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from runahead.failures import SharedError
+from runahead.failures import RunFailure, SharedError
 from runahead.place import Place, slurm_place
 from runahead.ranks.agreement import disagreement
 
@@ -99,7 +99,8 @@ def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, p
         patience_s: seconds to wait for ranks that have not started.
 
     Raises:
-        ValueError: ranks did not start in time; on rank 0 also if facts differ. The message names the ranks.
+        RunFailure: ranks did not start in time. The message names them.
+        ValueError: on rank 0, if facts differ. The message names the ranks.
         SharedError: on the other ranks, if facts differ.
     """
     here = dist.PrefixStore("runahead-here", store)
@@ -108,7 +109,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], *, p
     deadline = time.monotonic() + patience_s
     while missing := [peer for peer in range(size) if not here.check([str(peer)])]:
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise RunFailure(
                 f"rank {', '.join(map(str, missing))} of {size} did not start within {patience_s:.0f} s; check its "
                 "host and its messages"
             )

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from runahead.failures import RunFailure, is_mistake
 from runahead.ranks.ranks import Ranks
 from tests.beat_clock import give_up_silent
 from tests.rank_pool import RankPool, give_up_after, short_lived_pool
@@ -109,8 +110,21 @@ def test_ranks_with_different_weights_do_not_begin(pool: RankPool) -> None:
 def test_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("runahead.ranks.ranks.MEETING_S", 0.3)
     store = dist.FileStore(str(tmp_path / "store"), 3)
-    with pytest.raises(ValueError, match=r"rank 0, 2 of 3 did not start within 0 s"):
+    with pytest.raises(RunFailure, match=r"^rank 0, 2 of 3 did not start within 0 s"):
         Ranks(1, 3, device=torch.device("cpu"), backend="gloo", timeout_s=0.3).join(store=store)
+
+
+class _LostStore(dist.FileStore):
+    def add(self, key: str, value: int) -> int:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_rendezvous_that_is_lost_is_no_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(RunFailure, match="^cannot meet the other ranks: Connection reset by peer") as caught:
+        Ranks(1, 2, device=torch.device("cpu"), backend="gloo", timeout_s=0.3).join(
+            store=_LostStore(str(tmp_path / "store"), 2)
+        )
+    assert not is_mistake(caught.value)
 
 
 def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool, tmp_path: Path) -> None:

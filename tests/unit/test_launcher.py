@@ -81,6 +81,8 @@ def test_other_tasks_leave_it_to_the_first_to_tell():
         ({"SLURM_JOB_ID": "4711_2"}, "SLURM_JOB_ID=4711_2 is not a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many is not a whole number"),
         ({"SLURM_NODEID": "3"}, r"SLURM_NODEID=3 but SLURM_STEP_TASKS_PER_NODE=2\(x2\),1 has 3 nodes"),
+        ({"SLURM_PROCID": "5"}, "^SLURM_PROCID=5 is not below SLURM_STEP_NUM_TASKS=5; tasks are numbered from 0"),
+        ({"SLURM_LOCALID": "2"}, r"^SLURM_LOCALID=2 but SLURM_STEP_TASKS_PER_NODE=2\(x2\),1 has 2 tasks on node 1"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE=2.* is no list of tasks"),
     ],
 )
