@@ -49,7 +49,8 @@ class Placement:
                 run none is, since nothing comes before it.
 
         Raises:
-            PMLError: an argument is too long, text does not fit, or the model has too few positions.
+            PMLError: an argument is too long, or text does not fit.
+            PromptTooLong: the model has too few positions.
         """
         self._place_arguments()
         self._place_texts()

@@ -119,7 +119,8 @@ class PromptCache:
             name: name of XML that is not in a file, for messages.
 
         Raises:
-            PMLError: the prompt does not fit the schema or the model.
+            PMLError: the prompt does not fit the schema.
+            PromptTooLong: it does not fit the model.
             OSError: the file cannot be read.
         """
         if not isinstance(source, Prompt):

@@ -170,7 +170,11 @@ FAILS_AT_ONCE = SOURCE + "\n    def __post_init__(self):\n        self.nothing.a
         ),
         (
             FAILING,
-            ["generation.speculate=policy", "draft.policy={{name:file,path:'{path}'}}"],
+            [
+                "generation.speculate=policy",
+                "generation.speculate_always=true",
+                "draft.policy={{name:file,path:'{path}'}}",
+            ],
             f"draft.policy.path={{path}} line {LINE} in score: KeyError",
         ),
         (FAILS_AT_ONCE, ["policy=file", "policy.path={path}"], "policy.path={path} line 25 in __post_init__: Attr"),

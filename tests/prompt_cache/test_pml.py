@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PMLError, Prompt, PromptCache, Schema
 from policies.prompt_cache.xml_reader import MAX_BYTES, Element, read_xml
-from policies.reuse import ReusingPrompt
+from policies.reuse import PromptTooLong, ReusingPrompt
 from tests.prompt_cache.serving import chatting
 from tests.unit.tokenizers_for_tests import byte_level
 
@@ -345,7 +345,7 @@ def test_what_lies_beyond_the_models_positions_is_refused() -> None:
     room = length("one two three")
     with pytest.raises(PMLError, match=r"schema:2: <module>: module b reaches position \d+ of the model's"):
         cache(schema, max_positions=room + 1)
-    with pytest.raises(PMLError, match=r"prompt:1: <prompt>: reaches position \d+ of the model's"):
+    with pytest.raises(PromptTooLong, match=r"prompt:1: <prompt>: reaches position \d+ of the model's"):
         cache(schema, max_positions=room + length("four")).prompt('<prompt schema="s"><b/>and more</prompt>')
 
 

@@ -343,7 +343,8 @@ def test_cfg_job_prints_what_would_run():
 
 def infer(*args: str, rank: int = 0, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "infer.py"), *args]
-    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # where nobody has to be
+    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", **meeting}
     environment.pop("PYTHONPATH", None)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
