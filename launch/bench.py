@@ -30,7 +30,7 @@ and appends a JSON line per variant and length to bench.results. python -m bench
                                              {", ".join(list(VARIANTS)[7:12])},
                                              {", ".join(list(VARIANTS)[12:])}
   bench.lengths=[1024,2048,4096]   bench.pairs=5 (rounds)   bench.warmup=1   bench.probe_repeats=3   bench.strict=true
-  bench.results=benchmarks/results/bench.jsonl   bench.resume=false   bench.compute=<json>
+  bench.results=benchmarks/results/bench.jsonl   bench.resume=false   bench.dirty=false   bench.compute=<json>
   bench.network=given|netns        link.gbps=<rate or list>   link.compute_share=<share or list>
                                    link.noise=off
   partition=auto|even|ratios|table ...  of kv_runahead; a table's splits are kvr_s, else they are searched on the spot

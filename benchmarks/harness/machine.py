@@ -17,6 +17,8 @@ from runahead.ranks.devices import keep_freed_memory
 from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+"""Lines that tables and pages of the repository are made from."""
 MEASURED = ("runahead", "policies", "partitioner")
 """Packages whose code is measured."""
 DIRTY = "-dirty"
@@ -58,6 +60,27 @@ def commit() -> str | None:
         return None
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
     return described + (DIRTY if changed else "")
+
+
+def require_known_code(path: str | os.PathLike[str], *, remedy: str) -> None:
+    """Check that lines of the repository are of a commit; lines elsewhere may be of any code.
+
+    Args:
+        path: file of lines that a run appends to.
+        remedy: the options that say otherwise.
+
+    Raises:
+        ValueError: the file is in benchmarks/results, and its lines could not tell which code they were measured with.
+    """
+    if Path(path).resolve().parent != RESULTS:
+        return
+    known = commit()
+    if known is None or known.endswith(DIRTY):
+        told = "has no commit" if known is None else f"is {known}, with uncommitted changes"
+        raise ValueError(
+            f"the checkout {told}, so lines in benchmarks/results would not tell which code was measured; commit "
+            f"the changes first, or give {remedy}"
+        )
 
 
 def code(packages: Sequence[str] = MEASURED) -> str:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.machine import RESULTS, ROOT
 from benchmarks.harness.pages import with_part
 from runahead.files import ensure_writable, write_whole
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 """Marks on a page between which a study writes its table."""
-RESULTS = ROOT / "benchmarks" / "results"
-"""Lines that tables and pages of the repository are made from."""
 PAGES = ROOT / "docs" / "studies"
 """Pages and pictures of studies."""
 
@@ -112,19 +110,19 @@ class Study:
                 with uncommitted changes for lines of the repository.
         """
         options = self.parser().parse_args(args)
-        with _errors_in_one_line():
+        with errors_in_one_line():
             if not Path(options.out).is_dir():
                 raise ValueError(f"--out {options.out} is not a folder; create it first")
             if not options.draw_only:
                 ensure_writable(options.lines, option="--lines")
-                if Path(options.lines).resolve().parent == RESULTS and not options.dirty:
-                    _require_known_code()
+                if not options.dirty:
+                    machine.require_known_code(options.lines, remedy="--dirty or other --lines")
             found = self._read(options.lines)
         if not options.draw_only:
             self._measure(options, found)
         if not is_first_rank():
             return
-        with _errors_in_one_line():
+        with errors_in_one_line():
             found = self._read(options.lines)
             if not found:
                 raise ValueError(f"{options.lines} has no lines yet; leave out --draw-only")
@@ -169,22 +167,11 @@ class Study:
             # An evaluation's lines have a digest of code of their own, on which their keys depend.
             made.append({**run.shared, **line})
             if is_first_rank() and not self.replaces:
-                with _errors_in_one_line():
+                with errors_in_one_line():
                     lines.append(options.lines, made[-1:])
         if self.replaces:
-            with _errors_in_one_line():
+            with errors_in_one_line():
                 write_whole(options.lines, lines.dumps(made))
-
-
-def _require_known_code() -> None:
-    """Raises: ValueError: lines could not tell which code they were measured with."""
-    commit = machine.commit()
-    if commit is None or commit.endswith(machine.DIRTY):
-        told = "has no commit" if commit is None else f"is {commit}, with uncommitted changes"
-        raise ValueError(
-            f"the checkout {told}, so lines in benchmarks/results would not tell which code was measured; commit "
-            "the changes first, or give --dirty or other --lines"
-        )
 
 
 def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
@@ -230,7 +217,8 @@ def is_first_rank() -> bool:
 
 
 @contextmanager
-def _errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
+    """End the program with one line for a user's mistake in this block."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.harness import lines
+from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
@@ -77,6 +77,8 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
 def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     """Check whatever can be checked before the model is loaded. Rank 0 calls it."""
     ensure_outputs(run, {"bench.results": [run.bench.results], "bench.compute": [run.bench.compute]})
+    if run.bench.pairs and not run.bench.dirty:
+        machine.require_known_code(run.bench.results, remedy="bench.dirty=true or other bench.results")
     comparison.read(run.bench.results)
     if run.bench.compute is not None:
         read_compute(run.bench.compute)

@@ -57,6 +57,7 @@ class BenchOptions:
         resume: skip rounds that the file already has for the same code, machine and options. Off by default, since a
             benchmark that is started again is usually meant to be measured again. Together with link.compute_share give
             a file with `compute` too, since otherwise the rates differ slightly.
+        dirty: append to a file in benchmarks/results also what code with uncommitted changes has measured.
         compute: JSON file with the measured compute of a rank: read if it is for this model, device and longest
             prompt, else measured and written.
         probe_repeats: runs per point of that measurement.
@@ -70,6 +71,7 @@ class BenchOptions:
     warmup: int = 1
     results: str = "benchmarks/results/bench.jsonl"
     resume: bool = False
+    dirty: bool = False
     compute: str | None = None
     probe_repeats: int = 3
     strict: bool = True
@@ -142,8 +144,9 @@ def ineffective_settings(run: BenchRun) -> list[str]:
     uses_table = chosen is PartitionName.table and Split.searched in splits
     if chosen is not PartitionName.auto and Split.given not in splits and not uses_table:
         sentences.append(f"partition={chosen.name} has no effect without kv_runahead among bench.variants")
-    if run.bench.resume and not run.bench.pairs:
-        sentences.append("bench.resume has no effect with bench.pairs=0")
+    if not run.bench.pairs:
+        given = [name for name in ("resume", "dirty") if getattr(run.bench, name)]
+        sentences += [f"bench.{name} has no effect with bench.pairs=0" for name in given]
     return sentences
 
 

@@ -146,6 +146,21 @@ def test_no_rounds_state_the_bounds_and_keep_the_measured_compute(
     assert not results.exists()
 
 
+def test_lines_of_the_repository_are_of_committed_code(
+    same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "commit", lambda: "abc-dirty")
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    results = tmp_path / "bench.jsonl"
+    arguments = options(model, results, "bench.variants=[single]", "bench.lengths=[96]", "bench.pairs=1")
+    assert exit_status(main, arguments) == 2
+    [told] = capfd.readouterr().err.splitlines()
+    assert "the checkout is abc-dirty" in told and told.endswith("or give bench.dirty=true or other bench.results")
+    assert not results.exists()
+    assert main([*arguments, "bench.dirty=true"]) == 0
+    assert [line["commit"] for line in lines.read(results)] == ["abc-dirty"]
+
+
 def test_resume_runs_only_what_is_missing(
     same_code: None, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,6 +18,8 @@ from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import BEGIN, END, PAGES, Run, Study, last_run, option
+from tests.faults import drill, endurance
+from tests.fuzz import fuzz
 
 STUDIES = (
     "endurance",
@@ -140,7 +143,7 @@ def test_lines_of_the_repository_are_of_committed_code(
     """Others may be of any; --dirty says that it is meant."""
     monkeypatch.setattr(machine, "commit", lambda: commit)
     run_squares(tmp_path)
-    monkeypatch.setattr("benchmarks.harness.study.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.harness.machine.RESULTS", tmp_path)
     before = (tmp_path / "squares.jsonl").read_text()
     with pytest.raises(SystemExit, match=f"the checkout {told}.*commit the changes first, or give --dirty") as ended:
         run_squares(tmp_path, "--numbers", "3")
@@ -149,6 +152,17 @@ def test_lines_of_the_repository_are_of_committed_code(
     run_squares(tmp_path, "--numbers", "3", "--dirty")
     [*_, last] = (tmp_path / "squares.jsonl").read_text().splitlines()
     assert json.loads(last)["commit"] == commit
+
+
+@pytest.mark.parametrize("program", [drill, fuzz, endurance], ids=lambda program: program.__name__)
+def test_what_drills_and_fuzzing_record_is_of_committed_code(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "commit", lambda: "abc-dirty")
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match=r"is abc-dirty, .* or give --dirty or other --results$"):
+        program.main(["--count", "0", "--results", str(tmp_path / "x.jsonl")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_results_and_pages_are_no_changes_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

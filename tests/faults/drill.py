@@ -22,6 +22,8 @@ if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness import lines as json_lines
+from benchmarks.harness import machine
+from benchmarks.harness.study import errors_in_one_line
 from benchmarks.network.interruptions import signals_raise
 from runahead.files import write_whole
 from tests.faults import models
@@ -41,8 +43,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--only", type=int, help="this drill alone, which is not recorded")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--dirty", action="store_true", help="run for benchmarks/results with uncommitted changes")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(args)
+    if options.only is None and not options.dirty:
+        with errors_in_one_line():
+            machine.require_known_code(options.results, remedy="--dirty or other --results")
     cache = Path(os.environ.get("RUNAHEAD_CACHE") or "~/.cache/runahead").expanduser()
     model = models.obtain(cache / "drill-model")
     with signals_raise(), tempfile.TemporaryDirectory(prefix="runahead-drill-") as folder:

@@ -31,7 +31,9 @@ if __package__ in (None, ""):  # run as a script
 import psutil
 
 from benchmarks.harness import lines as json_lines
+from benchmarks.harness import machine
 from benchmarks.harness.machine import commit, hardware
+from benchmarks.harness.study import errors_in_one_line
 from launch import infer
 from runahead.model import loading
 from runahead.model.loading.position_limit import max_positions
@@ -86,8 +88,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=6000, help="tokens")
     parser.add_argument("--fresh", type=int, default=10, help="prompts that are also answered by a run of their own")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--dirty", action="store_true", help="run for benchmarks/results with uncommitted changes")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(args)
+    if not options.dirty:
+        with errors_in_one_line():
+            machine.require_known_code(options.results, remedy="--dirty or other --results")
     line = endurance(options.seed, options.count, options.longest, options.fresh, options.overrides)
     json_lines.append(options.results, [line])
     print(json.dumps(line, indent=1))

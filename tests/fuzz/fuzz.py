@@ -29,7 +29,9 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import lines as json_lines
+from benchmarks.harness import machine
 from benchmarks.harness.machine import commit, hardware
+from benchmarks.harness.study import errors_in_one_line
 from policies.prompt_cache import model_text
 from runahead.files import write_whole
 from runahead.report import library_versions
@@ -59,8 +61,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=12_000, help="inputs at all targets together")
     parser.add_argument("--only", choices=list(TARGETS), help="this target alone; nothing is recorded")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--dirty", action="store_true", help="run for benchmarks/results with uncommitted changes")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(args)
+    if options.only is None and not options.dirty:
+        with errors_in_one_line():
+            machine.require_known_code(options.results, remedy="--dirty or other --results")
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "0"  # that nothing is fetched is for the readers to see to
     limit_memory()

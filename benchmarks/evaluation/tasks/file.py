@@ -265,9 +265,10 @@ def _score_of(options: FileTaskOptions, asked: dict[int, Asked]) -> Score:
         return options.metric
     first, *others = asked.values()
     if first.kind is not None and first.score is None:
-        told = f"is of LongBench's {first.kind}, which is not scored by F1"
+        is_unnamed = first.kind == UNNAMED
+        of_data_set = f"is of LongBench's {first.kind}, which is not scored by F1"
         raise ValueError(
-            f"{first.name} {'has no dataset, which would say its score' if first.kind == UNNAMED else told}; give "
+            f"{first.name} {'has no dataset, which would say its score' if is_unnamed else of_data_set}; give "
             f"tasks=[{{name:file,path:{options.path},metric:<{'|'.join(Score.__members__)}>}}]"
         )
     for each in others:
