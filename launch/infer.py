@@ -142,12 +142,14 @@ def infer(
     prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
     places = prompts.places
     starts = list(range(0, len(prompts.ids), run.prompt.batch))
-    kept = ranks.on_rank_0("the answers", lambda: _kept_answers(run, policies, prompts))
+    kept = ranks.on_rank_0("the answers", lambda: _kept_answers(run, policies, prompts, ranks.num_stages))
     if kept is not None:
         starts = [start for start in starts if kept.missing(places[start : start + run.prompt.batch])]
         if not starts:
             ranks.on_rank_0("the answers", lambda: kept.answers(None).finish())
-            say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again")
+            files = [f"{option}=" for option in ("report", "timeline") if getattr(run, option) is not None]
+            unwritten = f" ({' and '.join(files)} not written)" if files else ""
+            say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again{unwritten}")
             return []
     draft = _draft(run, ranks)
     model = load_model(run.model, ranks)
@@ -204,6 +206,9 @@ def infer(
     if ranks.rank == 0:
         answers.finish()
     ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
+    if run.report is not None and kept is not None and kept.answered:
+        num_reported = sum(len(batch.generations) for batch in batches)
+        say(f"report={run.report} has {num_reported:,} of {len(places):,} prompts: those of this run")
     if ranks.rank == 0:
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
         sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint))
@@ -255,10 +260,20 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     from runahead.model import loading
     from runahead.model.shares import check_shares
     from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
+    from runahead.ranks.fault_report import fault_path
     from runahead.timeline.trace import picture_path
 
     timeline: list[str | Path] = [] if run.timeline is None else [run.timeline, picture_path(run.timeline)]
-    ensure_outputs(run, {"answers": [run.answers], "report": [run.report], "timeline": timeline})
+    faults = run.ranks.fault_report
+    ensure_outputs(
+        run,
+        {
+            "answers": [run.answers],
+            "report": [run.report],
+            "timeline": timeline,
+            "ranks.fault_report": [] if faults is None else [fault_path(faults, rank) for rank in range(mesh.size)],
+        },
+    )
     config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
@@ -292,7 +307,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     return prompts
 
 
-def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts) -> AnswersFile | None:
+def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts, num_stages: int) -> AnswersFile | None:
     """The file of answers=, read and checked; None without the option. Rank 0 calls it. Raises: ValueError."""
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.policy_file import policy_files
@@ -309,10 +324,12 @@ def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts) -> 
     files += policy_files(run.policy)
     if run.policy["name"] == "prompt_cache":
         files += prompt_cache_options(run.policy).schemas
+    num_chunks = num_stages if policies.by_chunk(run.decode) else None
+    if num_chunks is not None and run.partition.table is not None:
+        files.append(run.partition.table)
+    settings = settings_of(run, RunOptions(), files, num_chunks=num_chunks)
     digests = dict(zip(prompts.places, map(prompt_digest, prompts.ids), strict=True))
-    kept = AnswersFile(
-        path=run.answers, settings=settings_of(run, RunOptions(), files), prompts=digests, skipped=dict(prompts.skipped)
-    )
+    kept = AnswersFile(path=run.answers, settings=settings, prompts=digests, skipped=dict(prompts.skipped))
     kept.read()
     return kept
 

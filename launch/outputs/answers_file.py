@@ -32,20 +32,26 @@ BEGIN = b'{"index": '
 """What every line of `Answers` begins with."""
 
 
-def settings_of(run: Any, defaults: Any, files: Collection[str]) -> dict[str, str]:
+def settings_of(run: Any, defaults: Any, files: Collection[str], *, num_chunks: int | None = None) -> dict[str, str]:
     """The options that answers depend on and that are not their defaults, and digests of the files that they name.
 
-    Prompts are not among them, nor is the number of ranks, which changes no more than rounding.
+    Prompts are not among them. The number of ranks and the split are only if `num_chunks` is given: without it they
+    change no more than rounding.
 
     Args:
         run, defaults: the options of launch/infer.py, and their defaults.
         files: files and folders that the policies consist of or read.
+        num_chunks: chunks of a prompt, one for each stage, if what policies keep depends on them
+            (`RankPolicies.by_chunk`).
     """
+    sections = SECTIONS if num_chunks is None else (*SECTIONS, "partition")
     given, usual = (
-        option_facts({section: getattr(options, section) for section in SECTIONS}, OF_SPEED)
+        option_facts({section: getattr(options, section) for section in sections}, OF_SPEED)
         for options in (run, defaults)
     )
     changed = {name: value for name, value in given.items() if usual.get(name) != value}
+    if num_chunks is not None:
+        changed["stages (ranks / ranks.tensor)"] = str(num_chunks)
     return changed | {f"the content of {path}": digest_of_path(Path(path)) for path in files}
 
 

@@ -14,7 +14,7 @@ from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
 from runahead.cache.merged.cache import MergedCache, paired_layers
 from runahead.cache.quantised.cache import QuantisedCache
 from runahead.cache.quantised.layer import QuantisedLayer
-from runahead.config import CacheOptions, Positions
+from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
@@ -96,6 +96,11 @@ class RankPolicies:
     def keeps_all(self) -> bool:
         """Whether all keys and values of a prompt are computed and kept as they are: policies, if any, retrieve."""
         return all(isinstance(each, Retriever) for each in (*self.last, *self.others)) and self.clamped_to is None
+
+    def by_chunk(self, decode: DecodeOptions) -> bool:
+        """Whether what is kept depends on how a prompt is split: ranks narrow or keep their own chunks."""
+        narrows = any(policy.narrows for policy in (*self.last, *self.others))
+        return narrows or (self.chooses and decode.name is DecodeName.sharded)
 
     @property
     def reuses_segments(self) -> bool:

@@ -107,6 +107,56 @@ def test_prompts_may_be_added_and_invalid_ones_are_told_once(model: str, prompts
     assert [line["index"] for line in lines if "error" in line] == [len(TEXTS)]
 
 
+def test_a_report_has_the_prompts_of_its_own_run_and_says_so(
+    model: str, prompts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "report=whole.json") == 0
+    assert "those of this run" not in capfd.readouterr().err
+    path = Path("a.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+    assert run(model, "report=rest.json") == 0
+    assert "report=rest.json has 3 of 7 prompts: those of this run\n" in capfd.readouterr().err
+    assert len(json.loads(Path("rest.json").read_text())["prompts"]) == 3
+    assert run(model, "report=none.json", "timeline=trace.json") == 0
+    assert capfd.readouterr().err == (
+        "nothing to do: a.jsonl answers all prompts; remove it to answer them again "
+        "(report= and timeline= not written)\n"
+    )
+    assert not Path("none.json").exists()
+
+
+@pytest.mark.parametrize(
+    "by_chunk",
+    [
+        ["policy=pyramidinfer"],
+        ["policy=per_rank", "policy.ranks.others=pyramidinfer"],
+        ["policy=sequence", "policy.steps=[pyramidinfer,snapkv]"],
+        ["policy=snapkv", "policy.budget=40", "decode=sharded"],
+    ],
+    ids=" ".join,
+)
+def test_where_policies_act_on_chunks_a_run_goes_on_under_the_same_split(
+    model: str, prompts: Path, by_chunk: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("a.jsonl")
+    assert run(model, *by_chunk, "partition=even") == 0
+    whole = path.read_text()
+    path.write_text(whole.replace('"stages (ranks / ranks.tensor)": "1"', '"stages (ranks / ranks.tensor)": "2"'))
+    capfd.readouterr()
+    assert run(model, *by_chunk, "partition=even") == 2
+    assert "line 1 was made with stages (ranks / ranks.tensor)=2 and not 1; give" in one_line_error(capfd)
+    path.write_text(whole)
+    assert run(model, *by_chunk) == 2
+    assert "line 1 was made with partition.name=even and not its default" in one_line_error(capfd)
+
+
+def test_without_such_policies_the_split_may_differ(model: str, prompts: Path) -> None:
+    evicting = ["policy=snapkv", "policy.budget=40"]
+    assert run(model, *evicting, "partition=even") == 0
+    assert "ranks" not in Path("a.jsonl").read_text() and "partition" not in Path("a.jsonl").read_text()
+    assert run(model, *evicting) == 0
+
+
 @pytest.mark.parametrize("lines", [0, len(TEXTS)])
 @pytest.mark.parametrize("content", ["notes of my own", '{"name": "settings"}', '["a", "list"]', " ", "\0\1"])
 def test_a_file_without_a_line_break_keeps_what_it_holds(
@@ -138,6 +188,13 @@ def test_a_file_without_a_line_break_keeps_what_it_holds(
         ("foreign", [], "line 8 is no answer; remove the line, or name another file"),
         ("locked", [], "is being written by another run"),
         ("", ["report=a.jsonl"], "answers=a.jsonl and report=a.jsonl would overwrite each other"),
+        ("", ["prompt.file=a.jsonl"], "answers=a.jsonl would overwrite prompt.file=a.jsonl, which this run reads"),
+        ("", ["timeline=t.json", "answers=t.json"], "answers=t.json and timeline=t.json would overwrite each other"),
+        (
+            "",
+            ["ranks.fault_report=f.json", "answers=f.rank0.fault.json"],
+            "answers=f.rank0.fault.json and ranks.fault_report=f.rank0.fault.json would overwrite each other",
+        ),
         ("", ["answers=no/such/a.jsonl"], "there is no folder"),
         (
             "",
