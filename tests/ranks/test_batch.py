@@ -237,8 +237,8 @@ def test_memory_stays_flat_over_many_calls(rank_pools: RankPools, family: str, s
     ("family", "right"),
     [
         ("bart", [[prompt(40, 1), prompt(40, 2)]]),  # takes no position ids: prompts of one length only
-        # scales queries by their index in the padded batch // 8: also others that are shorter than that
-        ("llama4_text_tempered", [[prompt(40, 1), prompt(40, 2)], [prompt(6, 1), prompt(3, 2)]]),
+        # scales queries from token 8 of the padded batch on: also others that end before it
+        ("llama4_text_tempered", [[prompt(40, 1), prompt(40, 2)], [prompt(5, 1), prompt(3, 2)]]),
     ],
 )
 def test_prompts_of_different_lengths_are_refused_where_positions_cannot_be_right(
