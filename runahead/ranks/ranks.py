@@ -93,6 +93,8 @@ class Ranks(Groups):
     def join(self, *, num_shares: int = 1, store: dist.Store | None = None) -> Ranks:
         """Meet the other ranks, connect to them, and arrange all in stages of `num_shares` ranks. Returns this object.
 
+        After an error the process has to end: ranks that have met keep what they met by.
+
         Args:
             store: for the rendezvous; by default made from the environment variables.
 

@@ -74,13 +74,17 @@ class Presence:
         return (_stat(self.pid) or [""])[0] == "T"
 
 
-@cache
 def environment_store(rank: int, size: int, patience_s: float) -> dist.Store:
     """The store that the launcher's environment variables name.
 
     It stays connected until the process ends, since a later job of these processes may meet there again while another
-    rank still leaves the one before.
+    rank still leaves the one before. A job that is given another address or port meets in another store.
     """
+    return _store_at(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, patience_s)
+
+
+@cache
+def _store_at(_address: str | None, _port: str | None, rank: int, size: int, patience_s: float) -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
     return store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from launch.inputs.options import RunOptions
 from runahead.config import GenerationOptions, ModelOptions
 from runahead.ranks.agreement import disagreement, fact, library_facts, option_facts, secret
 from runahead.ranks.ranks import SharedError
-from runahead.ranks.rendezvous import Presence, meet
+from runahead.ranks.rendezvous import Presence, environment_store, meet
 
 
 def test_ranks_that_agree_are_not_spoken_of() -> None:
@@ -88,3 +89,19 @@ def test_those_who_meet_know_each_others_processes(tmp_path: Path) -> None:
     assert [each.rank for each in first] == [0, 1]
     assert first[0].is_beside(first[1])
     assert not first[1].has_ended
+
+
+def test_a_job_meets_where_the_variables_are_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the store of a job before only if it is given the same address and port."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    stores = []
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        ports = [str(probe.getsockname()[1]) for probe in (one, other)]
+    for port in (*ports, ports[0]):
+        monkeypatch.setenv("MASTER_PORT", port)
+        stores.append(environment_store(0, 1, 30.0))
+    assert stores[0] is stores[2]
+    stores[0].set("name", "first")
+    assert not stores[1].check(["name"])
