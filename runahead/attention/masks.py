@@ -21,8 +21,8 @@ class MaskRule:
 
     transformers builds every mask from an index function (causal, sliding window, chunked, ...) and passes it to the
     mask function of the attention implementation. This class keeps the index function, so that attention can evaluate
-    it one block at a time and can tell cheaply when it is plain causal attention. Overlays for images are left out:
-    they hold the blocks of one forward's positions, and a rule must hold at any position of any text.
+    it one block at a time and can tell cheaply when it is plain causal attention. Overlays for the blocks of images are
+    left out: the runtime gives token ids alone, so a text has none.
     """
 
     ndim = 0  # Falcon and MPT look at these two before they pass a mask on
@@ -87,11 +87,13 @@ class MaskRule:
 
 
 def _without_images(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The mask function without overlays for the blocks of images, if there are no images; None if nothing is left."""
+    """The mask function without overlays for the blocks of images; None if nothing is left.
+
+    What an overlay holds is not looked at: each forward makes another one, and reading it would wait for a GPU.
+    """
     code = getattr(function, "__code__", None)
     if code is _BLOCKS:
-        [blocks_BS] = (cell.cell_contents for cell in function.__closure__ or ())
-        return None if bool((blocks_BS < 0).all()) else function
+        return None
     if code is not _AND and code is not _OR:
         return function
     [parts] = (cell.cell_contents for cell in function.__closure__ or ())
