@@ -46,6 +46,10 @@ class Place:
         local_size = whole_number(environment, "LOCAL_WORLD_SIZE", size)
         if size > 1 and "RANK" not in environment:
             raise ValueError(f"WORLD_SIZE={size} is set but RANK is not; {REMEDY}")
+        if local_size < size and "LOCAL_RANK" not in environment:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE={local_size} is set but LOCAL_RANK is not; start the ranks with torchrun or srun"
+            )
         if rank >= size:
             raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}; ranks are numbered from 0")
         if local_rank >= local_size:

@@ -106,6 +106,7 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
         ({"WORLD_SIZE": None}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"WORLD_SIZE": "0", "RANK": "0"}, "RANK=0 is not below WORLD_SIZE=0"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1 is set but LOCAL_RANK is not; start the"),
         ({"LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE=all is not a whole number"),
         ({"MASTER_ADDR": None}, "WORLD_SIZE=2 but MASTER_ADDR is not set"),
         ({"MASTER_PORT": ""}, "WORLD_SIZE=2 but MASTER_PORT is not set"),
