@@ -242,6 +242,34 @@ def test_a_copy_is_advised_only_where_it_may_help(
     assert ("copy or download" in message) == ("copy or download" in remedy)
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("This modeling file requires the following packages: einops"), "install that package"),
+        (ValueError("Loading this needs `trust_remote_code=True`"), "add model.trust_remote_code=true"),
+        (KeyError("model.layers.0"), "copy or download the folder again if a file is damaged; RUNAHEAD_TRACEBACK=1"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_told_with_a_remedy(
+    error: Exception, remedy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", fail)
+    message = refusal(lambda: load_hf(folder))
+    assert remedy in message and "\n" not in message
+
+
+def test_a_lack_of_memory_while_loading_is_no_fault_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_hf(folder)
+
+
 def test_weights_in_another_form_than_transformers_are_named(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     message = refusal(lambda: load_hf(folder))

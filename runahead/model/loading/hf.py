@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from runahead.config import MAX_LAYERS, ModelOptions
+from runahead.failures import is_lack_of_memory
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
 from runahead.model.loading.checkpoint import Checkpoint
@@ -144,7 +145,9 @@ def _from_pretrained(model_class: Any, make: ModelMaker, arguments: dict[str, An
                 make.attn_implementation,
             )
     except Exception as error:  # transformers, torch, safetensors and the model's own code may raise anything
-        raise ValueError(f"{checkpoint.label} cannot be loaded: {one_line(error)}") from error
+        if is_lack_of_memory(error):
+            raise
+        raise ValueError(_loading_trouble(error, checkpoint, make.options)) from error
     _require_all(report, checkpoint)
     # By their names in the model: of what it unpacks only transformers knows which of the stored names it takes.
     stored_forms.require_taken(module, {name: name for name in report["unexpected_keys"]}, checkpoint)
@@ -271,6 +274,15 @@ def _require_known(config: Mapping[str, Any], label: str) -> None:
             f"{label}: model_type {ascii(model_type)[:60]} is unknown to transformers {transformers.__version__}; use "
             f"the newest that Runahead takes ({VERSIONS}; for Gemma 3n and Gemma 4 any of these), or another model"
         )
+
+
+def _loading_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOptions) -> str:
+    if _needs_code(error, options):
+        return _config_trouble(error, checkpoint.label, options)
+    remedy = f"{checkpoint.cure} if a file is damaged; RUNAHEAD_TRACEBACK=1 prints where it fails"
+    if isinstance(error, ImportError):
+        remedy = "install that package"
+    return f"{checkpoint.label} cannot be loaded ({one_line(error)}); {remedy}"
 
 
 def _tokenizer_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOptions) -> str:
