@@ -132,6 +132,10 @@ def named(drills: list[Drill]) -> list[Any]:
 @pytest.mark.parametrize("drill", named(LOST))
 def test_a_server_that_loses_a_rank_tells_its_client_and_ends(drill: Drill, model: str, tmp_path: Path) -> None:
     with drilled(drill, model, tmp_path) as server:
+        whole = None
+        if drill.moment == "prefill":  # beside the answer of another request, which is not streamed
+            whole = Client(server.url, ENDLESS | {"stream": False})
+            until(lambda: server.metric("runahead:generation_tokens_total") > 0)
         (tmp_path / "armed").touch()
         client = strike(drill, server, tmp_path, ENDLESS)
         others = [rank for rank in range(drill.size) if rank != drill.rank]
@@ -149,6 +153,10 @@ def test_a_server_that_loses_a_rank_tells_its_client_and_ends(drill: Drill, mode
             if drill.rank != 0:
                 [told] = [line for line in client.lines if "error" in line]
                 assert "the server has failed" in told and f"rank {drill.rank}" in told
+        if whole is not None and drill.rank != 0:
+            until(lambda: whole.is_over)
+            assert whole.lines[0] == "status 503"
+            assert "the server has failed" in whole.lines[1] and f"rank {drill.rank}" in whole.lines[1]
 
 
 SUSPENDED = [

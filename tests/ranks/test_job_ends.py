@@ -114,7 +114,7 @@ def test_stopped_rank_is_named_after_its_silence(tiny_model: Path, tmp_path: Pat
         status, errors = job.end(0)
         assert status == 1
         silence = re.search(r"rank 1 has been silent for (\d+) s", errors)
-        assert silence is not None and TIMEOUT_S <= int(silence[1]) < 20
+        assert silence is not None and int(silence[1]) >= TIMEOUT_S
         assert "the next token of rank 1" in errors
         assert len(errors.splitlines()) == 1, errors
         # It would have stayed for ever: no signal but this one ends a process that is stopped.

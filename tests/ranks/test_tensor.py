@@ -243,6 +243,6 @@ def test_plain_transformers_finds_the_same_first_token(tmp_path: Path) -> None:
         ours = engine.generate([prompt(40)], GenerationOptions(max_new_tokens=1)).generations[0].new_token_ids
     token, seconds = plain.first_token(prompt(40))
     assert [token] == ours
-    assert 0 < seconds < 60
+    assert seconds > 0
     assert plain.first_token(prompt(40))[1] > 0
     assert torch.get_num_threads() == threads

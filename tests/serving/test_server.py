@@ -267,6 +267,9 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             assert 0.9 * usage["prompt_tokens"] < cached < usage["prompt_tokens"]
             assert server.metric("runahead:num_requests_running") == 1
+            long = server.post(endless | {"max_tokens": 200}).text
+            assert long.count("data: {") > 1 and long.endswith("data: [DONE]\n\n")
+            next(lines)  # the first one goes on
 
 
 @pytest.mark.slow
