@@ -1,7 +1,7 @@
 """Comparison of a model's logits through our attention with those of transformers' own, on a short text.
 
-In few bits the logits of a model that is right may be others: where two experts are nearly tied, rounding chooses. So
-the attention of each layer is compared there, given the same hidden states.
+In few bits the logits of a model of experts may be others though it is right: where two experts are nearly tied,
+rounding chooses. So the attention of each layer is compared there, given the same hidden states.
 """
 
 # Legend: B batch, C new tokens, S tokens, D model dim, V vocabulary.
@@ -67,6 +67,11 @@ def differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
     # scale is far larger. transformers' eager attention computes softmax in float32 even for float64.
     bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(dtype, 0.2)
     return "" if off <= bound * max(scale, 1e-6) else f"off by {off:.2g}, spread {scale:.2g}"
+
+
+def routes_to_experts(module: nn.Module) -> bool:
+    """Whether a model chooses experts for each token, by names of modules: configs count experts under many names."""
+    return any(name.rpartition(".")[2] in ("experts", "router") for name, _ in module.named_modules())
 
 
 @dataclass(kw_only=True)

@@ -83,3 +83,38 @@ def test_attention_that_is_wrong_is_found_beside_them(
     monkeypatch.setattr(seam, "AttentionTerms", scaled)
     with pytest.raises(ValueError, match=r"gives another output of the attention of layer \d"):
         Model(small_model(small_config(model_type, Sizes()), seed=seed, dtype=dtype))
+
+
+def test_layers_without_experts_are_compared_whole_in_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside attention a forward may be another under our attention, as a family's code may ask which one it has."""
+    module = small_model(small_config("llama", Sizes()), dtype=torch.bfloat16)
+    plain = type(module.lm_head).forward
+
+    def other(self: Any, x: torch.Tensor) -> torch.Tensor:
+        out = plain(self, x)
+        return 2 * out if module.config._attn_implementation == seam.ATTENTION_NAME else out
+
+    monkeypatch.setattr(module.lm_head, "forward", other.__get__(module.lm_head))
+    with pytest.raises(ValueError, match=r"is not computed right: it gives other logits .* model\.dtype=float32"):
+        Model(module)
+
+
+def test_ranks_that_share_a_model_go_on_to_the_same_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one finds its logits off by a little more than another does, both compare layers."""
+
+    class OfTwo:
+        def run(self, call: Any) -> Any:
+            return call()
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, "off by 0.21, spread 1"]
+
+    model = Model(small_model(small_config("mixtral", Sizes()), dtype=torch.bfloat16))
+    expected, forwards = model._transformers_logits(), []
+    once = model._logits_in_two_chunks
+    monkeypatch.setattr(model, "_logits_in_two_chunks", lambda *args: forwards.append(0) or once(*args))
+    model._require_logits(*expected, "transformers' own")
+    assert len(forwards) == 1
+    monkeypatch.setattr(model, "shares", OfTwo())
+    model._require_logits(*expected, "the whole model")
+    assert len(forwards) == 3

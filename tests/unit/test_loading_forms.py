@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
 from runahead.config import ModelOptions
 from runahead.model.loading import load, load_config
@@ -239,6 +240,7 @@ def told(folder: Path) -> list[str]:
          "2 of multi-token prediction"),
         ("llama", {"vision_tower.patch.weight": torch.ones(4), "model.image_newline": torch.ones(4)},
          "2 of images and sound"),
+        ("llama", {"model.vision_tower.layers.7.mlp.fc1.weight": torch.ones(4)}, "1 of images and sound"),
     ],
 )  # fmt: skip
 def test_what_a_text_model_can_do_without_is_told_in_one_line(
@@ -251,6 +253,37 @@ def test_what_a_text_model_can_do_without_is_told_in_one_line(
     assert words in line and min(spare) in line and "\n" not in line
     weights = load_hf(tmp_path).module.state_dict()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+SMALL_HALVES = {
+    **{f"{half}_{size}": 2 for half in ("encoder", "decoder") for size in ("layers", "attention_heads")},
+    **{"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 64, "num_mel_bins": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
+
+
+def test_the_encoder_of_a_checkpoint_is_told_and_left_out(tmp_path: Path) -> None:
+    module = WhisperForConditionalGeneration(WhisperConfig(**SMALL_HALVES))
+    module.save_pretrained(tmp_path)
+    (line,) = told(tmp_path)
+    assert "37 of the encoder, such as model.encoder.conv1.bias" in line and "\n" not in line
+    weights, expected = load_hf(tmp_path).module.state_dict(), module.state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights if name != "proj_out.weight")
+    edit_weights(tmp_path, lambda weights: weights.update({"model.decoder.layers.2.fc1.bias": torch.ones(48)}))
+    assert "no place for 1 of the stored tensors, such as model.decoder.layers.2.fc1.bias" in refusal(
+        lambda: load_hf(tmp_path)
+    )
+
+
+def test_a_decoder_without_the_embeddings_that_its_encoder_shares_is_refused(tmp_path: Path) -> None:
+    """As BART's, which transformers stores once, by a name that the decoder alone does not know."""
+    module = BartForConditionalGeneration(BartConfig(**SMALL_HALVES))
+    module.save_pretrained(tmp_path)
+    assert "2 of the model's weights are not in the files" in refusal(lambda: load_hf(tmp_path))
+    embeddings = module.model.shared.weight.data
+    edit_weights(tmp_path, lambda weights: weights.update({"model.decoder.embed_tokens.weight": embeddings.clone()}))
+    (line,) = told(tmp_path)
+    assert "1 of a bias that a decoder alone does not add, such as final_logits_bias" in line
 
 
 def test_a_second_copy_of_a_tied_head_is_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ SPARE = {
 """What checkpoints hold besides the text decoder, by the names of its tensors; masks are those that earlier versions of
 transformers stored."""
 
+ENCODER = {
+    "the encoder": re.compile(r"(^|\.)(encoder|shared)\.|\.encoder_attn\w*\."),
+    "a bias that a decoder alone does not add": re.compile(r"^final_logits_bias$"),
+}
+"""What checkpoints of an encoder and a decoder hold besides the decoder, by the names of its tensors."""
+
 GGUF_SPARE = re.compile(r"^rope_|\.nextn\.")
 """Tensors of GGUF files that a model can do without: factors of RoPE that are read from the metadata, and layers for
 multi-token prediction."""
@@ -224,11 +230,15 @@ def _kind(model: PreTrainedModel, name: str, unexpected: Mapping[str, str]) -> s
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "tie_word_embeddings", False) and name.endswith("lm_head.weight"):
         return "a head that is tied to the embeddings"
+    # transformers' decoders say of themselves that they are no encoder and decoder.
+    spare = SPARE | ENCODER if hasattr(model.config, "encoder_layers") else SPARE
+    if (kind := next((kind for kind, pattern in spare.items() if pattern.search(name)), None)) is not None:
+        return kind
     layer = re.match(r"(.*\blayers\.(\d+)\.)", name)
     if layer and int(layer[2]) >= int(config.num_hidden_layers):
         # A layer that predicts a further token joins two hidden states, which no other layer does.
         return "multi-token prediction" if _joins(layer[1], unexpected.values()) else None
-    return next((kind for kind, pattern in SPARE.items() if pattern.search(name)), None)
+    return None
 
 
 def _joins(layer: str, names: Iterable[str]) -> bool:
