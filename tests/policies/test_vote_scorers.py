@@ -133,6 +133,24 @@ class TestRKV:
         for mine, snapkvs in zip(ours.kept.layers, theirs.kept.layers, strict=True):
             assert mine.num_slots == 16 and torch.equal(mine.positions_BKn(), snapkvs.positions_BKn())
 
+    def test_without_redundancy_rows_of_different_lengths_keep_what_snapkv_keeps_of_each_alone(self) -> None:
+        """Each row is cut back at a step of its own, by the queries of the window before it."""
+        rows, answer, num_kept, limit = [prompt(14), prompt(9, seed=1)], prompt(13, seed=2), 16, 16 + 6 - 1
+        options: dict[str, Any] = {"budget": num_kept, "window": 4, "kernel": 3}
+        ours = Run(tiny_model("llama"), [RKV(**options, evict_every=6, importance=1.0)], rows)
+        ours.prefill()
+        cut = [limit + 1 - len(row) for row in rows]  # tokens of the answer after which each row is cut back
+        for number, token in enumerate(answer, start=1):
+            ours.decode(token)
+            if number not in cut:
+                continue
+            row = cut.index(number)
+            alone = Run(tiny_model("llama"), [SnapKV(**options)], [rows[row] + answer[:number]])
+            alone.prefill()
+            for mine, snapkvs in zip(ours.kept.layers, alone.kept.layers, strict=True):
+                mine_Kn, its_Kn = mine.positions_BKn()[row], snapkvs.positions_BKn()[0]
+                assert mine_Kn[mine_Kn >= 0].tolist() == its_Kn.flatten().tolist()
+
     def test_bad_options_are_named(self) -> None:
         with pytest.raises(ValueError, match="policy.importance=1.5 must be a weight"):
             RKV(importance=1.5)
