@@ -464,6 +464,10 @@ class Policy:
         """
         return None
 
+    def tokens_after(self, view: LayerView) -> list[int] | None:
+        """Number of tokens of each row that `keep` keeps, if it is known without its slots, for which a host waits."""
+        return None
+
     def replay_score(self, view: LayerView) -> Tensor:
         """Score (B, K, n) of each token of a chunk of the prompt in one layer, by how its repetition attends to it.
 

@@ -50,9 +50,6 @@ class RKV(SnapKV):
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         return Scorer.most_slots(self, num_layers, phase)
 
-    def keep(self, view: LayerView) -> Tensor | None:
-        return Scorer.keep(self, view)  # generated tokens are cut back, too
-
     def carry(self, view: LayerView) -> Tensor | None:
         def votes_of(num_queries: int) -> Tensor:
             return view.by_kv_head(view.signals.votes(num_queries))

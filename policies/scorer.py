@@ -100,13 +100,13 @@ class Scorer(Policy, ABC):
         if before_BKn is None:
             return values_BKn
 
-        def rows(is_so: Callable[[int], bool]) -> Tensor:
-            return torch.tensor([is_so(left) for left in left_B], device=values_BKn.device)[:, None, None]
-
         if len(set(left_B)) == 1:
             return values_BKn if left_B[0] == num_queries - 1 else before_BKn + values_BKn
-        sum_BKn = torch.where(rows(lambda left: left < num_queries), before_BKn + values_BKn, before_BKn)
-        return torch.where(rows(lambda left: left == num_queries - 1), values_BKn, sum_BKn)
+        # Counted where the slots are, since the host's numbers would wait for all that is queued on a GPU.
+        tokens_B11 = view.is_token_BKn().sum(dim=2, keepdim=True).amax(dim=1, keepdim=True)
+        left_B11 = self.limit(view) + 1 - tokens_B11
+        sum_BKn = torch.where(left_B11 < num_queries, before_BKn + values_BKn, before_BKn)
+        return torch.where(left_B11 == num_queries - 1, values_BKn, sum_BKn)
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         if not isinstance(self.budget, int):
@@ -116,6 +116,11 @@ class Scorer(Policy, ABC):
 
     def keep(self, view: LayerView) -> Tensor | None:
         return self.keep_by(self.score, view)
+
+    def tokens_after(self, view: LayerView) -> list[int] | None:
+        if type(self).keep is not Scorer.keep:  # a policy may keep other numbers
+            return None
+        return kept_by_row(view, self.slots(view), self.limit(view))
 
     def keep_by(self, score: Callable[[LayerView], Tensor], view: LayerView) -> Tensor | None:
         """Do what `keep` does, by other scores."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +54,8 @@ class QueryMoments:
         assert found is not None, q_BNCH.shape
         return found
 
-    def without(self, rows: Sequence[bool]) -> QueryMoments | None:
-        """Moments without the queries of some rows; None if it is all of them."""
-        if all(rows):
-            return None
-        goes_B = torch.tensor(rows, device=self.count_B.device)
+    def without(self, goes_B: Tensor) -> QueryMoments:
+        """Moments without the queries of the rows for which `goes_B` is true."""
         return QueryMoments(
             count_B=self.count_B.masked_fill(goes_B, 0),
             mean_BNH=self.mean_BNH.masked_fill(goes_B[:, None, None], 0),

@@ -100,8 +100,12 @@ class LayerStore(ABC):
     def num_bytes(self) -> int:
         """Bytes allocated."""
 
-    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
-        """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more."""
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
+        """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.
+
+        Args:
+            tokens_B: number of tokens that each row keeps, if the host knows it; else it may have to wait for slots.
+        """
         raise NotImplementedError(f"{type(self).__name__} keeps all tokens")
 
     def free(self, *, room: int) -> None:  # noqa: B027 (slabs are allocated once)

@@ -9,7 +9,7 @@ device only when memory grows or is freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -163,8 +163,8 @@ class BroughtLayer(KeptLayer):
 
     host: HostLayer | None
 
-    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
-        super().keep(slots_BKm, room=room)
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
+        super().keep(slots_BKm, room=room, tokens_B=tokens_B)
         self.host = None
 
     def put(self, first: int, rows: slice, new_SBKX: Tensor) -> None:

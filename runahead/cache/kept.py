@@ -173,14 +173,16 @@ class KeptLayer(LayerStore):
         carried_TBK = self.carried.get(policy)
         return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
 
-    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
         if len(set(self.pads)) == 1:  # known without asking the device, since rows of one length keep equally many
             kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
-        else:
-            pads_B1 = torch.tensor(self.pads, device=slots_mBK.device)[:, None]
+        elif tokens_B is not None:
+            kept_pads = [num_kept - tokens for tokens in tokens_B]
+        else:  # the host waits for the slots
+            pads_B1 = row_values(self.pads, slots_mBK.device)[:, None]
             kept_pads = (slots_mBK < pads_B1).sum(dim=0)[:, 0].tolist()
         if slots_mBK.device.type == "cpu":
             require_pads(slots_mBK, self.pads, kept_pads)
@@ -194,7 +196,8 @@ class KeptLayer(LayerStore):
         self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
         if self.queries is not None:  # those since a row was cut back
             tokens = zip(self.pads, kept_pads, strict=True)
-            self.queries = self.queries.without([num_kept - kept < self.num_slots - pad for pad, kept in tokens])
+            goes = [num_kept - kept < self.num_slots - pad for pad, kept in tokens]
+            self.queries = None if all(goes) else self.queries.without(row_values(goes, slots_mBK.device))
         self.num_slots, self.pads = num_kept, kept_pads
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:

@@ -273,7 +273,7 @@ class RaggedLayer(KeptLayer):
         )
         return out_SGV.reshape(*q_BN1H.shape[:3], -1), lse_SG.reshape(q_BN1H.shape[:3])
 
-    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
         raise NotImplementedError("heads of other lengths need other memory; use cut_back")
 
     def free(self, *, room: int) -> None:

@@ -260,7 +260,7 @@ class PolicySteps:
                     compensates=policy.compensates,
                 )
             else:
-                kept.keep(slots_BKm, room=self.room)
+                kept.keep(slots_BKm, room=self.room, tokens_B=policy.tokens_after(view))
             kept.alike = kept.alike and policy.chooses_alike
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)

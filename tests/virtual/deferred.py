@@ -77,14 +77,17 @@ class Deferred(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Sees the methods that read a tensor's memory, which are no operations."""
+    """Sees what a host waits for that is no operation: a read of a tensor's memory, a copy of numbers to a device."""
 
     def __init__(self, device: Deferred) -> None:
         super().__init__()
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+        is_sent = (
+            func is torch.tensor and (kwargs or {}).get("device") is not None
+        )  # a copy that a GPU's host waits for
+        if is_sent or func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
             self._device.synchronize()
         return func(*args, **(kwargs or {}))
 

@@ -6,11 +6,23 @@ import pytest
 import torch
 
 from policies import POLICIES
+from policies.base import Policy
+from policies.expected_attention import ExpectedAttention
+from policies.h2o import H2O
+from policies.r_kv import RKV
+from policies.snapkv import SnapKV
+from policies.tova import TOVA
 from runahead.cache.new_tokens import row_values
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.prefill import Prefill
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.zigzag import Zigzag
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import prompt
+from tests.policies.running import Run
+from tests.ranks.tasks import tiny_model
+from tests.virtual.deferred import Deferred
+from tests.virtual.device import Job, VirtualRanks, transfers_early
 from tests.virtual.jobs import prefill
 
 BOUNDARIES = (0, 7, 11, 16)
@@ -70,6 +82,37 @@ def test_the_host_waits_for_no_value_and_copies_none(
     policies = [] if name is None else [POLICIES[name](**OPTIONS[name])]
     outcome = prefill(KVRunahead(), boundaries, PrefillOptions(), policies=policies)
     assert (outcome.synchronizations, outcome.uploads) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(budget=12, window=3, kernel=3, evict_every=6),
+        TOVA(budget=12, evict_every=6),
+        RKV(budget=12, window=3, kernel=3, evict_every=6),
+        H2O(budget=12, evict_every=6),
+        ExpectedAttention(budget=12, future_tokens=8, evict_every=6),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_rows_of_different_lengths_are_cut_back_without_a_wait(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a prompt, and while decoding each row at a step of its own."""
+    monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
+    run = Run(tiny_model("llama"), [policy], [prompt(14), prompt(9, seed=1)])
+    RankPolicies.everywhere([policy]).check(run.model)  # as `Engine` does before the first prompt
+    waits, slots = [], []
+
+    def body(ranks: VirtualRanks) -> None:
+        with Deferred(ranks.accelerator) as device:
+            run.prefill()
+            for token in range(14):
+                run.decode(token)
+                slots.append(run.kept.slots_by_layer[0])
+        waits.append(device.num_synchronizations)
+
+    Job(1, choose=transfers_early).run(body)
+    assert max(slots) < 14 + 14
+    assert waits == [0]
 
 
 @pytest.mark.parametrize("values", [[3], [0, 0, 0], [2, 0, 5]])

@@ -145,7 +145,7 @@ class MergedLayer(KeptLayer):
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         return self.slab().slab_TBKX.permute(1, 2, 0, 3)
 
-    def keep(self, slots_BKm: Tensor, *, room: int) -> None:
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
         raise NotImplementedError("a token that one layer drops is still in the other")
 
     def fork(self, *, copy: bool) -> MergedLayer:
