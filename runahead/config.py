@@ -144,6 +144,15 @@ def not_one_of(value: object, known: Iterable[str]) -> str:
     return f"is not one of {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
 
 
+def hydra_text(value: object) -> str:
+    """A plain value as Hydra's grammar has it, whose keys are without quotes."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(hydra_text, value)) + "]"
+    return json.dumps(value)
+
+
 def require(rule_holds: bool, option: str, value: object, rule: str) -> None:
     """Raise a ValueError with the option, its value and the rule, unless the rule holds."""
     if not rule_holds:

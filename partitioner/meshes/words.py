@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import fields, replace
 from enum import Enum
@@ -13,7 +12,7 @@ from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
 from partitioner.meshes.plan import ALIKE, Candidate, Plan, Seconds
-from runahead.config import ModelName, ModelOptions
+from runahead.config import ModelName, ModelOptions, hydra_text
 from runahead.picture_style import seconds
 
 COLUMNS = (
@@ -185,18 +184,9 @@ def _model_words(model: ModelOptions) -> list[str]:
         value = getattr(model, each.name)
         if each.name != "name" and value not in (each.default, {}):
             told = value.name if isinstance(value, Enum) else str(value).lower() if isinstance(value, bool) else value
-            told = _hydra_text(told) if isinstance(told, dict) else told
+            told = hydra_text(told) if isinstance(told, dict) else told
             words.append(f"model.{each.name}={told}")
     return words
-
-
-def _hydra_text(value: Any) -> str:
-    """A value as Hydra's grammar has it, whose keys are without quotes."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_hydra_text(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_hydra_text, value)) + "]"
-    return json.dumps(value)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

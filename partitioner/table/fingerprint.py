@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
-from runahead.config import PrefillOptions
+from runahead.config import PrefillOptions, hydra_text
 from runahead.report import library_versions
 
 if TYPE_CHECKING:
@@ -164,11 +166,14 @@ class Fingerprint:
 
     def search_options(self, other: Fingerprint) -> list[str]:
         """Options of a search whose table fits `other`, for what differs from this one."""
-        return [
+        options = [
             f"{option}={getattr(other, name)}"
             for name, option in OPTIONS.items()
             if getattr(other, name) not in (None, getattr(self, name))
         ]
+        if other.overrides:
+            options.append(shlex.quote(f"model.overrides={hydra_text(json.loads(other.overrides))}"))
+        return options
 
     def _link_fits(self, other: Fingerprint) -> bool:
         assert self.link is not None and other.link is not None

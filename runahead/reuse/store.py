@@ -22,6 +22,7 @@ from policies.base import Segment
 from runahead.cache.quantised.records import KVRecords
 from runahead.cache.slabs import KVShape
 from runahead.config import BITS
+from runahead.model.loading.overrides import plain
 from runahead.model.model import Model
 from runahead.reuse.folder import SegmentFolder
 from runahead.reuse.segment import FORMAT, SegmentKV, read_segment, write_segment
@@ -291,6 +292,8 @@ class _MemoryTier:
 def model_key(model: Model) -> str:
     """Hash of all that determines a model's keys and values: weights, config and dtype, and which of the heads."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in VOLATILE}
+    if model.overrides:  # which have numbers as a user writes them
+        config = plain(config)
     facts = [FORMAT, model.fingerprint, str(model.dtype), json.dumps(config, sort_keys=True, default=str)]
     if model.num_shards > 1:  # which differ in their heads alone
         facts.append(f"share {model.shard_number} of {model.num_shards}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from partitioner.table.fingerprint import Fingerprint
@@ -117,9 +119,9 @@ def test_a_gguf_file_is_converted_as_it_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_fingerprints_of_a_model_and_of_tables_tell_overrides_apart(folder: Path) -> None:
+    otherwise = {"max_position_embeddings": 256, "rope_scaling": YARN | {"factor": 4}}
     plain, longer, same = (
-        Model.load(ModelOptions(name="hf", path=str(folder), overrides=each), CPU)
-        for each in ({}, LONGER, dict(reversed(LONGER.items())))
+        Model.load(ModelOptions(name="hf", path=str(folder), overrides=each), CPU) for each in ({}, LONGER, otherwise)
     )
     for key in (lambda model: model.fingerprint, model_key):  # of files for a model, of prefixes and segments
         assert key(longer) == key(same) != key(plain)
@@ -129,6 +131,9 @@ def test_fingerprints_of_a_model_and_of_tables_tell_overrides_apart(folder: Path
     assert of_table[1].differences(of_table[2]) == [] and of_table[1].key() == of_table[2].key()
     (difference,) = of_table[0].differences(of_table[1])
     assert difference.startswith("model.overrides=nothing, not {")
+    (word,) = shlex.split(" ".join(of_table[0].search_options(of_table[1])))
+    assert OverridesParser.create().parse_override(word).value() == json.loads(of_table[1].overrides)
+    assert of_table[1].search_options(of_table[0]) == []
     assert of_table[0].key() != of_table[1].key()
     for each in of_table:
         assert parse_table(table_json(each, []).encode())[0] == each

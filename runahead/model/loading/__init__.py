@@ -152,7 +152,7 @@ def load(
         dtype=dtype,
         path=str(source.path),
         shares=shares,
-        overrides=config_overrides.fact(options.overrides),
+        overrides=config_overrides.fact(config, options.overrides),
         memory=MemoryReport(
             base_bytes=base_bytes,
             weights_bytes=weights_bytes,

@@ -68,9 +68,23 @@ def overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
     return changed
 
 
-def fact(overrides: Mapping[str, Any]) -> str:
-    """Overrides as one line, which is equal for equal ones; "" for none."""
-    return json.dumps(overrides, sort_keys=True) if overrides else ""
+def fact(config: Any, overrides: Mapping[str, Any]) -> str:
+    """Overrides as one line, which is equal for equal ones; "" for none.
+
+    Args:
+        config: the model's, whose other names for an entry count as the entry.
+    """
+    named = {_name_in(config, key): plain(value) for key, value in overrides.items()}
+    return json.dumps(named, sort_keys=True) if named else ""
+
+
+def plain(value: Any) -> Any:
+    """A value in which whole numbers are ints, as 4.0 and 4 are one factor."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _name_in(config: Any, key: str) -> str:
