@@ -95,6 +95,7 @@ def test_another_kind_of_rope_keeps_the_base_alone() -> None:
         ({"_name_or_path": "x"}, "cannot be changed"),
         ({"max_position_embeddings": "long"}, "model.overrides cannot be used"),
         ({"rope_parameters": YARN | {"facter": 2.0}}, "Unrecognized keys"),
+        ({"rope_parameters": YARN | {"rope_type": "yarm"}}, "rope_type=yarm is not one of default, linear"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "model.overrides cannot be used"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 256},
          "yarn scales from original_max_position_embeddings; add it to rope_parameters (the config has 64 positions)"),

@@ -147,7 +147,9 @@ def _convert(make: hf.ModelMaker, empty: PreTrainedModel, folder: Path) -> Path:
             raise OSError(unwritten.errno, unwritten.strerror) from error
         if isinstance(error, (OSError, ValueError)):
             raise
-        raise ValueError(f"{make.checkpoint.label} cannot be converted: {one_line(error)}") from error
+        raise ValueError(
+            f"{make.checkpoint.label} cannot be converted: {one_line(error)}; use the model's safetensors folder"
+        ) from error
     finally:
         del spill
         give_back()

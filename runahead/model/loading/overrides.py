@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from runahead.config import not_one_of
 from runahead.model.loading.quiet import one_line
 
 FIXED = (
@@ -50,6 +53,7 @@ def overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"model.overrides.{key} is no key of a {config.model_type} config{hint}")
     after = _merged(before, named)
+    _require_types(named)
     _require_lengths(before, after, named)
     with _complaints() as old:
         type(config).from_dict(json.loads(json.dumps(before, default=str)))
@@ -104,6 +108,15 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             held = {name: held[name] for name in ANY_TYPE if name in held}
         merged[key] = _merged(held, value)
     return merged
+
+
+def _require_types(overrides: Mapping[str, Any]) -> None:
+    """Check that types of RoPE are known: with others a family's code fails while it is built. Raises: ValueError."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            _require_types(value)
+        elif key == "rope_type" and value not in (known := ("default", *ROPE_INIT_FUNCTIONS)):
+            raise ValueError(f"model.overrides: rope_type={value} {not_one_of(value, known)}")
 
 
 def _require_lengths(before: Mapping[str, Any], after: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
