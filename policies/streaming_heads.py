@@ -95,25 +95,36 @@ class StreamingHeads(Policy, ABC):
             if not retrieves
         )
 
-    def keep(self, view: LayerView) -> Tensor | None:
-        retrieving = self.retrieving(view.layer, view.num_kv_heads)
+    def tokens_after(self, view: LayerView) -> list[int] | None:
+        """Known where all heads stream and drop for good, in dense memory."""
+        if any(self.retrieving(view.layer, view.num_kv_heads)) or self.compensates or view.head_pads is not None:
+            return None
+        kept_B, room = self._kept(view)
+        return [kept if tokens > kept + room else tokens for kept, tokens in zip(kept_B, view.row_tokens, strict=True)]
+
+    def _kept(self, view: LayerView) -> tuple[list[int], int]:
+        """Number of tokens that a streaming head keeps, by row, and of those more that it may have until it is cut."""
         sinks, recent = self.first_and_last(view.prompt_tokens)
-        kept_B = [num + recent for num in view.sinks(sinks)]
+        return [num + recent for num in view.sinks(sinks)], self.evict_every - 1 if view.phase is Phase.decode else 0
+
+    def keep(self, view: LayerView) -> Tensor | None:
+        sinks, recent = self.first_and_last(view.prompt_tokens)
+        places_n = torch.arange(view.num_slots, device=view.k_BKnH.device)
+        if (left_B := self.tokens_after(view)) is not None:
+            if left_B == view.row_tokens:
+                return None
+            newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
+            return best_slots(newest_B1n, left_B, view, sinks=view.sinks(sinks), recent=0)
+        retrieving = self.retrieving(view.layer, view.num_kv_heads)
+        kept_B, room = self._kept(view)
         is_token_BKn = view.is_token_BKn().expand(-1, view.num_kv_heads, -1)
         tokens_BK: list[list[int]] = is_token_BKn.sum(dim=-1).tolist()
-        room = self.evict_every - 1 if view.phase is Phase.decode else 0
         is_cut_B = [
             self._exceeds(retrieving, [tokens_K], [kept + room])
             for tokens_K, kept in zip(tokens_BK, kept_B, strict=True)
         ]
         if not any(is_cut_B):
             return None
-        places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
-        if not any(retrieving) and not self.compensates and view.head_pads is None:  # all heads alike, in dense memory
-            newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
-            rows = zip(is_cut_B, kept_B, view.row_tokens, strict=True)
-            left_B = [kept if is_cut else tokens for is_cut, kept, tokens in rows]
-            return best_slots(newest_B1n, left_B, view, sinks=view.sinks(sinks), recent=0)
         goes_BKn = view.is_token_BKn(after=view.sinks(sinks))
         goes_BKn[..., view.num_slots - recent :] = False
         for row, is_cut in enumerate(is_cut_B):

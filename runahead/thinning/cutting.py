@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from runahead.cache.kept import KeptLayer
@@ -13,7 +15,12 @@ from runahead.thinning.ragged import RaggedLayer
 
 
 def cut_back(
-    layer: KeptLayer, slots_BKm: Tensor, *, room: int, by_head: bool = True, compensates: bool = False
+    layer: KeptLayer,
+    slots_BKm: Tensor,
+    *,
+    room: int,
+    tokens_B: Sequence[int] | None = None,
+    compensates: bool = False,
 ) -> KeptLayer:
     """The layer with these slots alone: dense if all heads of a row keep equally many, else ragged.
 
@@ -23,7 +30,8 @@ def cut_back(
     Args:
         slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding.
         room: new tokens for which to make room.
-        by_head: whether heads may keep different numbers (`Policy.keeps_ragged`); else -1 is padding of a whole row.
+        tokens_B: number of tokens that all heads of a row keep (`Policy.tokens_after`), so that -1 is padding of the
+            row; None if heads may keep different numbers.
         compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
     """
     if isinstance(layer, QuantisedLayer):
@@ -31,11 +39,10 @@ def cut_back(
         slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # a ragged layer has no slots of padding
     if isinstance(layer, QuantisedRagged):
         return layer.cut_to(slots_BKm, room=room, compensates=compensates)
-    alike = slots_BKm.shape[1] == 1 and not (by_head and layer.shape.num_kv_heads == 1)
-    by_row = alike and not isinstance(layer, RaggedLayer) and len(set(layer.pads)) > 1
+    by_row = tokens_B is not None and not isinstance(layer, RaggedLayer)
     if compensates or (not by_row and bool((slots_BKm < 0).any())):
         return RaggedLayer.of(layer, slots_BKm, room=room, compensates=compensates)
     if isinstance(layer, RaggedLayer):
         return layer.dense(slots_BKm, room=room)
-    layer.keep(slots_BKm, room=room)
+    layer.keep(slots_BKm, room=room, tokens_B=tokens_B)
     return layer

@@ -248,19 +248,14 @@ class PolicySteps:
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
             # A ragged layer stores no padding, so the next step must not be given slots of padding either.
+            tokens_B = policy.tokens_after(view)
             is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
             if is_ragged and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)
             if is_ragged or policy.keeps_ragged:
-                kept = cut_back(
-                    kept,
-                    slots_BKm,
-                    room=self.room,
-                    by_head=policy.keeps_ragged,
-                    compensates=policy.compensates,
-                )
+                kept = cut_back(kept, slots_BKm, room=self.room, tokens_B=tokens_B, compensates=policy.compensates)
             else:
-                kept.keep(slots_BKm, room=self.room, tokens_B=policy.tokens_after(view))
+                kept.keep(slots_BKm, room=self.room, tokens_B=tokens_B)
             kept.alike = kept.alike and policy.chooses_alike
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)
