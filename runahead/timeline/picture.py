@@ -87,7 +87,8 @@ def timeline_png(
     _draw_skew(axes, shown, num_layers, first=len(above))
     if ttft_s is not None:
         axes.axvline(ttft_s, color=INK, linewidth=1.2)
-        label = axes.annotate("first token", (ttft_s, -0.5), ha="right", va="bottom", fontsize=9, color=INK)
+        bottom = (ttft_s, max(len(bands), 1) - 0.5)  # above is the subject
+        label = axes.annotate("first token ", bottom, ha="right", va="bottom", fontsize=9, color=INK)
         label.set_annotation_clip(False)
 
     dress(axes, x="seconds since the prompt's start", grid="x")
