@@ -109,11 +109,10 @@ class StreamingHeads(Policy, ABC):
 
     def keep(self, view: LayerView) -> Tensor | None:
         sinks, recent = self.first_and_last(view.prompt_tokens)
-        places_n = torch.arange(view.num_slots, device=view.k_BKnH.device)
         if (left_B := self.tokens_after(view)) is not None:
             if left_B == view.row_tokens:
                 return None
-            newest_B1n = places_n.float().expand(len(view.pads), 1, -1)
+            newest_B1n = torch.arange(view.num_slots, device=view.k_BKnH.device).float().expand(len(view.pads), 1, -1)
             return best_slots(newest_B1n, left_B, view, sinks=view.sinks(sinks), recent=0)
         retrieving = self.retrieving(view.layer, view.num_kv_heads)
         kept_B, room = self._kept(view)
@@ -130,6 +129,7 @@ class StreamingHeads(Policy, ABC):
         for row, is_cut in enumerate(is_cut_B):
             goes_BKn[row] &= is_cut
         streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]
+        places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
         slots_BKn = places_n.masked_fill(~is_token_BKn | (goes_BKn & streams_K1), -1).sort(dim=-1).values
         most = max(
             min(tokens, kept) if is_cut and not retrieves else tokens
