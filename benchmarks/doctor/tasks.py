@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.doctor.crew import Job
+from benchmarks.harness.text_samples import random_ids
 from benchmarks.ttft.flops import matmul_rate
-from benchmarks.ttft.measurement import prompt
 from benchmarks.ttft.traffic import kv_bytes_per_token
 from launch.program.ending import end_with
 from launch.program.launcher import follow_launcher
@@ -100,7 +100,7 @@ def probe(task: Task, ranks: Ranks) -> dict[str, Any]:
     model = ranks.on_all_ranks("the model", load)
     matmul = ranks.gather(ranks.on_all_ranks("matrix products", lambda: matmul_rate(model)), "matrix products")
     names = [PrefillName.single] + [PrefillName.kv_runahead] * (ranks.size > 1)
-    ids = prompt(task.length, model.vocab_size, 0)
+    ids = random_ids(task.length, model.vocab_size)
     options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     runs = {}
     for name in names:
@@ -195,7 +195,7 @@ def drill(task: Task, ranks: Ranks) -> dict[str, Any]:
     """Generate until the last rank kills or stops itself in the middle of a prompt. Every rank calls this."""
     load = partial(Model.load, ModelOptions(**task.model), ranks.device, ranks_on_host=ranks.local_size)
     engine = Engine(ranks.on_all_ranks("the model", load), ranks)
-    ids = prompt(task.length, engine.model.vocab_size, 0)
+    ids = random_ids(task.length, engine.model.vocab_size)
     once = GenerationOptions(max_new_tokens=1)
     engine.generate([ids], once)
     ttft_s = engine.generate([ids], once).ttft_s

@@ -1,14 +1,22 @@
-"""Samples of a text as token ids, for studies of quality."""
+"""Prompts of measurements as token ids: random ones, and samples of a text for studies of quality."""
 
 from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
 
+import torch
+
 from benchmarks.harness.machine import ROOT
 from runahead.model.model import Model
 
 EXAMPLE = str(ROOT / "examples" / "frankenstein_letters.txt")
+
+
+def random_ids(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Random token ids, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed + num_tokens)
+    return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
 
 
 def text_ids(model: Model, path: str) -> list[int]:

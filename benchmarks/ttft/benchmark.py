@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
+from benchmarks.harness.text_samples import random_ids
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
-from benchmarks.ttft.measurement import Contenders, Run, check_agreement, prefill_options, prompt
+from benchmarks.ttft.measurement import Contenders, Run, check_agreement, prefill_options
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
@@ -145,7 +146,7 @@ def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Co
 def _measure(record: Record, ranks: Ranks, contenders: Contenders, length: int, rounds: int, bar: Bar) -> None:
     """Run all rounds of one length. An interruption keeps the finished rounds."""
     run = record.run
-    ids = prompt(length, record.model.vocab_size, run.model.seed)
+    ids = random_ids(length, record.model.vocab_size, run.model.seed)
     finished: list[dict[str, Run]] = []
 
     def one_round(number: str) -> dict[str, Run]:

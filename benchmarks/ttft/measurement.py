@@ -157,12 +157,6 @@ def prefill_options(name: str, layers_in_flight: int) -> PrefillOptions | None:
     return None if chosen is None else PrefillOptions(layers_in_flight=layers_in_flight, **chosen)  # type: ignore[arg-type]
 
 
-def prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    """Random token ids, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed + num_tokens)
-    return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
-
-
 def check_agreement(tokens: Mapping[str, int | None], length: int) -> None:
     """Check that exact variants computed the same first token; others may differ.
 

@@ -90,13 +90,15 @@ class Ranks(Groups):
         self._is_mapped = False
         self._collective: Worker | None = None
 
-    def join(self, *, num_shares: int = 1, store: dist.Store | None = None) -> Ranks:
+    def join(self, *, num_shares: int = 1, store: dist.Store | None = None, may_share_gpus: bool = False) -> Ranks:
         """Meet the other ranks, connect to them, and arrange all in stages of `num_shares` ranks. Returns this object.
 
         After an error the process has to end: ranks that have met keep what they met by.
 
         Args:
             store: for the rendezvous; by default made from the environment variables.
+            may_share_gpus: several ranks may have the same GPU, to try on one what is meant for several. It is no
+                faster, and NCCL refuses it.
 
         Raises:
             ValueError: the ranks differ in versions or code, share a GPU, or make no whole stages.
@@ -106,8 +108,9 @@ class Ranks(Groups):
             store = self._meet(store)
             with self.announcing_failure():
                 self.control("the connections between all ranks", partial(self._connect, store))
-        gpus = self.gather(gpu_name(self.device), "the GPUs")
-        self.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
+        if not may_share_gpus:
+            gpus = self.gather(gpu_name(self.device), "the GPUs")
+            self.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
         self.arrange(self.on_rank_0("the mesh", lambda: Mesh.of(self.size, num_shares)).num_shares)
         return self
 

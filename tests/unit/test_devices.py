@@ -8,6 +8,7 @@ import torch
 
 from runahead.config import Device
 from runahead.ranks.devices import check_own_gpus, choose_device, gpu_name
+from runahead.ranks.ranks import Ranks
 
 
 @pytest.fixture
@@ -40,6 +41,16 @@ def test_a_rank_that_sees_one_gpu_takes_it(gpus, local_rank):
     chosen = gpus("a")
     assert choose_device(Device.cuda, local_rank, 4) == torch.device("cuda", 0)
     assert chosen == [torch.device("cuda", 0)]
+
+
+def test_ranks_may_share_a_gpu_where_they_are_told_to(gpus, monkeypatch):
+    gpus("a")
+    ranks = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
+    monkeypatch.setattr("runahead.ranks.ranks.gpu_name", lambda device: "host GPU-a")
+    monkeypatch.setattr(ranks, "gather", lambda name, what: [name, name])
+    with pytest.raises(ValueError, match="ranks 0, 1 see the same GPU"):
+        ranks.join()
+    assert ranks.join(may_share_gpus=True).num_stages == 1
 
 
 def test_ranks_that_see_their_own_gpu_differ_in_name(gpus):

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Codes of `struct` by value type of the metadata."""
@@ -33,6 +31,9 @@ def read_header(path: Path) -> GGUFHeader:
     Raises:
         ValueError: it is not a GGUF file, or it is damaged or truncated.
     """
+    # Imported here, so that a machine without this package takes all other checkpoints.
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
