@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.doctor.facts import Facts
-from benchmarks.harness.machine import ROOT
+from benchmarks.harness.machine import ROOT, free_port
 from runahead.failures import RunFailure
 
 MEETING = timedelta(seconds=300)
@@ -161,7 +160,7 @@ class Crew:
             tick: called while it runs, with the seconds since its start.
         """
         self._number += 1
-        job = Job(**asdict(job) | {"port": _free_port()})
+        job = Job(**asdict(job) | {"port": free_port()})
         began_s = time.time()
         if self.store is not None:
             self.store.set(f"job {self._number}", json.dumps(asdict(job)))
@@ -294,13 +293,6 @@ class _Rank:
             output=output[-KEPT_CHARACTERS:],
             errors=errors[-KEPT_CHARACTERS:],
         )
-
-
-def _free_port() -> int:
-    """A port that is free now on this host."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
 
 
 def overrides(section: str, options: Any) -> list[str]:

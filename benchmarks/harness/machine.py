@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,13 @@ def hardware() -> dict[str, Any]:
         "ram_gib": round(psutil.virtual_memory().total / 2**30),
         "gpus": gpus,
     }
+
+
+def free_port() -> int:
+    """A port that is free now on this host."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
 
 
 def commit() -> str | None:

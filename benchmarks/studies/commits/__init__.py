@@ -1,0 +1,1 @@
+"""Times of two commits, measured in turn on one machine."""
