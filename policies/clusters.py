@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from policies.clustering import Clustering, TokenClusters, alone
 from policies.retriever import Choice, Index, PromptView, Slots
+from policies.row_values import row_values
 
 NEW_ROOM = 64
 """New tokens for which memory is allocated at once."""
@@ -215,7 +216,7 @@ class Clusters(Index):
         if not is_padded:
             return Choice(slots_BKm=self._members_BKX.gather(2, at_BKm).long())
         lacking_BKm = number_BKm - ends_BKY[..., -1:]  # from 0 on where there is no further token
-        pads_B11 = torch.tensor(slots.pads, device=ends_BKY.device)[:, None, None]
+        pads_B11 = row_values(slots.pads, ends_BKY.device)[:, None, None]
         slots_BKm = self._members_BKX.gather(2, at_BKm.clamp_(max=self._members_BKX.shape[2] - 1))
         return Choice(slots_BKm=torch.where(lacking_BKm < 0, slots_BKm, pads_B11 - 1 - lacking_BKm.long()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView
+from policies.row_values import sent
 
 
 def kept_by_row(view: LayerView, num_kept: int, limit: int) -> list[int] | None:
@@ -66,6 +67,6 @@ def first_slots(best_first_BKn: Tensor, kept_BK: Sequence[Sequence[int]], tokens
         for kept_K, tokens_K in zip(kept_BK, tokens_BK, strict=True)
     ):
         places_m = torch.arange(most, device=slots_BKm.device)
-        kept_BK1 = torch.tensor(kept_BK, device=slots_BKm.device)[..., None]
+        kept_BK1 = sent(torch.tensor(kept_BK), slots_BKm.device)[..., None]
         slots_BKm = slots_BKm.masked_fill(places_m >= kept_BK1, -1)
     return slots_BKm.sort(dim=-1).values

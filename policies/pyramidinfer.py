@@ -151,8 +151,8 @@ class PyramidInfer(Policy):
         # New tokens are in the same slots of all heads, whatever these have kept of those before.
         votes_BC = view.mean_over_heads(self._votes(view, recent))[:, -view.num_new :].clone()
         positions_BC = view.new_positions_BC
-        votes_BC[positions_BC < 0] = -math.inf
-        votes_BC[(positions_BC >= 0) & (positions_BC < self.sinks)] = math.inf
+        votes_BC.masked_fill_(positions_BC < 0, -math.inf)
+        votes_BC.masked_fill_((positions_BC >= 0) & (positions_BC < self.sinks), math.inf)
         votes_BC[:, -recent:] = math.inf
         best_first = votes_BC.sort(dim=-1, descending=True, stable=True)
         share = None

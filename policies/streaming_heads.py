@@ -20,6 +20,7 @@ from torch import Tensor
 
 from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, require_least
 from policies.kept_slots import best_slots
+from policies.row_values import row_values
 
 
 @dataclass(kw_only=True)
@@ -128,7 +129,7 @@ class StreamingHeads(Policy, ABC):
         goes_BKn[..., view.num_slots - recent :] = False
         for row, is_cut in enumerate(is_cut_B):
             goes_BKn[row] &= is_cut
-        streams_K1 = torch.tensor(retrieving, device=is_token_BKn.device).logical_not()[:, None]
+        streams_K1 = row_values(retrieving, is_token_BKn.device).logical_not()[:, None]
         places_n = torch.arange(view.num_slots, device=is_token_BKn.device)
         slots_BKn = places_n.masked_fill(~is_token_BKn | (goes_BKn & streams_K1), -1).sort(dim=-1).values
         most = max(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from policies.row_values import row_values
+
 
 class Rotary:
     """Rotation of queries and keys in one layer.
@@ -49,7 +51,7 @@ class Rotary:
             return out_TBNX
         if any(pads):
             slots_T1 = torch.arange(start, end, device=x_TBNX.device)[:, None]
-            index_TB = (slots_T1 - torch.tensor(pads, device=x_TBNX.device)).clamp_min(0)
+            index_TB = (slots_T1 - row_values(pads, x_TBNX.device)).clamp_min(0)
             cos, sin = cos_LF[index_TB][:, :, None], sin_LF[index_TB][:, :, None]
         else:
             cos, sin = cos_LF[start:end, None, None], sin_LF[start:end, None, None]

@@ -35,7 +35,7 @@ DOORS = ("launch.bench", "launch.doctor", "launch.evaluate")
 HYDRA = ("hydra", "omegaconf")
 MAY_IMPORT = {
     "policies": ("policies",),
-    "runahead": ("runahead", "policies.base", "policies.retriever", "policies.pool"),
+    "runahead": ("runahead", "policies.base", "policies.retriever", "policies.pool", "policies.row_values"),
     "partitioner": ("partitioner", "runahead", "policies.byte_size"),
     "launch": ("launch", "policies", "runahead", "partitioner"),
     "benchmarks": PACKAGES,

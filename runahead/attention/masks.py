@@ -10,10 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import and_masks, blockwise_overlay, causal_mask_function, or_masks
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_overlay,
+    or_masks,
+)
 
-_AND, _OR, _BLOCKS = (made.__code__ for made in (and_masks(), or_masks(), blockwise_overlay(torch.empty(0))))
-"""The code of transformers' intersections and unions, and of overlays by which the parts of an image see each other."""
+_AND, _OR, _BLOCKS, _CHUNKS = (
+    made.__code__
+    for made in (and_masks(), or_masks(), blockwise_overlay(torch.empty(0)), chunked_overlay(1, torch.empty(0)))
+)
+"""The code of transformers' intersections and unions, of overlays by which the parts of an image see each other, and of
+those by which a token sees its chunk alone."""
 
 
 class MaskRule:
@@ -21,14 +31,15 @@ class MaskRule:
 
     transformers builds every mask from an index function (causal, sliding window, chunked, ...) and passes it to the
     mask function of the attention implementation. This class keeps the index function, so that attention can evaluate
-    it one block at a time and can tell cheaply when it is plain causal attention. Overlays for the blocks of images are
-    left out: the runtime gives token ids alone, so a text has none.
+    it one block at a time and can tell cheaply when it is plain causal attention. Two kinds of tensors in it are left
+    out. The runtime gives token ids alone, so a text has no blocks of images; and its positions are those of the tokens
+    in their row, so there is no padding before them.
     """
 
     ndim = 0  # Falcon and MPT look at these two before they pass a mask on
 
     def __init__(self, mask_function: Callable[..., Any], device: torch.device | str = "cpu") -> None:
-        self._mask_function = mask_function = _without_images(mask_function) or mask_function
+        self._mask_function = mask_function = _of_text(mask_function) or mask_function
         # On the host, so that nobody waits for a GPU, unless the function holds tensors.
         self._device = device if _may_hold_tensors(mask_function) else "cpu"
         self._is_causal = mask_function is causal_mask_function  # needs no evaluation, nor a wait for a GPU
@@ -86,24 +97,37 @@ class MaskRule:
         return self._plain[key]
 
 
-def _without_images(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The mask function without overlays for the blocks of images; None if nothing is left.
+def _of_text(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The mask function without overlays for the blocks of images, and with chunks that know no padding; None if
+    nothing is left.
 
-    What an overlay holds is not looked at: each forward makes another one, and reading it would wait for a GPU.
+    The tensors of an overlay are not looked at: each forward makes others, and reading them would wait for a GPU.
     """
     code = getattr(function, "__code__", None)
     if code is _BLOCKS:
         return None
+    if code is _CHUNKS:
+        held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        return _chunks(held["chunk_size"].cell_contents)
     if code is not _AND and code is not _OR:
         return function
     [parts] = (cell.cell_contents for cell in function.__closure__ or ())
-    left = [_without_images(part) for part in parts]
+    left = [_of_text(part) for part in parts]
     if left == list(parts):
         return function
     kept = [part for part in left if part is not None]
     if code is _AND:
         return and_masks(*kept) if len(kept) == len(left) else None
     return or_masks(*kept) if len(kept) > 1 else next(iter(kept), None)
+
+
+def _chunks(num_tokens: int) -> Callable[..., Any]:
+    """The mask function by which a token sees the keys of its chunk of so many tokens."""
+
+    def same_chunk(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return key // num_tokens == query // num_tokens
+
+    return same_chunk
 
 
 def _may_hold_tensors(value: object) -> bool:

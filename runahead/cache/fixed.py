@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values, sent
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms, attend_sequences, takes_sequences
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import KVCache, SlabRow
-from runahead.cache.new_tokens import NewTokens, num_tokens_of, row_values
+from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.cache.shard import ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
@@ -138,18 +139,18 @@ class FixedCache(KVStore):
             seen_JS = stored_S + before_J1 + is_own_J1.long()
             next_S, seen_S = next_JS[0], seen_JS[0]
             self._steps = _Steps(
-                next_JS=next_JS.to(device),
-                seen_JS=seen_JS.to(device, torch.int32),
+                next_JS=sent(next_JS, device),
+                seen_JS=sent(seen_JS.int(), device),
                 step_1=torch.zeros(1, dtype=torch.long, device=device),
             )
         self.lengths = Lengths(
-            starts=starts.to(device, torch.int32),
-            next_S=next_S.clone().to(device),
-            seen_S=seen_S.to(device, torch.int32),
+            starts=sent(starts.int(), device),
+            next_S=sent(next_S.clone(), device),
+            seen_S=sent(seen_S.int(), device),
             room=room,
             may_be_empty=shard is not None,
         )
-        self._position_S = (num_tokens - torch.tensor(pads if by_row else [0])).to(device)
+        self._position_S = sent(num_tokens - torch.tensor(pads if by_row else [0]), device)
         self.layers = []
         for layer in cache.take_layers():
             slab = layer.slab

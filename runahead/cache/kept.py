@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from policies.retriever import StoredPart
+from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import SeenSlab
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 from runahead.report import RankReport
 from runahead.rotary import Rotary

@@ -17,11 +17,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.marked import attend_marked
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab, SplitSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary

@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from policies.base import Phase
+from policies.row_values import row_values
 
 
 class NewTokens:
@@ -58,17 +57,6 @@ class NewTokens:
         """Let later layers compute only these of the tokens that are left, as ascending indices into them."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)
         self.pending_Bc, self._positions_BC = selected_Bc, None
-
-
-def row_values(values: Sequence[int], device: torch.device) -> Tensor:
-    """One integer per row as a tensor (B) of `device`, for which the host does not wait.
-
-    `torch.tensor(values, device=...)` would wait for all work that is queued on a GPU.
-    """
-    if len(set(values)) == 1:
-        return torch.full((len(values),), values[0], device=device)
-    values_B = torch.tensor(values)
-    return values_B if device.type == "cpu" else values_B.pin_memory().to(device, non_blocking=True)
 
 
 def num_tokens_of(pad: int, chunk: range) -> int:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values, sent
 from runahead.attention.base import LayerInput
 from runahead.attention.causal import attend_causally, nothing, padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.shard import SeenShard, ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
@@ -165,7 +166,7 @@ class PartCache(KVStore):
             pads=self._pads,
             query=tokens.start,
             end=end,
-            index_T=torch.tensor(self.indices, device=q_BNCH.device),
+            index_T=sent(torch.tensor(self.indices), q_BNCH.device),
         )
 
 

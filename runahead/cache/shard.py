@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.base import PromptPart
+from policies.row_values import sent
 from runahead.attention.causal import nothing, padded_together, rows_by_pad
 from runahead.attention.partial import AttentionTerms, attend_at, attend_one
 from runahead.cache.base import KVStore, LayerStore, SeenKV
@@ -201,7 +202,7 @@ class ShardCache(KVStore):
 
     def __init__(self, own: KVCache, shard: Shard, *, pads: Sequence[int]) -> None:
         self.own, self.shard, self.pads = own, shard, list(pads)
-        index_T = torch.tensor(shard.indices(), device=own.device)
+        index_T = sent(torch.tensor(shard.indices()), own.device)
         self.layers = [ShardLayer(layer.slab, shard, pads, index_T) for layer in own.layers]
 
     def take_layers(self) -> Iterator[SlabLayer]:

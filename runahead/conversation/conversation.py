@@ -14,6 +14,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.answers import Answers
 from runahead.attention.causal import nothing
 from runahead.cache.kept import KeptCache
@@ -195,7 +196,7 @@ class Conversation:
         self.num_tokens += decoded.num_steps - 1
         self.rows = [row.prompt + row.new_ids for row in rows]
         self.logits_BV = None
-        self._unfed_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=self.model.device)
+        self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
         return decoded
 
     def _speculated(self, rows: list[Row], options: GenerationOptions) -> Decoded:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.config import GenerationOptions
 from runahead.decoding.forward import Forward
 from runahead.decoding.sampling import Sampler, next_tokens
@@ -121,5 +121,5 @@ def decode(
         step += 1
         if all(row.finish_reason is not None for row in rows):
             return Decoded(rows=rows, first_token_s=first_token_s, last_token_s=now, num_steps=step)
-        ids_B1 = torch.tensor([[row.new_ids[-1]] for row in rows], device=rows[0].device)
+        ids_B1 = row_values([row.new_ids[-1] for row in rows], rows[0].device)[:, None]
         logits_BV = forward(ids_B1, num_tokens + step - 1)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.cache.base import KVStore
 from runahead.decoding.decode import Row
 from runahead.decoding.forward import Forward, forward_over
@@ -137,7 +137,7 @@ class LiveRows:
 
     def _step(self, group: Group) -> list[NewToken]:
         """Decode the rows of a group."""
-        ids_B1 = torch.tensor([[each.row.new_ids[-1]] for each in group.rows], device=self._model.device)
+        ids_B1 = row_values([each.row.new_ids[-1] for each in group.rows], self._model.device)[:, None]
         logits_BV = group.forward(ids_B1, max(each.num_tokens for each in group.rows))
         for each in group.rows:
             each.num_tokens += 1

@@ -149,7 +149,7 @@ class Sampler:
     def add(self, token: int) -> None:
         """Take the token that came, for the penalties and the constraint."""
         if self._seen_V is not None:
-            self._seen_V[token] = True
+            self._seen_V[token : token + 1] = True  # filled; for the place of one number the host would wait
         if self._counts_V is not None:
             self._counts_V[token] += 1
         if self._constraint is not None:

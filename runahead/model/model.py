@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
 from runahead.config import ModelOptions
 from runahead.failures import PeerFailure

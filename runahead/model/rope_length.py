@@ -2,7 +2,7 @@
 
 transformers takes the largest position of a forward for the length, so a chunk that ends before the threshold would
 silently get the tables of a short prompt. It also keeps the largest length that it ever saw, which would leak from one
-prompt to the next.
+prompt to the next, and asks the device for it, for which the host would wait.
 """
 
 # Legend: B batch, C tokens of this forward.
@@ -11,25 +11,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from policies.row_values import sent
 
-def length_dependent_rotaries(module: nn.Module) -> list[nn.Module]:
+
+class LengthRotary:
+    """A model's rotary embedding whose frequencies change with the length of the sequence.
+
+    Its copy on the host tells the frequencies for a length, by transformers' own code. With these the embedding itself
+    computes tables as one of fixed frequencies does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._host = module, deepcopy(module).to("cpu")
+        for name, value in list(vars(self._host).items()):  # such as frequencies that are no buffers
+            if isinstance(value, Tensor):
+                setattr(self._host, name, value.cpu())
+
+    @contextmanager
+    def at(self, length: int, x: Tensor, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Context manager in which the embedding has the frequencies of a sequence of so many tokens.
+
+        Args:
+            x: of which tables have device and dtype; it is followed by whatever else the embedding is called with.
+        """
+        module, values = self.module, self._values(length, x, *args, **kwargs)
+        before = {name: getattr(module, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(module, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
+
+    def _values(self, length: int, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Attributes of the embedding for a length: frequencies, scale, and that there is nothing to update."""
+        host, kinds = self._host, self._host.rope_type
+        _forget(host)
+        host(torch.empty(1, 1, 1, dtype=x.dtype), torch.tensor([[length - 1]]), *args, **kwargs)
+        scales = [name for name in vars(self.module) if name.endswith("attention_scaling")]
+        return {
+            "rope_type": dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default",
+            **{name: getattr(host, name) for name in scales},
+            **{name: sent(value, x.device) for name, value in host.named_buffers() if _is_used(name)},
+        }
+
+
+def length_dependent_rotaries(module: nn.Module) -> list[LengthRotary]:
     """Find the rotary embeddings of a model whose frequencies change with the length of the sequence."""
     found = []
     for child in module.modules():
         kinds = getattr(child, "rope_type", None)
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
-            found.append(child)
+            found.append(LengthRotary(child))
     return found
 
 
 @contextmanager
-def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[None]:
+def rotary_length(rotaries: list[LengthRotary], lengths_B: list[int]) -> Iterator[None]:
     """Context manager in which the rotary embeddings compute row r's tables for a sequence of lengths_B[r] tokens."""
     with ExitStack() as stack:
         for rotary in rotaries:
@@ -37,8 +83,13 @@ def rotary_length(rotaries: list[nn.Module], lengths_B: list[int]) -> Iterator[N
         yield
 
 
+def _is_used(name: str) -> bool:
+    """Whether a buffer has the frequencies from which tables are computed."""
+    return name.endswith("inv_freq") and "original" not in name
+
+
 def _forget(rotary: nn.Module) -> None:
-    """Reset a rotary embedding to its original tables, whatever lengths it has seen since."""
+    """Reset a rotary embedding to its original frequencies, whatever lengths it has seen since."""
     for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
         setattr(rotary, name, rotary.original_max_seq_len)
     for name, inv_freq in list(rotary.named_buffers()):
@@ -48,30 +99,30 @@ def _forget(rotary: nn.Module) -> None:
 
 
 @contextmanager
-def _lengths(rotary: nn.Module, lengths_B: list[int]) -> Iterator[None]:
-    replaced = vars(rotary).get("forward")
+def _lengths(rotary: LengthRotary, lengths_B: list[int]) -> Iterator[None]:
+    module = rotary.module
+    replaced = vars(module).get("forward")
     # A server computes other rows inside a forward, whose lengths are not theirs.
-    forward = getattr(replaced, "own", rotary.forward)
+    forward = getattr(replaced, "own", module.forward)
 
     def forward_rows(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = position_ids.expand(len(lengths_B), -1)
         shared = len(set(lengths_B)) == 1
         tables: list[tuple[Tensor, ...]] = []
         for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
-            _forget(rotary)
-            last = torch.full_like(row[:, :1], length - 1)  # an additional position, which only tells the length
-            made = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
+            with rotary.at(length, x, *args, **kwargs):
+                made = forward(x, row, *args, **kwargs)
             is_pair = isinstance(made, tuple)  # cosines and sines, or both as complex numbers
-            tables.append(tuple(table[:, :-1] for table in (made if is_pair else (made,))))
+            tables.append(made if is_pair else (made,))
         joined = tuple(torch.cat(each) for each in zip(*tables, strict=True))
         return joined if is_pair else joined[0]
 
     forward_rows.own = forward  # type: ignore[attr-defined]
-    rotary.forward = forward_rows
+    module.forward = forward_rows
     try:
         yield
     finally:
         if replaced is None:
-            del rotary.forward
+            del module.forward
         else:
-            rotary.forward = replaced
+            module.forward = replaced

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from policies.row_values import sent
 from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
@@ -44,7 +45,7 @@ class PromptBatch:
         longest = max(len(prompt) for prompt in prompts)
         pads = [longest - len(prompt) for prompt in prompts]
         rows = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]  # any id will do for padding
-        return cls(ids_BS=torch.tensor(rows, device=device), pads=pads)
+        return cls(ids_BS=sent(torch.tensor(rows), device), pads=pads)
 
     @property
     def num_tokens(self) -> int:

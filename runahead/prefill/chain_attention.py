@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.new_tokens import NewTokens, num_tokens_of, row_values
+from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
 from runahead.reuse.cache import ReusedCache

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.cache.kept import KeptLayer
 
 
@@ -65,7 +66,7 @@ class ClampedDistances:
         """
         if layer in self._newest:
             device, num_tokens = positions_Bw.device, positions_Bw.shape[1]
-            newest_B = torch.tensor(self._newest.pop(layer), device=device)
+            newest_B = row_values(self._newest.pop(layer), device)
             positions_Bw = newest_B[:, None] + torch.arange(1 - num_tokens, 1, device=device)
         return self._recent - positions_Bw.clamp_min(0)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.retriever import DECODED_SOON, Index, PromptView, Retriever, StoredPart
+from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.model.layers.query_prediction import FoldedProjection, QueryPrediction
@@ -167,7 +168,7 @@ class Indices:
     def next_B(self, start: int, pads: Sequence[int]) -> Tensor:  # noqa: N802
         """Position in each row of the token with index `start`. The pads are copied to the device only once."""
         if self._pads is None or self._pads[0] != list(pads):
-            self._pads = list(pads), torch.tensor(pads, device=self._device)
+            self._pads = list(pads), row_values(pads, self._device)
         return start - self._pads[1]
 
     def _folded(self, layer: int, index: Index) -> FoldedProjection | None:

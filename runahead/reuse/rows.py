@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.causal import nothing
 from runahead.attention.merging import MergedParts
 from runahead.attention.partial import AttentionTerms, attend
@@ -95,7 +96,7 @@ class SharingRows(KVStore):
         self._offsets = [row.start - pad for row, pad in zip(rows, pads, strict=True)]
         device = rows[0].own.device
         shared = [
-            _SharedPart(part=part, first=int(part.positions_T[0]), index_R=torch.tensor(part.rows, device=device))
+            _SharedPart(part=part, first=int(part.positions_T[0]), index_R=row_values(part.rows, device))
             for part in parts
         ]
         self.layers = [

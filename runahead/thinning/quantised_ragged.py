@@ -16,9 +16,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, Groups, TokenGroups, narrowed
 from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, code_bytes, dtype_of_window

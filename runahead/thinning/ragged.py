@@ -16,12 +16,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.marked import attend_marked
 from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 
 

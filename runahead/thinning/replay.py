@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView, Phase, Policy
+from policies.row_values import sent
 from runahead.attention.answers import Answers
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
@@ -128,7 +129,7 @@ def score_prompt(
         for start in range(0, length, step):
             chunk = range(start, min(start + step, length))
             attention = ReplayAttention(model, policy, kept, row, pad, chunk, of_row, on_layer=on_layer)
-            ids_1C = torch.tensor([[*request, *ids[chunk.start : chunk.stop]]], device=model.device)
+            ids_1C = sent(torch.tensor([[*request, *ids[chunk.start : chunk.stop]]]), model.device)
             with suppress(PrefillEndsHere):
                 model.forward(ids_1C, attention, start=length, pads=[0], length=length)
     return scores
@@ -217,7 +218,7 @@ class ReplayAttention(CausalAttention):
         own = range(self.start, self.start + q_1NCH.shape[2])
         parts = [range(min(replay.sinks, chunk.start)), chunk, own]
         read = [slab.read(part.start, part.stop) for part in parts]
-        positions_1n = torch.tensor([at for part in parts for at in part], device=q_1NCH.device)[None]
+        positions_1n = sent(torch.cat([torch.arange(part.start, part.stop) for part in parts]), q_1NCH.device)[None]
         signals = QuerySignals(
             q_1NCH,
             torch.cat([k_1KSH for k_1KSH, _ in read], dim=2),

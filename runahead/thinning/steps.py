@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_slots
 from policies.retriever import Retriever
+from policies.row_values import row_values
 from runahead.attention.answers import Answers
 from runahead.attention.marked import marked_keys
 from runahead.attention.partial import AttentionTerms
@@ -21,7 +22,7 @@ from runahead.attention.probabilities import JoinedSignals, QuerySignals
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model

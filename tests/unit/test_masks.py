@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
     or_masks,
+    packed_sequence_mask_function,
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
@@ -139,7 +140,16 @@ def test_a_rule_without_tensors_is_evaluated_on_the_host(name: str) -> None:
     assert there.is_causal(3, 20) == here.is_causal(3, 20)
 
 
+def test_padding_before_a_text_is_left_out_of_the_rule_of_its_chunks() -> None:
+    """It is a tensor that each forward makes, and positions are counted without it: on "meta" it has no values."""
+    meta = torch.device("meta")
+    rule = MaskRule(chunked_causal_mask_function(6, NO_PADS.to(meta)), meta)
+    assert torch.equal(rule.allowed(torch.arange(40), torch.arange(40)), MASKS["chunks of 6"])
+    assert (rule.first_key(20), rule.is_causal(18, 24, 18), rule.is_causal(17, 24, 17)) == (18, True, False)
+
+
 def test_a_rule_with_tensors_is_evaluated_where_they_are() -> None:
-    rule = MaskRule(chunked_causal_mask_function(6, NO_PADS.to("meta")), torch.device("meta"))
+    parts = packed_sequence_mask_function(torch.zeros(1, 40, device="meta"))
+    rule = MaskRule(and_masks(parts, causal_mask_function), torch.device("meta"))
     with pytest.raises((RuntimeError, NotImplementedError)):
         rule.first_key(20)

@@ -10,9 +10,9 @@ from policies.base import Policy
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.r_kv import RKV
+from policies.row_values import row_values
 from policies.snapkv import SnapKV
 from policies.tova import TOVA
-from runahead.cache.new_tokens import row_values
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.prefill import Prefill
 from runahead.prefill.kv_runahead import KVRunahead

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from policies.row_values import row_values
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import NewTokens, row_values
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.groups import (
     GROUP,
     ChannelGroups,

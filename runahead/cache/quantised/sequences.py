@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms, attend, merge
-from runahead.cache.new_tokens import row_values
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
 from runahead.cache.slabs import KVShape

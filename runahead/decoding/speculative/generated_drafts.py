@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from policies.row_values import sent
 from runahead.attention.causal import nothing
 from runahead.cache.attention import CausalAttention
 from runahead.decoding.decode import Row
@@ -217,7 +218,7 @@ class ModelDrafter(GeneratedDrafter):
         num_left = max(row.max_new_tokens - len(row.new_ids) for row in self._rows) + 1
         cache = model.empty_cache(longest + num_left, batch=len(texts))
         filled = [[*[0] * pad, *text] for pad, text in zip(pads, texts, strict=True)]
-        ids_BS = torch.tensor(filled, device=model.device)
+        ids_BS = sent(torch.tensor(filled), model.device)
         for start in range(0, longest, CHUNK_TOKENS):
             attention = CausalAttention(cache, start=start, pads=pads, on_layer=self._on_layer)
             ids_BC = ids_BS[:, start : start + CHUNK_TOKENS]

@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from policies.row_values import sent
 from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
@@ -45,7 +46,7 @@ def observe(model: Model, whole: SlabRow, ids: Sequence[int], start: int, each_l
         start: first token that is computed; see `first_observed`.
     """
     with suppress(PrefillEndsHere):
-        ids_1C = torch.tensor([list(ids[start:])], device=model.device)
+        ids_1C = sent(torch.tensor([list(ids[start:])]), model.device)
         model.forward(ids_1C, _Observed(whole, start, each_layer), start=start, pads=[0], length=len(ids))
 
 

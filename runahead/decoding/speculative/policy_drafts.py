@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from policies.base import Policy
+from policies.row_values import sent
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore
 from runahead.cache.kept import NEW_ROOM, KeptCache
@@ -84,7 +85,7 @@ class PolicyDrafter(GeneratedDrafter):
         assert isinstance(whole, SlabRow), type(whole)
         model = self._model
         tokens = NewTokens(first_observed(model, whole, len(ids), OBSERVED_TOKENS), [0])
-        tokens.ids_BC = torch.tensor([list(ids[tokens.start :])], device=model.device)
+        tokens.ids_BC = sent(torch.tensor([list(ids[tokens.start :])]), model.device)
         steps = PolicySteps(model, self._policies, tokens, prompt_tokens=len(ids), room=NEW_ROOM)
         kept = KeptCache.empty(model.kv_shapes, batch=1, device=model.device)
 

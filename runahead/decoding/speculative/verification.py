@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values, sent
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.fixed import FixedCache
@@ -37,7 +38,7 @@ def verified(
     pads = [start - num for num in stored]
     cache = RowsCache(caches, pads, [len(of_row) for of_row in ids])
     filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
-    ids_BC = torch.tensor(filled, device=model.device)
+    ids_BC = sent(torch.tensor(filled), model.device)
     attention = CausalAttention(cache, start=start, pads=pads)
     logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
     return [logits_CV[: len(of_row)] for of_row, logits_CV in zip(ids, logits_BCV, strict=True)]
@@ -163,4 +164,4 @@ class RowForwards:
         return forward_over(self._model, cache, [], pads=pads, prompt_tokens=longest)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, device=self._model.device)[:, None]
+        return row_values(ids, self._model.device)[:, None]

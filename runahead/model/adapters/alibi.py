@@ -9,6 +9,7 @@ of the prompt's length.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,11 +68,12 @@ def mpt_forward(
     return self.out_proj(out_BNCH.transpose(1, 2).flatten(2)), None
 
 
+@lru_cache
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Slopes (num_heads) in float32 of BLOOM and Falcon: head n of N = 2^k heads has slope 2^(-8 n / N), n = 1 .. N.
 
     With a number of heads that is not a power of two, the slopes are those of the next lower power, followed by every
-    other slope of the next higher one.
+    other slope of the next higher one. They are made once for a device, since the host waits for their copy.
     """
     lower = 2 ** math.floor(math.log2(num_heads))
     exponents = [8.0 * n / lower for n in range(1, lower + 1)]
