@@ -73,7 +73,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.speculate_match=2   generation.speculate_always=false
   draft.model=<folder, hub id or .gguf>   draft.policy='{{name:snapkv,budget:0.1}}', of generation.speculate
   draft.speculate=none|lookup|model, which drafts for these
-  experiment=<name>            report=<json>   timeline=<json>   warmup=0
+  experiment=<name>            report=<json>   timeline=<json>   profile=none|nvtx|torch   warmup=0
   answers=<jsonl>              of several prompts, in place of standard output; started again, a run goes on with it
 
 prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
@@ -152,7 +152,7 @@ def infer(
             say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again{unwritten}")
             return []
     draft = _draft(run, ranks)
-    model = load_model(run.model, ranks)
+    model = load_model(run.model, ranks, profile=run.profile)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = None
@@ -230,7 +230,9 @@ def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
         policies = ranks.on_rank_0("the drafting policy", lambda: _drafting_policies(run))
     model = None
     if draft.needs_model(kind):
-        model = load_model(ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks)
+        model = load_model(
+            ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks, profile=run.profile
+        )
     first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None
     if policies is not None:
         return Draft(by=policies, first=first if model is None else model)
@@ -373,7 +375,14 @@ def _write_files(
             method += f", {run.prefill.transfer.name}"
         subject = f"{model.name}, {dtype} on {ranks.device.type}: {batch.chunks}, {method}"
         names = [ranks.name(rank) for rank in range(ranks.size)]
-        write_timeline(run.timeline, batch.spans, names=names, ttft_s=batch.ttft_s, subject=subject)
+        write_timeline(
+            run.timeline,
+            batch.spans,
+            names=names,
+            ttft_s=batch.ttft_s,
+            subject=subject,
+            recordings=batch.recordings,
+        )
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.schema_tokens=262144   with policy=prompt_cache, of all schemas that requests bring; 0 takes none
   serve.drain_s=25             after SIGTERM, for the requests that were taken
   serve.log=true               serve.log_prompts=false
+  profile=none|nvtx            names for a profiler around the server, such as Nsight Systems
   model=..., prefill=..., partition=..., ranks=..., cache.bits=..., decode=last|sharded|auto   as launch/infer.py has
                                them (its --help lists them)
 {choices("policy", NAMES)}

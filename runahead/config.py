@@ -66,6 +66,14 @@ class Carrier(Enum):
     backend = "backend"
 
 
+class Profile(Enum):
+    """Profiler for which ranges are named: one around the program (NVTX), torch's own, or none."""
+
+    none = "none"
+    nvtx = "nvtx"
+    torch = "torch"
+
+
 class Attention(Enum):
     """Scores that TSP computes: all of the prompt's, the masked half included, or those of visible keys only."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -215,8 +216,8 @@ class Engine:
         check_chunk_tokens(self.prefill, len(partition.chain))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         stored = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
-        gather = None
-        with self.ranks.announcing_failure():
+        gather, recording = None, None
+        with self.ranks.announcing_failure(), ExitStack() as profiled:
             batch = PromptBatch.of(new_ids, self.ranks.device)
             stage = self._strategy.first_token_stage(partition, mesh.num_stages)
             source, shards = mesh.rank(stage, 0), None
@@ -238,6 +239,9 @@ class Engine:
                 if reuse is not None:
                     reuse.encode_missing()
             offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
+            if record_timeline:
+                with self.ranks.busy():
+                    recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
             self.ranks.barrier("all ranks to hold the prompt")
             began_s = time.perf_counter()
             reused = reused_kv(ids, prefixes, self._computed_anew)
@@ -266,6 +270,8 @@ class Engine:
             if decoded is not None and prefixes:
                 self._store(prefixes, decoded, prefilled, batch)
             prefilled.cache = None
+            with self.ranks.busy():
+                profiled.close()
             chunk_tokens = prefilled.report.chunk_tokens
             prefilled.report.memory = self.model.memory_after(
                 kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
@@ -280,6 +286,7 @@ class Engine:
                 offset_s=offset_s,
                 source=source,
                 is_warm=self._num_calls > 0,
+                recording=recording,
             )
             result.decode = "last" if shards is None else "sharded"
             if reuse is not None:

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import CacheOptions, PrefillOptions
+from runahead.timeline.recording import Recording
 from runahead.timeline.trace import Span
 
 
@@ -235,6 +236,7 @@ class GenerationBatch:
         tpot_s: time per output token after the first; None if only one token was generated.
         warm: False for an engine's first call.
         spans: timeline of each rank; empty if none was recorded.
+        recordings: of torch's profiler on each rank, on the clock of the spans; empty if there are none.
     """
 
     generations: list[Generation]
@@ -245,6 +247,7 @@ class GenerationBatch:
     ranks: list[RankReport]
     decode: str = "last"
     spans: list[list[Span]] = field(default_factory=list)
+    recordings: list[Recording] = field(default_factory=list)
 
     @property
     def chunks(self) -> str:

@@ -38,7 +38,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     """
     given = partitioner(run.partition, ranks)
     ranks.on_rank_0("the benchmark's options", lambda: _check(run, given, ranks.size))
-    model = load_model(run.model, ranks)
+    model = load_model(run.model, ranks, profile=run.profile)
     prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
     if _looks_up(run):
         settle(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))

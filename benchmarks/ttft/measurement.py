@@ -79,7 +79,7 @@ class Contenders:
             own = model
             if options.name is PrefillName.tensor:
                 ranks.arrange(ranks.size)
-                own = load_model(run.model, ranks)
+                own = load_model(run.model, ranks, profile=run.profile)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             # As it is, since partition=auto learns from what the engine tells it.
             split = given if VARIANTS[name].split is Split.given else partial(self._split, name)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 from benchmarks.ttft.variants import VARIANTS, Split
-from launch.inputs.options import PartitionName, PartitionOptions
-from runahead.config import ModelOptions, PrefillOptions, RanksOptions, choice, not_one_of, require
+from launch.inputs.options import PartitionName, PartitionOptions, only_outer
+from runahead.config import ModelOptions, PrefillOptions, Profile, RanksOptions, choice, not_one_of, require
 
 
 class Network(Enum):
@@ -113,8 +113,10 @@ class BenchRun:
     prefill: ChainOptions = field(default_factory=ChainOptions)
     link: LinkOptions = field(default_factory=LinkOptions)
     bench: BenchOptions = field(default_factory=BenchOptions)
+    profile: Profile = Profile.none
 
     def __post_init__(self) -> None:
+        self.profile = only_outer(self.profile)
         rule = "has no use: ranks have the whole model here, but for the variant tensor; leave it out"
         require(self.ranks.tensor == 1, "ranks.tensor", self.ranks.tensor, rule)
         if self.bench.network is Network.netns:

@@ -18,6 +18,7 @@ from runahead.config import (
     Positions,
     PrefillName,
     PrefillOptions,
+    Profile,
     RanksOptions,
     Speculate,
     check_speculation,
@@ -179,6 +180,7 @@ class RunOptions:
         answers: file of JSON lines to which the answers to several prompts are appended, in place of standard output;
             prompts that it answers already are left out.
         report, timeline: files to write.
+        profile: profiler for which ranges are named; that of torch is recorded into the timeline.
         warmup: runs before the measured one.
     """
 
@@ -195,10 +197,16 @@ class RunOptions:
     answers: str | None = None
     report: str | None = None
     timeline: str | None = None
+    profile: Profile = Profile.none
     warmup: int = 0
 
     def __post_init__(self) -> None:
         self.policy = checked(self.policy)
+        self.profile = choice("profile", Profile, self.profile)
+        if self.profile is Profile.torch and self.timeline is None:
+            raise ValueError(
+                "profile=torch goes into the timeline, and there is none; add timeline=<json>, or use profile=nvtx"
+            )
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
         check_prefill(self.prefill, self.policy, self.ranks, self.decode)
         self.cache.check(self.prefill, self.decode)
@@ -213,6 +221,17 @@ class RunOptions:
         self.draft.check(self.generation)
         if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
             raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
+
+
+def only_outer(profile: Profile) -> Profile:
+    """The option profile= of a program that writes no timeline. Raises: ValueError."""
+    chosen = choice("profile", Profile, profile)
+    if chosen is Profile.torch:
+        raise ValueError(
+            "profile=torch goes into timeline=, which only launch/infer.py writes; use profile=nvtx under a profiler "
+            "such as Nsight Systems"
+        )
+    return chosen
 
 
 def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksOptions, decode: DecodeOptions) -> None:

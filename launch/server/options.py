@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.inputs.options import PartitionOptions, check_prefill
+from launch.inputs.options import PartitionOptions, check_prefill, only_outer
 from launch.inputs.policies import checked, chooses, ineffective_options, keeps_all, prompt_cache_options
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import (
@@ -17,6 +17,7 @@ from runahead.config import (
     ModelOptions,
     PrefillName,
     PrefillOptions,
+    Profile,
     RanksOptions,
     Speculate,
     check_prefix_reuse,
@@ -108,6 +109,7 @@ class ServeRun:
         policy: as in launch/infer.py.
         decode: `last` by default, since `auto` would time both ways while a request of a new length waits.
         generation: what a request gets that does not say otherwise.
+        profile: profiler around the server for which ranges are named.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -119,8 +121,10 @@ class ServeRun:
     cache: CacheOptions = field(default_factory=CacheOptions)
     decode: DecodeOptions = field(default_factory=lambda: DecodeOptions(name=DecodeName.last))
     generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=512))
+    profile: Profile = Profile.none
 
     def __post_init__(self) -> None:
+        self.profile = only_outer(self.profile)
         self.policy = checked(self.policy)
         if self.policy["name"] == "prompt_cache":
             self._check_prompt_cache(prompt_cache_options(self.policy))

@@ -84,7 +84,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
     ranks.require_same(guided, "install the same version on all hosts")
-    model = load_model(run.model, ranks)
+    model = load_model(run.model, ranks, profile=run.profile)
     if run.prefill.takes_partition:
         settle(partition, model, ranks, run)
     store = _store(run, model, ranks)

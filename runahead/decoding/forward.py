@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import torch
@@ -65,8 +66,9 @@ def forward_over(
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
     """
     attention = ToldAttention if is_told else CausalAttention
+    as_step = partial(model.ranges.around, "decoding step")
     if cache.repeats_steps:
-        return FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, attention=attention)
+        return as_step(FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, attention=attention))
     if not policies:
         steps = count(1)
 
@@ -77,7 +79,7 @@ def forward_over(
                 agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
             return logits_BV
 
-        return over_all
+        return as_step(over_all)
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
         attention = kept_attention(
@@ -85,7 +87,7 @@ def forward_over(
         )
         return _logits(model, ids_B1, attention)
 
-    return over_what_is_kept
+    return as_step(over_what_is_kept)
 
 
 def kept_attention(

@@ -8,6 +8,7 @@ from runahead.decoding.decode import Decoded
 from runahead.prefill.base import Prefilled
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch
+from runahead.timeline.recording import Recording
 
 
 def gathered_result(
@@ -20,6 +21,7 @@ def gathered_result(
     offset_s: float,
     source: int,
     is_warm: bool,
+    recording: Recording | None = None,
 ) -> GenerationBatch:
     """Gather the reports of all ranks and the generations of rank `source` into one result, on every rank.
 
@@ -30,6 +32,7 @@ def gathered_result(
         offset_s: seconds to add to it to get rank 0's.
         source: the rank whose generations the result has.
         is_warm: this is not the engine's first call.
+        recording: of torch's profiler on this rank, on its clock.
     """
     outcome = None
     if decoded is not None and prefilled.logits_BV is not None:
@@ -49,10 +52,16 @@ def gathered_result(
         ]
         outcome = generations, decoded.first_token_s - began_s, tpot_s
     shared = ranks.gather(
-        (prefilled.report, outcome, began_s + offset_s, [span.shifted(offset_s) for span in prefilled.spans]),
+        (
+            prefilled.report,
+            outcome,
+            began_s + offset_s,
+            [span.shifted(offset_s) for span in prefilled.spans],
+            None if recording is None else recording.shifted(offset_s),
+        ),
         "the end of the generation",
     )
-    reports, outcomes, began, spans = (list(column) for column in zip(*shared, strict=True))
+    reports, outcomes, began, spans, recordings = (list(column) for column in zip(*shared, strict=True))
     for report in reports if ranks.num_shares > 1 else ():
         report.stage, report.share = ranks.mesh.stage(report.rank), ranks.mesh.share(report.rank)
     generations, ttft_s, tpot_s = outcomes[source]
@@ -64,6 +73,7 @@ def gathered_result(
         warm=is_warm,
         ranks=reports,
         spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],
+        recordings=[each.shifted(-began[source]) for each in recordings if each is not None],
     )
 
 

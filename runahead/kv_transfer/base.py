@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -137,6 +138,18 @@ class KVTransfer(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until everything that this rank sends or passes on has left."""
+
+    def sending(self, message: Message) -> AbstractContextManager[object]:
+        """Context manager in which a message is posted that is sent: a range of a profile."""
+        return self.clock.ranges("send layer", message.layer, message.sent)
+
+    @contextmanager
+    def standing_still(self, layer: int) -> Iterator[None]:
+        """Context manager in which this rank, or its device, waits for others: logged, and a range of a profile."""
+        begin = self.clock.mark()
+        with self.clock.ranges("wait in layer", layer):
+            yield
+        self.log.waits.append((layer, begin, self.clock.mark()))
 
     def note(self, direction: str, message: Message) -> TransferRecord:
         """Record a message that is being posted; `direction` is "send" or "receive"."""

@@ -181,7 +181,8 @@ class CopyTransfer(KVTransfer):
         self.log.sent_bytes += part.nbytes
         queue = self._copying.queue(f"to rank {peer}")
         if peer not in self._memory.peers:
-            queue.send(part, peer, message.tag, waits, then, log)
+            with self.sending(message):
+                queue.send(part, peer, message.tag, waits, then, log)
             return
         segment = self._memory.segment(peer)
         begun = segment.cell("begun", self.ranks.rank), self._memory.sent[peer].prefills
@@ -194,7 +195,8 @@ class CopyTransfer(KVTransfer):
         if self._copying.is_asynchronous and peer not in self._opened:  # the host has to know the address now
             what = f"{self.ranks.name(peer)} to begin its prefill"
             self.ranks.wait_until(lambda block_s: self._copying.wait(*begun, block_s), what, self._peers)
-        queue.copy(part, place, [begun, credit, *waits], then, log)
+        with self.sending(message):
+            queue.copy(part, place, [begun, credit, *waits], then, log)
 
     def _open(self, peer: int) -> object:
         """The peer's slabs, which it has described."""
@@ -209,8 +211,7 @@ class CopyTransfer(KVTransfer):
     def _logged(self, message: Message) -> Callable[[object, object], None] | None:
         if not self.record:
             return None
-        detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
-        return lambda begin, end: self.log.sends.append((message.layer, begin, end, detail))
+        return lambda begin, end: self.log.sends.append((message.layer, begin, end, message.sent))
 
     def _note_receives(self, layer: int) -> None:
         for message in self.schedule.receives(layer):
@@ -229,8 +230,10 @@ class CopyTransfer(KVTransfer):
         """Let compute wait for cells. Error messages name the messages' peers; all peers of this rank can delay it."""
         if not ats:
             return
-        begin = self.clock.mark()
-        if not self._copying.computes_after(ats):
+        if self._copying.is_asynchronous:
+            with self.standing_still(layer):
+                self._copying.computes_after(ats)
+        elif not self._copying.computes_after(ats):
             peers = sorted({message.peer for message in messages}) or self._peers
             named = self.ranks.mesh.names(peers)
 
@@ -243,10 +246,8 @@ class CopyTransfer(KVTransfer):
                 self._check()
                 return self._have_reached(ats, block_s)
 
-            self.ranks.wait_until(ready, f"{what} {named}", self._peers, detail)
-            self.log.waits.append((layer, begin, self.clock.mark()))
-        elif self._copying.is_asynchronous:
-            self.log.waits.append((layer, begin, self.clock.mark()))
+            with self.standing_still(layer):
+                self.ranks.wait_until(ready, f"{what} {named}", self._peers, detail)
 
     def _have_reached(self, ats: list[At], block_s: float) -> bool:
         """Let the host wait for cells, for `block_s` seconds at most."""

@@ -119,7 +119,6 @@ class GlooTransfer(KVTransfer):
     ) -> None:
         """Wait for an event. Error messages name the messages' peers; all peers of this rank can delay it."""
         if not event.is_set():
-            begin = self.clock.mark()
             peers = sorted({message.peer for message in messages}) or self._peers
             named = self.ranks.mesh.names(peers)
 
@@ -129,8 +128,8 @@ class GlooTransfer(KVTransfer):
                 of_which = "" if of_layer == layer else f"layer {of_layer}: "
                 return of_which + self.state(direction, of_layer, messages)
 
-            self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers, detail)
-            self.log.waits.append((layer, begin, self.clock.mark()))
+            with self.standing_still(layer):
+                self.ranks.wait_until(lambda block_s: event.wait(block_s), f"{what} {named}", self._peers, detail)
         if isinstance(self._error, _Lost):
             raise self.ranks.lost_connection(str(self._error)) from self._error
         if self._error is not None:
@@ -206,15 +205,14 @@ class GlooTransfer(KVTransfer):
                 work.wait()
             record.done()
             self.log.sent_bytes += self._host_part(message).nbytes
-            detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
-            self.log.sends.append((message.layer, begin_s, time.perf_counter(), detail))
+            self.log.sends.append((message.layer, begin_s, time.perf_counter(), message.sent))
             self._unsent[message.layer] -= 1
             if self._unsent[message.layer] == 0:
                 self._left[message.layer].set()
 
     def _isend(self, message: Message) -> None:
         begin_s = time.perf_counter()
-        with self._naming("to leave for", message):
+        with self.sending(message), self._naming("to leave for", message):
             work = dist.isend(self._host_part(message), message.peer, self.ranks.kv_group, message.tag)
         self._sending.put((message, work, begin_s, self.note("send", message)))
 

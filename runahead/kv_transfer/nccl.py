@@ -88,10 +88,9 @@ class NcclTransfer(KVTransfer):
 
     def _wait(self, layer: int, works: list[Work]) -> None:
         """Let compute wait for messages."""
-        begin = self.clock.mark()
-        for work in works:
-            work.wait()
-        self.log.waits.append((layer, begin, self.clock.mark()))
+        with self.standing_still(layer):
+            for work in works:
+                work.wait()
 
     def _watch(self, event: Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
@@ -109,14 +108,14 @@ class NcclTransfer(KVTransfer):
 
     def _isend(self, message: Message) -> Work:
         part, begin = self.part(message), self.clock.mark() if self.record else None
-        work = self._links[self.ranks.rank, message.peer].isend(part, message.peer)
+        with self.sending(message):
+            work = self._links[self.ranks.rank, message.peer].isend(part, message.peer)
         self.note("send", message).has_happened = work.is_completed
         self.log.sent_bytes += part.nbytes
         if self.record:
             with self._gpu.on(self._gpu.stream("timeline")):
                 work.wait()
-                detail = f"tokens {message.start}-{message.end} to rank {message.peer}"
-                self.log.sends.append((message.layer, begin, self.clock.mark(), detail))
+                self.log.sends.append((message.layer, begin, self.clock.mark(), message.sent))
         return work
 
 

@@ -49,7 +49,8 @@ class NcclExchange(KVTransfer):
         for received, sent in self.schedule.batches(layer):
             begin = self.clock.mark() if self.record else None
             parts = [[(self.part(each), each.peer) for each in messages] for messages in (received, sent)]
-            works = [] if self._between_stages is None else self._between_stages.exchange(*parts)
+            with self.clock.ranges("send layer", layer, *(each.sent for each in sent)):
+                works = [] if self._between_stages is None else self._between_stages.exchange(*parts)
             self._works[layer].append((received, works))
             for way, messages in (("receive", received), ("send", sent)):
                 for each in messages:
@@ -61,9 +62,7 @@ class NcclExchange(KVTransfer):
                     for work in works:
                         work.wait()
                     end = self.clock.mark()
-                for each in sent:
-                    detail = f"tokens {each.start}-{each.end} to rank {each.peer}"
-                    self.log.sends.append((layer, begin, end, detail))
+                self.log.sends += [(layer, begin, end, each.sent) for each in sent]
 
     def await_prefix(self, layer: int) -> None:
         self._await(layer, [work for _, works in self._works[layer] for work in works])
@@ -86,10 +85,9 @@ class NcclExchange(KVTransfer):
         self.ranks.records.ask_device()
 
     def _await(self, layer: int, works: list[Work]) -> None:
-        begin = self.clock.mark()
-        for work in works:
-            work.wait()
-        self.log.waits.append((layer, begin, self.clock.mark()))
+        with self.standing_still(layer):
+            for work in works:
+                work.wait()
 
     def _watch(self, event: Event, what: str) -> None:
         records, peers = self.ranks.records, self.schedule.peers

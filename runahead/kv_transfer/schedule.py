@@ -40,6 +40,11 @@ class Message:
     end: int
     tag: int
 
+    @property
+    def sent(self) -> str:
+        """What is sent to whom, in words."""
+        return f"tokens {self.start}-{self.end} to rank {self.peer}"
+
 
 class Schedule(ABC):
     """The messages of one rank.

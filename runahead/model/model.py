@@ -57,6 +57,7 @@ from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attenti
 from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary, find_rotaries
+from runahead.timeline.ranges import NamedRanges, Ranges
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class Model:
         shares: as given.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         memory: memory of this rank while it loaded the weights; None if they were given.
+        ranges: names of what is done with the model in a profile; see `name_ranges`.
 
     Raises:
         ValueError: a layer does not call our attention, or the check fails: this family is not supported.
@@ -107,6 +109,7 @@ class Model:
         multiply_few_rows_fast(module)
         self.shares = shares
         self.overrides = ""
+        self.ranges = Ranges()
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
         family = f"model {self.name} ({self.config.model_type})"
@@ -174,6 +177,17 @@ class Model:
         model = cls(loaded.module, loaded.tokenizer, name=loaded.name, shares=loaded.shares)
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         return model
+
+    def name_ranges(self, ranges: Ranges) -> None:
+        """Name layers, chunks, messages, decoding steps and policies in a profile, from now on. To be called once.
+
+        Raises:
+            ValueError: the model has no list of layers.
+        """
+        if isinstance(ranges, NamedRanges):
+            self.require_narrowing("the names of layers in a profile", "use profile=none")
+            ranges.name_layers(self._layers)
+        self.ranges = ranges
 
     def shard(self, shares: Shares) -> None:
         """Keep only this rank's share of a whole model, by transformers' tensor parallelism.

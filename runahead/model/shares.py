@@ -10,12 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from runahead.config import ModelOptions
+from runahead.config import ModelOptions, Profile
 from runahead.model.adapters import ADAPTERS
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
 from runahead.ranks.ranks import Ranks
+from runahead.timeline.ranges import ranges_for
 
 NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
 """By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
@@ -75,13 +76,23 @@ def check_arrangement(model: Model, ranks: Ranks) -> None:
         )
 
 
-def load_model(options: ModelOptions, ranks: Ranks) -> Model:
+def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profile.none) -> Model:
     """Load a model on all ranks: whole, or its share on each rank where stages have several. Every rank calls this.
 
+    Args:
+        profile: profiler for which ranges are named.
+
     Raises:
-        ValueError, OSError: as `Model.load` and `shard_model`, on the lowest rank where it fails.
+        ValueError, OSError: as `Model.load`, `shard_model` and `ranges_for`, on the lowest rank where it fails.
         SharedError: on the other ranks.
     """
+    ranges = ranks.on_all_ranks("the profile", lambda: ranges_for(profile))
+    model = _loaded(options, ranks)
+    ranks.on_all_ranks("the layers", lambda: model.name_ranges(ranges))
+    return model
+
+
+def _loaded(options: ModelOptions, ranks: Ranks) -> Model:
     progress, beside = ranks.rank == 0, ranks.local_size
     if ranks.num_shares == 1:
         return ranks.on_all_ranks(

@@ -71,7 +71,7 @@ class ChainRun:
             allocate=carrier.allocator(job.ranks, schedule),
             own=own,
         )
-        self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device)
+        self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
         self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
@@ -184,16 +184,17 @@ class ChainRun:
         logits_BV, is_cancelled = None, False
         self._feed(range(self.transfer.lead))
         try:
-            logits_BV = job.model.forward(
-                ids_BC,
-                attention,
-                start=start,
-                pads=job.batch.pads,
-                length=job.batch.num_tokens,
-                index_C=index_C,
-                tokens=narrowed,
-            )
-            finish()
+            with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):
+                logits_BV = job.model.forward(
+                    ids_BC,
+                    attention,
+                    start=start,
+                    pads=job.batch.pads,
+                    length=job.batch.num_tokens,
+                    index_C=index_C,
+                    tokens=narrowed,
+                )
+                finish()
         except PrefillEndsHere:
             pass
         except PrefillCancelled:

@@ -62,14 +62,15 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
             )
             attention = KeptAttention(kept, steps, on_layer=after_layer)
         try:
-            logits_BV = model.forward(
-                batch.ids_BS[:, start:end],
-                attention,
-                start=start,
-                pads=batch.pads,
-                length=num_tokens,
-                tokens=None if kept is None else tokens,
-            )
+            with model.ranges("chunk of tokens", f"{start}-{end}"):
+                logits_BV = model.forward(
+                    batch.ids_BS[:, start:end],
+                    attention,
+                    start=start,
+                    pads=batch.pads,
+                    length=num_tokens,
+                    tokens=None if kept is None else tokens,
+                )
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)

@@ -61,15 +61,17 @@ class RetrievedCache(KeptCache):
         return self.retrieval.clamped is not None
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
-        self.retrieval.look_ahead(layer, given)
+        with self.retrieval.working():
+            self.retrieval.look_ahead(layer, given)
 
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
     ) -> None:
         parts_B = self.stored_parts[layer] if self.stored_parts else ()
-        self.retrieval.store_prompt(
-            layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
-        )
+        with self.retrieval.working():
+            self.retrieval.store_prompt(
+                layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
+            )
 
     def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
         if self._to_few_bits is None:
@@ -116,7 +118,8 @@ class RetrievedLayer(LayerStore):
     ) -> None:
         self._retrieval, self._layer, self._kept = cache.retrieval, layer, cache.layers[layer]
         self._q_BNCH, self._terms = q_BNCH, terms
-        self._fetched = self._retrieval.fetched(layer, q_BNCH, tokens.start, tokens.row_pads)
+        with self._retrieval.working():
+            self._fetched = self._retrieval.fetched(layer, q_BNCH, tokens.start, tokens.row_pads)
         self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
         self._own: tuple[Tensor, Tensor] | None = None
 
@@ -167,7 +170,8 @@ class RetrievedLayer(LayerStore):
     def _choose_late(self, tokens: NewTokens) -> None:
         if tokens.phase is Phase.decode:
             after = tokens.start + self._q_BNCH.shape[2]
-            self._retrieval.choose_late(self._layer, self._q_BNCH, after, tokens.row_pads)
+            with self._retrieval.working():
+                self._retrieval.choose_late(self._layer, self._q_BNCH, after, tokens.row_pads)
 
     def _sample_hits(self, k_BKCH: Tensor) -> None:
         if self._q_BNCH.shape[2] == 1:

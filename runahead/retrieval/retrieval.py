@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class Retrieval:
         self, policy: Retriever, model: Model, pool: list[KeptLayer], *, batch: int, part: PromptPart | None = None
     ) -> None:
         self.policy, self.pool, self._part = policy, pool, part
+        self._ranges = model.ranges
         self._copies = copies_for(model.device)
         few = FEW_TOKENS if self._copies is None else 0
         self._min_tokens = few if policy.min_tokens is None else policy.min_tokens
@@ -100,6 +102,10 @@ class Retrieval:
         """Bytes of keys and values in the pool, which is in host memory."""
         layers = zip(self.pool, self.in_pool, strict=True)
         return sum(layer.pool_bytes for layer, is_in in layers if is_in)
+
+    def working(self) -> AbstractContextManager[object]:
+        """Context manager in which the policy chooses or stores: a range of a profile."""
+        return self._ranges("policy", type(self.policy).__name__)
 
     def fork(self, pool: list[KeptLayer]) -> Retrieval:
         """An independent copy over other layers with the same slots."""

@@ -165,7 +165,8 @@ class PolicySteps:
                 input_BCD=self.input_BCD,
                 unseen_BKn=self._unseen(k_BKnH, kept.positions_BKn(), positions_BC, terms),
             )
-            slots_BKm, kept = self._step(policy, view, kept)
+            with self._model.ranges("policy", type(policy).__name__):
+                slots_BKm, kept = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:
                 if k_BKnH.is_meta:
                     slots_BKm = slots_BKm.to("meta")

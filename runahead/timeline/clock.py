@@ -7,10 +7,18 @@ import time
 import torch
 
 from runahead.ranks.accelerator import Accelerator, Event, accelerator_for
+from runahead.timeline.ranges import Ranges
 
 
 class Clock:
-    """Clock for a CPU, where an operation has ended when its call returns: marks are seconds."""
+    """Clock for a CPU, where an operation has ended when its call returns: marks are seconds.
+
+    Attributes:
+        ranges: what is timed has its name there, too.
+    """
+
+    def __init__(self, ranges: Ranges | None = None) -> None:
+        self.ranges = ranges or Ranges()
 
     def mark(self) -> object:
         """Mark this moment in the device's work, without waiting for the device."""
@@ -25,7 +33,8 @@ class Clock:
 class CudaClock(Clock):
     """Clock for a GPU, where calls only queue work: marks are events on the current stream."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, ranges: Ranges | None = None) -> None:
+        super().__init__(ranges)
         self._accelerator = accelerator
         accelerator.synchronize()
         self._origin = self.mark()
@@ -43,7 +52,7 @@ class CudaClock(Clock):
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device, ranges: Ranges | None = None) -> Clock:
     """The clock for a device."""
     accelerator = accelerator_for(device)
-    return Clock() if accelerator is None else CudaClock(accelerator)
+    return Clock(ranges) if accelerator is None else CudaClock(accelerator, ranges)

@@ -15,6 +15,7 @@ from matplotlib.patheffects import withStroke
 
 from runahead.files import write_whole
 from runahead.picture_style import INK, MUTED, dress, new_figure, png
+from runahead.timeline.recording import Recording
 from runahead.timeline.trace import Span, picture_path, trace_json
 
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
@@ -33,10 +34,12 @@ def write_timeline(
     names: Sequence[str] = (),
     ttft_s: float | None = None,
     subject: str = "",
+    recordings: Sequence[Recording] = (),
 ) -> None:
     """Write the trace to `path`, and the picture beside it.
 
     Args:
+        recordings: of torch's profiler on every rank, for the trace.
         names: of the ranks; "rank 0" and so on by default.
         ttft_s: time of the first token, seconds since the prompt's start.
         subject: what ran, in a few words, for the picture.
@@ -46,7 +49,7 @@ def write_timeline(
         OSError: a file cannot be written.
     """
     picture = picture_path(path)
-    write_whole(path, trace_json(spans_by_rank, names=names, ttft_s=ttft_s))
+    write_whole(path, trace_json(spans_by_rank, names=names, ttft_s=ttft_s, recordings=recordings))
     write_whole(picture, timeline_png(spans_by_rank, names=names, ttft_s=ttft_s, subject=subject))
 
 

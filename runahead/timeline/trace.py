@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runahead.timeline.recording import Recording
+
 KINDS = ("compute", "wait", "send")
 """Kinds of spans, in the order of their lanes."""
+
+ON_STREAMS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+"""Categories of what torch's profiler sees on a GPU's streams."""
 
 
 @dataclass(kw_only=True)
@@ -48,20 +53,29 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
 
 
 def trace_json(
-    spans_by_rank: Sequence[Sequence[Span]], *, names: Sequence[str] = (), ttft_s: float | None = None
+    spans_by_rank: Sequence[Sequence[Span]],
+    *,
+    names: Sequence[str] = (),
+    ttft_s: float | None = None,
+    recordings: Sequence[Recording] = (),
 ) -> str:
     """The spans in the Trace Event Format, for Perfetto: a process per rank, a thread per kind of span.
 
     Args:
         names: of the ranks; "rank 0" and so on by default.
+        recordings: of torch's profiler on every rank, shown below its spans: a thread per stream of the GPU, then one
+            per thread of the host.
     """
     events: list[dict[str, Any]] = []
+    recorded = [recording.events() for recording in recordings]
     # Viewers drop events before time 0, where the alignment of clocks may put the first microseconds.
     origin_s = min([0.0, *(span.start_s for spans in spans_by_rank for span in spans)])
+    origin_s = min([origin_s, *(event["ts"] / 1e6 for of_rank in recorded for event in of_rank)])
     for rank, spans in enumerate(spans_by_rank):
         events.append(_metadata("process_name", rank, 0, name=names[rank] if names else f"rank {rank}"))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-        for tid, (lane, spans_of_lane) in enumerate(_lanes(spans)):
+        lanes = _lanes(spans)
+        for tid, (lane, spans_of_lane) in enumerate(lanes):
             events.append(_metadata("thread_name", rank, tid, name=lane))
             events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
             for span in spans_of_lane:
@@ -78,11 +92,33 @@ def trace_json(
                         "args": {"layer": span.layer, "detail": span.detail},
                     }
                 )
+        if recorded:
+            events += _below(recorded[rank], rank, first_tid=len(lanes), origin_s=origin_s)
     if ttft_s is not None:
         last = max(len(spans_by_rank) - 1, 0)
         time_us = round((ttft_s - origin_s) * 1e6, 3)
         events.append({"ph": "i", "s": "g", "name": "first token", "pid": last, "tid": 0, "ts": time_us})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
+
+
+def _below(events: Sequence[dict[str, Any]], rank: int, *, first_tid: int, origin_s: float) -> list[dict[str, Any]]:
+    """Events of torch's profiler as events of a rank's process, in threads from number `first_tid` on."""
+    streams = {(event["pid"], event["tid"]) for event in events if event.get("cat") in ON_STREAMS}
+    threads = {(event["pid"], event["tid"]) for event in events} - streams
+    placed = {at: first_tid + number for number, at in enumerate([*sorted(streams), *sorted(threads)])}
+    found = []
+    for (pid, tid), place in placed.items():
+        lane = f"host thread {tid}" + " (main)" * (pid == tid)
+        if (pid, tid) in streams:
+            lane = f"GPU stream {tid}"
+        found.append(_metadata("thread_name", rank, place, name=lane))
+        found.append(_metadata("thread_sort_index", rank, place, sort_index=place))
+    for event in events:
+        moved = {"pid": rank, "tid": placed[event["pid"], event["tid"]], "ts": round(event["ts"] - origin_s * 1e6, 3)}
+        if "id" in event:  # of an arrow from a launch to its kernel; other ranks have the same numbers
+            moved["id"] = event["id"] + (rank << 32)
+        found.append(event | moved)
+    return found
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.config import Profile
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.tsp import TSPAttention
 from runahead.prefill.zigzag import ZigzagAttention
 from runahead.report import GenerationBatch
+from runahead.timeline.ranges import ranges_for
 from tests.families import throughout
 from tests.ranks.silence import Silence
 from tests.ranks.tasks import PrefillOutcome, tiny_model
@@ -57,9 +59,10 @@ def prefill_each(
 
 
 def generate_with_timeline(
-    ranks: Ranks, family: str, prompts: list[list[int]], prefill: PrefillOptions, num_new: int
+    ranks: Ranks, family: str, prompts: list[list[int]], prefill: PrefillOptions, num_new: int, profile: Profile
 ) -> GenerationBatch:
     model = tiny_model(family)
+    model.name_ranges(ranges_for(profile))
     engine = Engine(model, ranks, prefill=prefill)
     with throughout(model.dtype):
         options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)

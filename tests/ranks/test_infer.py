@@ -128,6 +128,8 @@ def test_ids_without_a_tokenizer_give_ids(model, tmp_path, capfd):
         (["prompt.text="], "prompt.text is empty"),
         (["prompt.text=a", "report=missing/run.json"], "there is no folder"),
         (["prompt.text=a", "timeline=trace.png"], "use .json"),
+        (["prompt.text=a", "timeline=trace.json", "profile=nsys"], "profile=nsys is not one of none, nvtx, torch"),
+        (["prompt.text=a", "profile=torch"], "add timeline=<json>"),
         (["prompt.text=a", "report=same.json", "timeline=same.json"], "overwrite each other"),
         (["prompt.text=a", "report=same.png", "timeline=same.json"], "overwrite each other"),
         (
@@ -230,7 +232,7 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
     (tmp_path / "text.txt").write_text(TEXT)
     main(options(model, f"prompt.file={tmp_path / 'text.txt'}", question, f"report={reports[0]}"))
     expected = capfd.readouterr().out
-    split = ["partition=ratios", "partition.ratios=[0.6,0.4]", f"timeline={tmp_path / 'trace.json'}"]
+    split = ["partition=ratios", "partition.ratios=[0.6,0.4]", f"timeline={tmp_path / 'trace.json'}", "profile=torch"]
     done = torchrun(
         *options(model, "prompt.file=-", question, f"report={reports[1]}", *split), input=TEXT, cwd=tmp_path
     )
@@ -242,8 +244,12 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
     first, second = two["ranks"]
     assert first["chunk_tokens"] + second["chunk_tokens"] == one["prompt_tokens"]
     assert first["kv_sent_bytes"] == second["kv_received_bytes"] > 0
-    pids = {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert pids == {0, 1}
+    assert two["text"] == one["text"] and not our_lines(done.stderr) and "USDT" not in done.stderr
+    traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in traced} == {0, 1}
+    for rank in (0, 1):
+        names = {(event.get("cat"), event["name"]) for event in traced if event["pid"] == rank}
+        assert names >= {("compute", "layer 1"), ("user_annotation", "layer 1"), ("cpu_op", "aten::linear")}
 
 
 @pytest.mark.slow

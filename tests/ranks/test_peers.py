@@ -12,7 +12,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import PrefillName
+from runahead.config import PrefillName, Profile
 from runahead.timeline.picture import timeline_png
 from tests.beat_clock import give_up_silent
 from tests.conftest import RankPools
@@ -153,8 +153,15 @@ def test_direct_exchange_sends_no_more_than_windows_reach(rank_pools: RankPools)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_timeline_shows_every_layer_and_send(rank_pools: RankPools, variant: str) -> None:
     batch = rank_pools.run(
-        3, peer_tasks.generate_with_timeline, "llama_deep", [prompt(PROMPT_TOKENS)], VARIANTS[variant], 1
+        3,
+        peer_tasks.generate_with_timeline,
+        "llama_deep",
+        [prompt(PROMPT_TOKENS)],
+        VARIANTS[variant],
+        1,
+        Profile.none,
     )[0]
+    assert batch.recordings == []
     assert batch.boundaries[0] == 0
     assert batch.boundaries[-1] == PROMPT_TOKENS
     for rank, spans in enumerate(batch.spans):
@@ -167,6 +174,30 @@ def test_timeline_shows_every_layer_and_send(rank_pools: RankPools, variant: str
         waits_s = sum(span.end_s - span.start_s for span in spans if span.kind == "wait")
         assert waits_s == pytest.approx(batch.ranks[rank].wait_s, abs=0.05)
     assert timeline_png(batch.spans, ttft_s=batch.ttft_s).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("prefill", [PrefillOptions(), PrefillOptions(transfer="direct"), VARIANTS["zigzag ring"]])
+def test_a_profile_of_every_rank_has_its_layers_messages_and_operators(
+    rank_pools: RankPools, prefill: PrefillOptions
+) -> None:
+    """On the clock of the timeline: what is posted lies inside the layer whose keys and values are sent."""
+    batch = rank_pools.run(
+        2, peer_tasks.generate_with_timeline, "llama_deep", [prompt(PROMPT_TOKENS)], prefill, 3, Profile.torch
+    )[0]
+    assert len(batch.recordings) == 2
+    last = {rank: max(span.end_s for span in spans) for rank, spans in enumerate(batch.spans)}
+    for rank, recording in enumerate(batch.recordings):
+        events = [(each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6) for each in recording.events()]
+        layers = {name: (begin, end) for name, begin, end in reversed(events) if name.startswith("layer ")}
+        assert set(layers) == {f"layer {layer}" for layer in range(DEEP_LAYERS)}
+        assert all(-1e-2 < begin < end < last[rank] + 1e-2 for begin, end in layers.values()), "of the prompt"
+        sends = [(name, begin) for name, begin, _ in events if name.startswith("send ")]
+        assert {name.split()[2] for name, _ in sends} >= ({*map(str, range(DEEP_LAYERS - 1))} if rank == 0 else set())
+        for name, begin in sends:
+            of_layer = layers["layer " + name.split()[2]]
+            assert of_layer[0] <= begin <= of_layer[1], name
+        assert any(name == "decoding step" for name, *_ in events) == (rank == 1)
+        assert any(name == "aten::linear" for name, *_ in events)
 
 
 @pytest.mark.parametrize("family", ["bart", "llama4_text_tempered"])

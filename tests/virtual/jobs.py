@@ -23,6 +23,7 @@ from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
 from runahead.prefill.zigzag import Zigzag
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.timeline.clock import Clock
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, VirtualRanks, transfers_early
 
@@ -165,11 +166,15 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
     gpu.kernel(writes=[*memory, *fed])  # whoever gets the memory
 
 
-class Marks:
+class Marks(Clock):
     """A clock whose marks are events of the current stream."""
 
     def __init__(self, ranks: VirtualRanks) -> None:
-        self.mark = ranks.accelerator.mark
+        super().__init__()
+        self._accelerator = ranks.accelerator
+
+    def mark(self) -> object:
+        return self._accelerator.mark()
 
     def seconds(self, mark: object) -> float:
         raise NotImplementedError

@@ -40,7 +40,8 @@ def verified(
     filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
     ids_BC = sent(torch.tensor(filled), model.device)
     attention = CausalAttention(cache, start=start, pads=pads)
-    logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
+    with model.ranges("verification of", ids_BC.shape[1], "tokens"):
+        logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
     return [logits_CV[: len(of_row)] for of_row, logits_CV in zip(ids, logits_BCV, strict=True)]
 
 

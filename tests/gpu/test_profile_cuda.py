@@ -1,0 +1,59 @@
+"""Profiles of a GPU: NVTX ranges around captured and replayed steps, and kernels in the timeline."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, supported_activities
+
+from runahead import Engine, GenerationOptions, Ranks
+from runahead.config import Profile
+from runahead.report import GenerationBatch
+from runahead.timeline.ranges import ranges_for
+from runahead.timeline.trace import trace_json
+from tests.gpu.models import model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NUM_NEW = 8
+
+
+def profiled(profile: Profile) -> GenerationBatch:
+    device = torch.device("cuda", 0)
+    loaded = model(device, torch.bfloat16)
+    loaded.name_ranges(ranges_for(profile))
+    ids = torch.randint(211, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+    ranks = Ranks(0, 1, device=device, backend="nccl", timeout_s=20)
+    options = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
+    return Engine(loaded, ranks).generate([ids], options, record_timeline=True)
+
+
+def test_nvtx_ranges_are_balanced_where_steps_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, ended = list[str](), Counter[str]()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", opened.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ended.update([opened.pop()]))
+    profiled(Profile.nvtx)
+    assert not opened
+    assert ended["decoding step"] == NUM_NEW - 1
+    assert ended["chunk of tokens 0-300"] == 1
+    # How many steps launch layers depends on when the graph is captured.
+    assert len({ended[f"layer {layer}"] for layer in range(6)}) == 1 < ended["layer 0"]
+
+
+@pytest.mark.skipif(ProfilerActivity.CUDA not in supported_activities(), reason="torch's profiler sees no GPU")
+def test_the_timeline_has_kernels_beside_the_layers() -> None:
+    batch = profiled(Profile.torch)
+    events = json.loads(trace_json(batch.spans, recordings=batch.recordings))["traceEvents"]
+    lanes = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    kernels = [each for each in events if each.get("cat") == "kernel"]
+    assert {lanes[each["tid"]].split()[0] for each in kernels} == {"GPU"}
+    layers = [each for each in events if each.get("cat") == "gpu_user_annotation" and each["name"] == "layer 1"]
+    begin, end = layers[0]["ts"], layers[0]["ts"] + layers[0]["dur"]
+    assert any(begin <= each["ts"] and each["ts"] + each["dur"] <= end for each in kernels)
