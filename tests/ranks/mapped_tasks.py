@@ -54,11 +54,15 @@ def two_caches(ranks: Ranks, family: str) -> bool:
 
 
 def without_memory(
-    ranks: Ranks, family: str, ids: list[int], options: GenerationOptions
+    ranks: Ranks, family: str, ids: list[int], options: GenerationOptions, refused: str
 ) -> tuple[list[int], list[str]]:
-    """New tokens of two prompts in a row, of which the second's are returned, and the warnings."""
+    """New tokens of two prompts in a row, of which the second's are returned, and the warnings.
+
+    Args:
+        refused: what fails: "SharedBytes", or "Ranks._copying_between", where a GPU's memory is tried.
+    """
     with (
-        mock.patch("runahead.ranks.ranks.SharedBytes", side_effect=Unmapped("no memory today")),
+        mock.patch(f"runahead.ranks.ranks.{refused}", side_effect=Unmapped("no memory today")),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

@@ -53,9 +53,10 @@ def test_killed_ranks_leave_no_shared_memory(pool: RankPool) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_without_shared_memory_auto_takes_the_backend_and_copy_says_what_helps(pool: RankPool) -> None:
+@pytest.mark.parametrize("refused", ["SharedBytes", "Ranks._copying_between"])
+def test_without_shared_memory_auto_takes_the_backend_and_copy_says_what_helps(pool: RankPool, refused: str) -> None:
     ids, options = prompt(40), GenerationOptions(max_new_tokens=4, ignore_eos=True)
-    said = pool.run(mapped_tasks.without_memory, "llama", ids, options)
+    said = pool.run(mapped_tasks.without_memory, "llama", ids, options, refused)
     for rank, (tokens, warnings) in enumerate(said):
         assert tokens == oracle_tokens("llama", tuple(ids), 4)
         assert len(warnings) == (rank == 0)

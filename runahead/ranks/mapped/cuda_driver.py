@@ -79,7 +79,11 @@ def register(address: int, num_bytes: int) -> None:
     """
     _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), HOST_REGISTER_FLAGS)
     on_device = ctypes.c_uint64()
-    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(on_device), ctypes.c_void_p(address), 0)
+    try:
+        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(on_device), ctypes.c_void_p(address), 0)
+    except Unmapped:
+        _call("cuMemHostUnregister", ctypes.c_void_p(address))
+        raise
     _registered.append((address, num_bytes, on_device.value))
 
 
@@ -92,10 +96,21 @@ def _device_address(address: int) -> int:
 
 
 def allocate(num_bytes: int) -> tuple[int, bytes]:
-    """Device memory that other processes can map: (address, handle). Raises: Unmapped."""
+    """Device memory that other processes can map: (address, handle).
+
+    Raises:
+        Unmapped: there is not as much memory, or the driver gives no handle for it.
+    """
     address, handle = ctypes.c_uint64(), Handle()
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    try:
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    except Unmapped as error:
+        free(address.value)
+        raise Unmapped(
+            f"this GPU's memory cannot be exported to other processes, as in a MIG slice, a virtual GPU, WSL and some "
+            f"containers: {error}"
+        ) from error
     return address.value, bytes(handle)
 
 

@@ -16,13 +16,15 @@ class DeviceMemory(MappedMemory):
     """Arenas on this rank's GPU. An opened arena is an address.
 
     Raises:
-        Unmapped: streams cannot wait for the cells.
+        Unmapped: streams cannot wait for the cells, or other ranks cannot map this GPU's memory.
     """
 
     def __init__(self, rank: int, segments: dict[int, Segment], pids: Sequence[int], device: torch.device) -> None:
         super().__init__(rank, segments, pids)
         self._device = device
         self._retired: list[Arena] = []
+        address, _ = cuda_driver.allocate(1)  # tried now, so that all ranks learn of a refusal before the first prompt
+        cuda_driver.free(address)
         for segment in segments.values():
             cuda_driver.register(segment.address, Segment.num_bytes(len(pids)))
 
