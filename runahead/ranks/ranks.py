@@ -48,6 +48,13 @@ T = TypeVar("T")
 ABORT_S = 5.0
 """Seconds that a rank spends at most on ending its NCCL operations after an error."""
 
+LEAST_LIMIT_S, LIMIT_FACTOR = 600.0, 20.0
+"""A call that a GPU computes counts as working for so many seconds, or so many times the longest such call so far.
+
+Generous, since nothing tells a long computation from a collective that never ends: Llama-3-8B computes a prompt of a
+million tokens in an estimated six minutes on two H100s.
+"""
+
 MEETING_S = 120.0
 """Least number of seconds to wait for all ranks at the rendezvous; processes of one job may start far apart."""
 
@@ -89,6 +96,7 @@ class Ranks(Groups):
         self.unmapped: str | None = None
         self._is_mapped = False
         self._collective: Worker | None = None
+        self._longest_call_s = 0.0
 
     def join(self, *, num_shares: int = 1, store: dist.Store | None = None, may_share_gpus: bool = False) -> Ranks:
         """Meet the other ranks, connect to them, and arrange all in stages of `num_shares` ranks. Returns this object.
@@ -257,7 +265,8 @@ class Ranks(Groups):
     def collectively(self, what: str, call: Callable[[], T]) -> T:
         """Run a call that uses collectives of `stage_group`, in a thread of their own, and return its result.
 
-        On a GPU such a call may compute or wait, and nothing tells which, so this rank counts as working meanwhile.
+        On a GPU such a call may compute or wait, and nothing tells which, so this rank counts as working meanwhile, but
+        not while the call waits in `wait_until`, nor for longer than `LEAST_LIMIT_S` and `LIMIT_FACTOR` allow.
 
         Args:
             what: what is waited for, for messages.
@@ -281,18 +290,30 @@ class Ranks(Groups):
                 self.accelerator.synchronize()
             return result
 
+        began_s, waits_outside = self._now_s(), 0 if self._watcher is None else self._watcher.num_waits
+        limit_s = max(LEAST_LIMIT_S, LIMIT_FACTOR * self._longest_call_s)
         job = self._collective.submit(finished)
 
+        def may_compute() -> bool:
+            if self.accelerator is None or self._now_s() - began_s > limit_s:
+                return False
+            return self._watcher is None or self._watcher.num_waits <= waits_outside + 1  # this one alone
+
         def ready(block_s: float) -> bool:
-            with nullcontext() if self.accelerator is None else self.busy():
+            with self.busy() if may_compute() else nullcontext():
                 return job.done.wait(block_s)
 
         self.wait_until(ready, what, range(self.size))
         if job.error is None:
+            self._longest_call_s = max(self._longest_call_s, self._now_s() - began_s)
             return job.result
         if isinstance(job.error, dist.DistError) or "gloo" in str(job.error).lower():
             raise self.lost_connection(what) from job.error
         raise job.error
+
+    @staticmethod
+    def _now_s() -> float:
+        return time.monotonic()
 
     def gather_in_stage(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks of this stage, by share, on each of them. They all call this."""

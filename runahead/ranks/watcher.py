@@ -146,6 +146,11 @@ class Watcher:
         """The wait that is under way, the innermost of several, else the last one that failed."""
         return next(reversed(self._waits), self.last_failed)
 
+    @property
+    def num_waits(self) -> int:
+        """Number of waits that are under way, in all threads."""
+        return len(self._waits)
+
     @contextmanager
     def engaged(self) -> Iterator[None]:
         """Context manager in which this rank depends on the others and must end if they do."""

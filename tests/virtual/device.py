@@ -265,7 +265,7 @@ class VirtualRanks(Ranks):
         self.accelerator = VirtualAccelerator(job, rank)
         self.device, self.backend, self.local_size = torch.device("cpu"), "nccl", job.size
         self.copying, self.unmapped, self._is_mapped, self.mapped_links = None, None, True, set()
-        self.records, self._collective = TransferRecords(), None
+        self.records, self._collective, self._longest_call_s = TransferRecords(), None, 0.0
 
 
 Choose = Callable[[list[Operation]], Operation]

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,12 @@ import pytest
 from runahead.config import Transfer
 from runahead.failures import PeerFailure
 from runahead.kv_transfer.nccl import NcclTransfer
+from runahead.ranks.ranks import LEAST_LIMIT_S, LIMIT_FACTOR
 from runahead.ranks.transfer_records import TransferRecord
 from runahead.ranks.watcher import Watcher
 from tests.virtual.device import Job
 from tests.virtual.jobs import chain
+from tests.waiting import until
 
 TIMEOUT_S = 0.3
 
@@ -119,3 +121,96 @@ def test_the_watcher_does_not_ask_the_gpu(transfer: NcclTransfer) -> None:
     error = error_of(forward(transfer, NEVER, lambda: None))
     assert "outstanding: receive of layer 1 from rank 0, 16 bytes" in str(error)
     assert asked_in and "watcher" not in asked_in
+
+
+class Alive:
+    """Heartbeats of two ranks that are alive, seen by rank 0; the other one waits."""
+
+    failure, is_end, asking_since, times_asked = None, False, None, 0
+
+    def __init__(self) -> None:
+        self._beat = self._work = self._busy = 0
+
+    @property
+    def seen(self) -> list[int]:
+        self._beat += 1
+        return [self._beat, self._beat]
+
+    @property
+    def seen_work(self) -> list[int]:
+        self._work += self._busy > 0
+        return [self._work, 0]
+
+    def progress(self) -> None:
+        self._work += 1
+
+    def also_computes(self, thread: int) -> None:
+        pass
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self._busy += 1
+        yield
+        self._busy -= 1
+        self.progress()
+
+
+class TestACallThatNeverEnds:
+    """All ranks are alive, and each waits for the others in a call with collectives."""
+
+    @pytest.fixture
+    def seconds(self) -> list[float]:
+        """What the ranks' clock shows."""
+        return [0.0]
+
+    @pytest.fixture
+    def ranks(self, seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+        monkeypatch.setattr("runahead.ranks.watcher.STANDSTILL_S", 0.1)
+        ranks: Any = Job(2).ranks[0]
+        ranks.accelerator = SimpleNamespace(enter_thread=lambda: None, synchronize=lambda: None)
+        ranks._heartbeat = Alive()
+        ranks._watcher = Watcher(ranks._heartbeat, 0, TIMEOUT_S)
+        monkeypatch.setattr(ranks, "_now_s", lambda: seconds[0])
+        ranks._watcher.start()
+        yield ranks
+        ranks._watcher.close()
+
+    def ends(self, ranks: Any, seconds: list[float], limit_s: float) -> str:
+        """The error of a call, which stands until the clock has passed the limit."""
+
+        def never() -> None:
+            seconds[0] += limit_s
+            threading.Event().wait()
+
+        def pass_limit() -> None:
+            until(lambda: ranks._watcher.num_waits > 0)
+            first = ranks._heartbeat._beat
+            until(lambda: ranks._heartbeat._beat > first + 20)  # looks of the watcher, for more than TIMEOUT_S
+            given_up.append(ranks.waiting_for.verdict)
+            seconds[0] += 1
+
+        given_up = list[str | None]()
+        threading.Thread(target=pass_limit, daemon=True).start()
+        error = error_of(lambda: ranks.collectively("an all-reduce", never))
+        assert given_up == [None]
+        return str(error)
+
+    def test_is_given_up_after_ten_minutes(self, ranks: Any, seconds: list[float]) -> None:
+        error = self.ends(ranks, seconds, LEAST_LIMIT_S)
+        assert re.search(r"^no rank made progress for .* though all are alive; waited \d+ s for an all-reduce", error)
+
+    def test_or_after_many_times_the_longest_call_before(self, ranks: Any, seconds: list[float]) -> None:
+        ranks.collectively("a long forward", lambda: seconds.__setitem__(0, 100.0))
+        assert self.ends(ranks, seconds, LIMIT_FACTOR * 100).startswith("no rank made progress")
+
+    def test_at_once_where_it_waits_for_a_rank_itself(self, ranks: Any) -> None:
+        """As a forward does for keys and values of the stage before."""
+
+        def body() -> None:
+            ranks.wait_until(lambda block_s: bool(time.sleep(block_s)), "the KV of layer 3", [1])
+
+        error = error_of(lambda: ranks.collectively("an all-reduce", body), within_s=10)
+        assert re.search(r"^no rank made progress for .* though all are alive", str(error))
