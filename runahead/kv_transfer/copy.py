@@ -113,6 +113,8 @@ class CopyTransfer(KVTransfer):
         self._memory.attended = self._attended + num_layers + 1
         self._copying.after_compute(self._memory.own.attended, self._memory.attended)
         self._watch(self._memory.attended, "the KV in flight")
+        for peer in self._memory.peers & set(self._receivers):
+            self._memory.drop_old(peer)
         self.ranks.records.ask_device()
         self.log.received_bytes = sum(self.part(message).nbytes for message in self._arrives)
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runahead.kv_transfer.nccl import has_happened
 from runahead.ranks.mapped.memory import LINE, Cell, SharedBytes, Unmapped, map_other
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
@@ -173,7 +172,7 @@ class NcclGathering(Gathering):
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
         super().__init__(ranks, members)
         assert ranks.accelerator is not None, ranks.device
-        self._gpu, self._communicator = ranks.accelerator, ranks.nccl_between_stages()
+        self._communicator = ranks.nccl_between_stages()
         self._what = ATTENTION
 
     def __call__(self, own: Tensor, what: str = ATTENTION) -> Tensor:
@@ -187,9 +186,7 @@ class NcclGathering(Gathering):
         return gathered
 
     def settle(self) -> None:
-        event, records = self._gpu.mark(), self.ranks.records
-        what = f"{self._what} of {self._others_named()}"
-        self.ranks.wait_until(lambda block_s: has_happened(event, block_s, records), what, self.members)
+        self.ranks.settle(f"{self._what} of {self._others_named()}", self.members)
 
 
 class Gatherings:

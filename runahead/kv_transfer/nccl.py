@@ -6,14 +6,11 @@ issue, which is the schedule's order on both sides: the sender's own chunk first
 
 from __future__ import annotations
 
-import time
-
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.accelerator import Event, Work
 from runahead.ranks.ranks import Ranks
-from runahead.ranks.transfer_records import TransferRecords
 from runahead.timeline.clock import Clock
 
 
@@ -94,8 +91,7 @@ class NcclTransfer(KVTransfer):
 
     def _watch(self, event: Event, what: str) -> None:
         peers = {rank for link in self.schedule.links() if self.ranks.rank in link for rank in link}
-        records = self.ranks.records
-        self.ranks.wait_until(lambda block_s: has_happened(event, block_s, records), what, peers, self._oldest)
+        self.ranks.await_event(event, what, peers, self._oldest)
 
     def _post_receives(self, layer: int) -> None:
         self._receives[layer] = {}
@@ -117,14 +113,3 @@ class NcclTransfer(KVTransfer):
                 work.wait()
                 self.log.sends.append((message.layer, begin, self.clock.mark(), message.sent))
         return work
-
-
-def has_happened(event: Event, block_s: float, records: TransferRecords) -> bool:
-    """Whether the event has happened, now or within `block_s` seconds; if not, update the records."""
-    deadline = time.perf_counter() + block_s
-    while not event.query():
-        if time.perf_counter() >= deadline:
-            records.ask_device()
-            return False
-        time.sleep(1e-4)
-    return True

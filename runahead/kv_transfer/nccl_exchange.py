@@ -9,7 +9,6 @@ from __future__ import annotations
 from runahead.cache.kv_cache import KVCache
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
-from runahead.kv_transfer.nccl import has_happened
 from runahead.kv_transfer.schedule import Message
 from runahead.ranks.accelerator import Event, Work
 from runahead.ranks.ranks import Ranks
@@ -90,5 +89,4 @@ class NcclExchange(KVTransfer):
                 work.wait()
 
     def _watch(self, event: Event, what: str) -> None:
-        records, peers = self.ranks.records, self.schedule.peers
-        self.ranks.wait_until(lambda block_s: has_happened(event, block_s, records), what, peers, self._oldest)
+        self.ranks.await_event(event, what, self.schedule.peers, self._oldest)

@@ -9,7 +9,7 @@ import mmap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from runahead.config import Backend, Device, RanksOptions
 from runahead.failures import PeerFailure, RunFailure, SharedError, first_line
 from runahead.place import Place
-from runahead.ranks.accelerator import accelerator_for, prepare_environment
+from runahead.ranks.accelerator import Event, accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
 from runahead.ranks.devices import (
     check_own_gpus,
@@ -261,6 +261,33 @@ class Ranks(Groups):
 
     def _is_beside(self, peer: int) -> bool:
         return peer != self.rank and self.present[peer].is_beside(self.present[self.rank])
+
+    def await_event(
+        self, event: Event, what: str, peers: Iterable[int], detail: Callable[[], str] | None = None
+    ) -> None:
+        """Wait until this rank's GPU has come to an event. Arguments and errors as for `wait_until`."""
+
+        def ready(block_s: float) -> bool:
+            deadline = time.perf_counter() + block_s
+            while not event.query():
+                if time.perf_counter() >= deadline:
+                    self.records.ask_device()
+                    return False
+                time.sleep(1e-4)
+            return True
+
+        self.wait_until(ready, what, peers, detail)
+
+    def settle(self, what: str, peers: Iterable[int]) -> None:
+        """Wait until all work that is queued on the current stream of this rank's GPU is done; on a CPU it is.
+
+        To be called before the host asks the GPU for a value, if messages of peers may be queued before it: nobody
+        watches that call, so this rank would count as silent in it and would not end if a peer did.
+
+        Args: and errors as for `wait_until`.
+        """
+        if self.accelerator is not None:
+            self.await_event(self.accelerator.mark(), what, peers)
 
     def collectively(self, what: str, call: Callable[[], T]) -> T:
         """Run a call that uses collectives of `stage_group`, in a thread of their own, and return its result.

@@ -31,15 +31,16 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Clock for a GPU, where calls only queue work: marks are events on the current stream."""
+    """Clock for a GPU, where calls only queue work: marks are events on the current stream.
+
+    The host waits for the GPU in `seconds` alone, and for no stream but the current one: other streams, and until a
+    prefill has ended this one, too, may wait for another rank, which nobody would watch.
+    """
 
     def __init__(self, accelerator: Accelerator, ranges: Ranges | None = None) -> None:
         super().__init__(ranges)
         self._accelerator = accelerator
-        accelerator.synchronize()
-        self._origin = self.mark()
-        accelerator.synchronize()
-        self._origin_s = time.perf_counter()
+        self._origin, self._origin_s = self.mark(), 0.0
 
     def mark(self) -> Event:
         return self._accelerator.mark(timed=True)
@@ -48,6 +49,10 @@ class CudaClock(Clock):
         if isinstance(mark, float):
             return mark
         assert isinstance(mark, Event)
+        if not self._origin_s:
+            now = self.mark()
+            now.synchronize()
+            self._origin_s = time.perf_counter() - self._origin.elapsed_time(now) / 1e3
         mark.synchronize()
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
 

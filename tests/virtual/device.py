@@ -47,17 +47,22 @@ class Race(Exception):
     """Two accesses to the same memory, at least one a write, that no event orders."""
 
 
+class Unwatched(Exception):
+    """A host waits for what does not come unless another rank goes on, in a call in which nobody watches that rank."""
+
+
 class Event:
     def __init__(self, gpu: VirtualAccelerator) -> None:
         self.gpu, self.number = gpu, gpu.job.next_event()
 
     def query(self) -> bool:
         """Wait for the event: a host that asks again and again gets the same, and tests end sooner."""
-        self.synchronize()
+        self.gpu.job.host_waits(self.gpu, self)
         return True
 
     def synchronize(self) -> None:
-        self.gpu.job.host_waits(self.gpu, self)
+        """Raises: Unwatched."""
+        self.gpu.job.host_waits(self.gpu, self, is_watched=self.gpu.is_watched)
 
     def elapsed_time(self, later: Event) -> float:
         return 1.0
@@ -141,6 +146,7 @@ class VirtualAccelerator(Accelerator):
     Attributes:
         races: torch's detector. It is asked about `watched` memory only, by the token: a row of a slab is one id.
         num_messages, num_kernels: how many were queued.
+        is_watched: the host is in a wait that ends if another rank does.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -148,6 +154,7 @@ class VirtualAccelerator(Accelerator):
         self.job, self.rank, self.races = job, rank, EventHandler()
         self.watched: list[tuple[torch.Tensor, int]] = []
         self.num_messages = self.num_kernels = 0
+        self.is_watched = False
         self._pools: dict[str, Iterator[int]] = {"normal": count(), "high": count()}
         self._current = [Stream(self, COMPUTE)]
         self._num_communicators = count()
@@ -267,6 +274,13 @@ class VirtualRanks(Ranks):
         self.copying, self.unmapped, self._is_mapped, self.mapped_links = None, None, True, set()
         self.records, self._collective, self._longest_call_s = TransferRecords(), None, 0.0
 
+    @contextmanager
+    def _stuck_in(self, what: str) -> Iterator[None]:
+        before, self.accelerator.is_watched = self.accelerator.is_watched, True
+        with super()._stuck_in(what):
+            yield
+        self.accelerator.is_watched = before
+
 
 Choose = Callable[[list[Operation]], Operation]
 
@@ -351,10 +365,22 @@ class Job:
         issued = self.machine.issue(operation.rank)
         assert issued or operation.stream < 0
 
-    def host_waits(self, gpu: VirtualAccelerator, event: Event) -> None:
-        """Let the other ranks and the GPUs run until an event has happened."""
-        self.host_does(Operation(rank=gpu.rank, stream=-1, kind="wait", event=event.number))
+    def host_waits(self, gpu: VirtualAccelerator, event: Event, *, is_watched: bool = True) -> None:
+        """Let the other ranks and the GPUs run until an event has happened. Raises: Unwatched."""
+        wait = Operation(rank=gpu.rank, stream=-1, kind="wait", event=event.number)
+        if not is_watched:
+            self._require_alone(wait)
+        self.host_does(wait)
         gpu.races._handle_event_synchronization(event.number)
+
+    def _require_alone(self, wait: Operation) -> None:
+        """Require that a rank's GPU comes to an event by itself, even if all other ranks stop now."""
+        trial = self.machine.copy()
+        while not trial.has_come(wait):
+            own = next((each for each in trial.ready() if each.rank == wait.rank), None)
+            if own is None:
+                raise Unwatched(trial.describe())
+            trial.advance(own)
 
     def host_does(self, operation: Operation) -> None:
         """Let a host write a value, or wait for one or for an event while the other ranks and the GPUs run."""

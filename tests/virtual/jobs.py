@@ -22,6 +22,7 @@ from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
 from runahead.prefill.zigzag import Zigzag
+from runahead.ranks.mapped.memory import ALIGNMENT
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.clock import Clock
 from tests.virtual.deferred import Deferred
@@ -197,17 +198,25 @@ def chain(
     prompts: int = 1,
     shares: int = 1,
     num_stored: int = 0,
+    grows: bool = False,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
-    """Part of a rank in a chain of `size` stages of `shares` ranks each, the last of which has stored some tokens."""
-    partition = ContextPartition(boundaries=tuple(range(0, CHUNK * size + 1, CHUNK)))
+    """Part of a rank in a chain of `size` stages of `shares` ranks each, the last of which has stored some tokens.
 
-    def first_needed(layer: int, start: int) -> int:
-        return -num_stored if start < CHUNK * (size - 1) and layer < num_layers - 1 else 0
+    Args:
+        grows: each prompt is longer than the one before, so that it needs more memory.
+    """
 
     def body(ranks: VirtualRanks) -> None:
         connect_stages(ranks, shares)
-        for _ in range(prompts):
+        for number in range(prompts):
+            chunk = CHUNK + number * grows * ALIGNMENT // SHAPE.bytes_per_token()
+            partition = ContextPartition(boundaries=tuple(range(0, chunk * size + 1, chunk)))
+            last = chunk * (size - 1)
+
+            def first_needed(layer: int, start: int, last: int = last) -> int:
+                return -num_stored if start < last and layer < num_layers - 1 else 0
+
             schedule = TransferSchedule(
                 partition,
                 ranks.rank,
@@ -224,6 +233,9 @@ def chain(
             made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
             walk(ranks, made, [own])
             after(ranks, made)
+            if grows:
+                del made, cache
+                ranks.accelerator.watched.clear()  # so that the memory is free
 
     return body
 

@@ -27,7 +27,6 @@ BEHIND_THE_SEAM = re.compile(
 OUTSIDE = {
     "runahead/ranks/accelerator.py": "the seam",
     "runahead/ranks/devices.py": "chooses the GPU",
-    "runahead/ranks/mapped/device_memory.py": "maps memory, before anything is queued",
     "runahead/reuse/store.py": "copies without streams of its own",
     "partitioner/measure.py": "measures links as they are",
 }

@@ -58,7 +58,6 @@ class DeviceMemory(MappedMemory):
         return cuda_driver.open_handle(handle)
 
     def _close(self, opened: int) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
         cuda_driver.close_handle(opened)
 
 

@@ -324,19 +324,28 @@ class MappedMemory(ABC):
         self.own.describe(arena.number, oldest, arena.num_bytes, arena.handle, offsets)
 
     def opened(self, peer: int) -> Any:
-        """The arena that a peer has described, mapped into this process.
+        """The arena that a peer has described, mapped into this process. Earlier ones stay so until `drop_old`.
 
         Raises:
             Unmapped: it cannot be mapped.
         """
         segment, opened = self.segment(peer), self._opened.setdefault(peer, {})
-        number, oldest, num_bytes = segment.arena
-        for old in [each for each in opened if each < oldest]:
-            self._close(opened.pop(old))
+        number, _, num_bytes = segment.arena
         if number not in opened:
             opened[number] = self._open(self._pids[peer], segment.handle, num_bytes)
-        segment.cell("dropped", self.rank).set(oldest)
         return opened[number]
+
+    def drop_old(self, peer: int) -> None:
+        """Unmap arenas that a peer has given up, and tell it.
+
+        Called when all of this rank's copies are made and nothing that is queued waits for a peer: a device may do all
+        of that before it unmaps anything, in a call that nobody watches.
+        """
+        segment, opened = self.segment(peer), self._opened.get(peer, {})
+        _, oldest, _ = segment.arena
+        for old in [each for each in opened if each < oldest]:
+            self._close(opened.pop(old))
+        segment.cell("dropped", self.rank).set(oldest)
 
     def release(self) -> None:
         """Let everything that waits on this rank's behalf go on, since the job is over."""
