@@ -378,6 +378,7 @@ class Executor:
         """Do something else inside a prefill."""
         if choice not in (Choice.step, Choice.item):
             return
+        self._settle()
         began_s, before_s = time.monotonic(), self._aside_s
         if choice is Choice.step:
             self._step()
@@ -387,6 +388,10 @@ class Executor:
             self._raise_error()
             self.carry_out(self._inbox.take_aside(shorts=self._takes_shorts))
         self._aside_s = before_s + time.monotonic() - began_s
+
+    def _settle(self) -> None:
+        """Let the GPU come up with the host, before the host asks it for values behind the KV of a prefill."""
+        self._ranks.settle("the KV that is on its way", range(self._ranks.size))
 
     def _decide(self, choose: Callable[[], Choice]) -> Choice:
         """The choice of the first rank of this stage, on all its ranks. Rows that were cancelled by then have left."""
@@ -398,15 +403,20 @@ class Executor:
             device = self._ranks.device
 
             def share() -> tuple[torch.Tensor, torch.Tensor]:
+                self._settle()
                 told = head.to(device)
                 dist.broadcast(told, group=shares.group, group_src=0)
+                self._settle()
                 who = rows.to(device) if self._leads else torch.empty(int(told[1]), 2, dtype=torch.long, device=device)
                 if len(who):
                     dist.broadcast(who, group=shares.group, group_src=0)
+                    self._settle()
                 return told, who
 
             told, who = shares.run(share)
             chosen, cancelled = Choice(int(told[0])), [(number, row) for number, row in who.tolist()]
+        if cancelled:
+            self._settle()
         dropped = self.live.drop(cancelled)
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))

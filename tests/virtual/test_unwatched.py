@@ -5,17 +5,26 @@ A rank that is stopped would else never be found, and this rank would count as s
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor
 
-from runahead.config import Transfer
+from runahead.config import GenerationOptions, PrefillOptions, Transfer
+from runahead.context import ContextPartition
+from runahead.engine import Engine
 from runahead.kv_transfer import CopyTransfer
 from runahead.kv_transfer.nccl import NcclTransfer
+from runahead.serving.executor import Executor
+from runahead.serving.items import Inbox, Prefill, Tokens
+from runahead.serving.limits import QueueLimits
 from runahead.timeline import clock
 from runahead.timeline.clock import CudaClock
 from tests.virtual import device
-from tests.virtual.device import Job, Unwatched, copies_late, transfers_late
-from tests.virtual.jobs import chain
+from tests.virtual.deferred import Deferred
+from tests.virtual.device import Choose, Job, Unwatched, VirtualRanks, copies_late, transfers_early, transfers_late
+from tests.virtual.jobs import chain, tiny_llama
 from tests.virtual.machine import Budget
 from tests.virtual.mapped import VirtualMemory
 
@@ -66,3 +75,35 @@ def test_memory_of_shorter_prompts_is_unmapped_behind_no_message(
     body = chain(3, transfer, num_layers=6, carrier=CopyTransfer, prompts=4, grows=True)
     Job(3, choose=copies_late, hosts=[0] * 3, budget=Budget(queues=64)).run(body)
     assert 1 in unmapped  # which sends to the last rank, whose memory is free after each prompt
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+@pytest.mark.parametrize("choose", [transfers_early, transfers_late])
+def test_rows_of_a_server_are_decoded_inside_a_prefill_behind_no_message(transfer: Transfer, choose: Choose) -> None:
+    """On the last of three stages, after each layer, and a short prompt is computed there."""
+    tokens = list[int]()
+
+    def body(ranks: VirtualRanks) -> None:
+        reports, inbox, model = list[Any](), Inbox(), tiny_llama(ranks.rank, 3)
+        engine = Engine(model, ranks, prefill=PrefillOptions(transfer=transfer))
+        executor = Executor(engine, inbox, reports.append, QueueLimits(itl_s=1e-9))
+        engine._strategy.connect(ranks, ContextPartition(boundaries=(0, 5, 11, 16)), engine.prefill)
+        with Deferred(ranks.accelerator):
+            executor.carry_out(request(0, (0, 0, 0, 9)))
+            if ranks.rank == 2:
+                inbox.put(request(2, (0, 0, 0, 5), is_short=True))
+            executor.carry_out(request(1, (0, 5, 11, 16)))
+        told = [each.tokens for each in reports if isinstance(each, Tokens)]
+        tokens.extend(number for each in told for number, _ in each)
+
+    Job(3, choose=choose).run(body)
+    assert tokens[0] == 0 and tokens[-1] == 1, "the first token of each long prompt"
+    assert set(tokens[1:-1]) == {0, 2} and len(tokens) > 4, "between them steps, and the short prompt"
+
+
+def request(number: int, boundaries: tuple[int, ...], *, is_short: bool = False) -> Prefill:
+    ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(number)).tolist()
+    options = [GenerationOptions(max_new_tokens=50, ignore_eos=True)]
+    return Prefill(
+        number=number, prompts=[ids], options=options, boundaries=boundaries, is_short=is_short, record_timeline=False
+    )
