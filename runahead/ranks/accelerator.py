@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runahead.ranks.graphs import Graph, Graphs
 from runahead.ranks.mapped import cuda_driver
 from runahead.ranks.mapped.memory import Cell
 
@@ -83,10 +84,15 @@ class Communicator:
 
 
 class Accelerator:
-    """The streams and communicators of one GPU of this process."""
+    """The streams, graphs and communicators of one GPU of this process.
+
+    Attributes:
+        graphs: all that `capture` has made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.graphs = Graphs()
         self._streams: dict[str, Stream] = {}
 
     def stream(self, name: str) -> Stream:
@@ -141,33 +147,18 @@ class Accelerator:
             elif NO_DETECTOR not in str(each.message):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
-    def capture(self, step: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, step: Callable[[], T]) -> Graph[T]:
         """Capture the work that `step` queues as one graph, without running it.
 
-        `torch.cuda.graph` is not used: it gives all cached memory back first, and if the capture fails it leaves the
-        thread on its own stream.
-
-        Returns:
-            a function that queues the graph; it returns what `step` returned, which every call overwrites.
-
         Raises:
-            RuntimeError: `step` does what a graph cannot hold.
+            RuntimeError: `step` does what a graph cannot hold, or an earlier one did.
         """
-        graph, stream, before = torch.cuda.CUDAGraph(), self.stream("capture"), self.current_stream()
+        stream, before = self.stream("capture"), self.current_stream()
         stream.wait_stream(before)
         with self.on(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may call CUDA meanwhile
-            try:
-                result = step()
-            finally:
-                graph.capture_end()
+            graph = self.graphs.capture(step)
         before.wait_stream(stream)
-
-        def replay() -> T:
-            graph.replay()
-            return result
-
-        return replay
+        return graph
 
     def wait_value(self, cell: Cell, number: int) -> None:
         """Let the current stream wait until a cell has reached a number, without a multiprocessor."""

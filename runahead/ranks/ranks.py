@@ -363,7 +363,17 @@ class Ranks(Groups):
             self._collective.close()
         if self.copying is not None:
             self.copying.close()
+        self._destroy_graphs()
         dist.destroy_process_group()
+
+    def _destroy_graphs(self) -> None:
+        """Destroy graphs, which may hold operations of NCCL.
+
+        NCCL waits for that before it destroys or aborts a communicator ("Process Hang" in NVIDIA's "CUDA Graph Best
+        Practice for PyTorch"), and after an error the traceback holds them. A graph that runs ends with the abort.
+        """
+        if self.accelerator is not None:
+            self.accelerator.graphs.destroy()
 
     def __enter__(self) -> Ranks:
         return self
@@ -376,6 +386,7 @@ class Ranks(Groups):
 
     def abort(self) -> None:
         """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
+        self._destroy_graphs()
         if self.copying is not None:
             self.copying.close()
         jobs = [Worker("abort").submit(each.abort) for each in self._communicators]  # one may block another

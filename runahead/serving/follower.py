@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from runahead.engine import Engine
-from runahead.ranks.mail import Mail
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox
 from runahead.serving.limits import QueueLimits
+from runahead.serving.mail import Mail
 
 
 def follow(

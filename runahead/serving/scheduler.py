@@ -21,7 +21,6 @@ from runahead.context import ContextPartition
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.failures import first_line
-from runahead.ranks.mail import Mail
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
 from runahead.serving.batch import Batch
@@ -47,6 +46,7 @@ from runahead.serving.items import (
 )
 from runahead.serving.lessons import Lesson, learn_prefill
 from runahead.serving.limits import QueueLimits
+from runahead.serving.mail import Mail
 from runahead.serving.queue import Refused, RequestQueue
 from runahead.serving.request import Request
 from runahead.serving.state import PrefillState, ServerState, share_computed

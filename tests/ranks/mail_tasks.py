@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from runahead.ranks.mail import Mail
 from runahead.ranks.ranks import Ranks
+from runahead.serving.mail import Mail
 
 
 def exchange(ranks: Ranks, number: int) -> list[Any]:
