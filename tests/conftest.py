@@ -17,6 +17,7 @@ from runahead.model.loading.cache_folder import cache_folder
 from tests.examples import FEW, MANY
 from tests.exit_status import Exited
 from tests.rank_pool import RankPool
+from tests.virtual.cuda import guard
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -29,11 +30,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
 pytest_plugins = ["tests.runs", "pytester"]
 
 
+def pytest_report_header() -> str:
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "virtual GPU, computed on the CPU"
+    return f"tests/gpu: {found}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of the tests' own, in which the user's downloaded model is but none of what runs have learned."""
     folder, users = tmp_path_factory.mktemp("cache"), cache_folder()
-    users.mkdir(parents=True, exist_ok=True)
+    (users / guard.FOLDER).mkdir(parents=True, exist_ok=True)  # what is compiled for tests/gpu stays
     for path in users.iterdir():
         if path.is_dir() and path.name not in ("splits", "tables", "gguf"):
             (folder / path.name).symlink_to(path)

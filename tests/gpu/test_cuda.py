@@ -17,11 +17,7 @@ from runahead.cache.fixed import FixedCache
 from runahead.config import Transfer
 from runahead.decoding.forward import forward_over
 from tests.gpu.models import model
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from tests.virtual.cuda import gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Against the plain fallback in the same dtype, for inputs of spread 1: a few units in the last place."""
@@ -74,9 +70,9 @@ def test_one_gpu_without_a_launcher_says_what_the_cpu_says() -> None:
 
 def _serve(rank: int, size: int, port: int, backend: str, gpus: int, transfer: Transfer, pipe: Connection) -> None:
     device = torch.device("cuda", rank % gpus)
-    torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
-    with Ranks(rank, size, device=device, backend=backend, timeout_s=60, store=store) as ranks:
+    with gpu(), Ranks(rank, size, device=device, backend=backend, timeout_s=60, store=store) as ranks:
+        torch.cuda.set_device(device)
         shares = [0.5, 0.3, 0.2][:size] if size == 3 else [0.6, 0.4]
         engine = Engine(model(device), ranks, prefill=PrefillOptions(transfer=transfer), partition=from_ratios(shares))
         ids = torch.randint(211, (900,), generator=torch.Generator().manual_seed(3)).tolist()

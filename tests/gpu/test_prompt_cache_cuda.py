@@ -19,11 +19,6 @@ from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def asked() -> list[ReusingPrompt]:
     """Two prompts that share a module and have another each, and tokens between and behind them."""

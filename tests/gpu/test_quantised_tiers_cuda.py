@@ -11,11 +11,6 @@ from runahead.cache.quantised.records import KVRecords
 from runahead.reuse.prefix_tree import PrefixTree
 from tests.unit.test_quantised_tiers import IDS, KEY, SHAPES, found, numbers, push_down, same, stored
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_records_are_those_of_the_cpu(bits: int) -> None:

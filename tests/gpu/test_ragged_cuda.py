@@ -12,11 +12,6 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
 from runahead.thinning.ragged import RaggedLayer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_new", [1, 5])

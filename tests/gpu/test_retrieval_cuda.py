@@ -26,11 +26,6 @@ from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUDA = torch.device("cuda", 0)
 POLICIES: dict[str, Policy] = {
     "infinigen": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1),
@@ -135,7 +130,8 @@ def test_what_is_fetched_does_not_pile_up_on_the_device() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     conversation.follow(torch.tensor([[3, 4, 5]]))
-    assert torch.cuda.max_memory_allocated() - before < 3.5 * layer_bytes  # float32 attention repeats grouped heads
+    # Two layers, and their keys and values once more per query head, which attention in float32 makes of one of them.
+    assert torch.cuda.max_memory_allocated() - before < 4.5 * layer_bytes
 
 
 def test_a_fork_and_a_second_turn_leave_the_pool_as_it_is() -> None:
@@ -158,6 +154,7 @@ def test_exactly_the_pool_is_page_locked() -> None:
     assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before  # torch would round it up
 
 
+@pytest.mark.slow  # on a virtual GPU
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     given = ["--shape", "tiny", "--contexts", "512", "--batch", "1", "--rounds", "1", "--tokens", "2"]
     given += ["--lines", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path)]

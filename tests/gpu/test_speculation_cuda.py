@@ -15,11 +15,6 @@ from runahead.decoding.speculative.speculator import Draft
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -11,11 +11,6 @@ from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def test_a_stream_on_a_gpu_says_what_the_cpu_says() -> None:
     ids = torch.randint(211, (1500,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -1,0 +1,259 @@
+"""Tensors that are on "cuda:0" for everyone who asks, and are computed on the CPU.
+
+Each holds a CPU tensor. An operation on them is checked as CUDA would check it, and then runs on the CPU tensors. So
+values, dtypes, shapes, strides and aliases are true; times, the order of streams and rounding are not. A composite
+operation is taken apart first, as torch takes it apart for CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from tests.virtual.cuda.counts import note_kernel, note_pageable, note_wait
+from tests.virtual.cuda.generators import GENERATOR
+from tests.virtual.cuda.kernels import KERNELS
+from tests.virtual.cuda.memory import DEVICE, HOST, Lease
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+aten = torch.ops.aten
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor of the virtual GPU.
+
+    Attributes:
+        held: the CPU tensor with its values. Two tensors of the GPU share memory if these do.
+        lease: counts its memory.
+    """
+
+    held: Tensor
+    lease: Lease
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> GpuTensor:
+        with torch.inference_mode(False):  # a normal tensor, as `held` is, also for code under inference mode
+            made: GpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=GPU
+            )
+        made.held, made.lease = held, DEVICE.hold(held.untyped_storage())
+        return made
+
+    def __init__(self, held: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GpuTensor({self.held!r})"
+
+    def tolist(self) -> Any:
+        note_wait("tolist")
+        return self.held.tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    __array__ = numpy
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    def is_pinned(self, device: object = None) -> bool:
+        return False
+
+    def record_stream(self, stream: object) -> None:
+        """Nothing: memory lives as long as Python has it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch.no_grad():
+            copy = GpuTensor(self.held.clone())
+        return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a tensor of a GPU is pickled: send it to the CPU first")
+
+
+# What CUDA's kernels accept of the host.
+
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+MAY_SEE_HOST_SCALARS = _names(
+    """_index_put_impl_ addcdiv addcmul clamp fill_ index_put index_put_ lerp lerp_ masked_fill masked_fill_ where"""
+)
+"""Operations, beside those that torch tags as pointwise, that take a tensor of no dimension from the host."""
+
+COPIES = _names("copy_ copy _to_copy is_same_size set_")
+
+INDEXED = _names("index _unsafe_index index_put index_put_ _index_put_impl_")
+"""Operations that copy indices to the device if they are on the host, and count those of a mask."""
+
+WAITS = _names(
+    """_linalg_check_errors _local_scalar_dense _unique _unique2 bincount equal masked_select multinomial nonzero
+    unique_consecutive unique_dim"""
+)
+"""Operations that look at a result on the host."""
+
+NOT_ON_GPUS = ("_for_cpu", "mkldnn", "onednn", "quantized::", "_int8pack")
+"""Parts of the names of operations that CUDA has no kernel for."""
+
+LAUNCHES_NOTHING = _names(
+    """_local_scalar_dense detach empty empty_like empty_strided is_same_size new_empty new_empty_strided
+    record_stream resize_ set_"""
+)
+"""Operations beside views that queue no work."""
+
+
+def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation of which some tensors are on the GPU.
+
+    Raises:
+        RuntimeError: CUDA would refuse it.
+        NotImplementedError: CUDA has no kernel for it, or it cannot be emulated.
+    """
+    if is_composite(func):
+        return func.decompose(*args, **kwargs)
+    name, tensors = func._schema.name, list(tensors_in(args, kwargs))
+    if any(part in name for part in NOT_ON_GPUS):
+        raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend.")
+    require_one_device(func, args, tensors)
+    note_waits_of(func, args, kwargs)
+    if name not in LAUNCHES_NOTHING and not func.is_view:
+        note_kernel(name)
+    args_on_cpu = [mapped(held_by, each) for each in args]
+    kwargs_on_cpu = {key: mapped(held_by, each) for key, each in kwargs.items() if key != "pin_memory"}
+    if has_generator(func) and kwargs_on_cpu.get("generator") is None:
+        kwargs_on_cpu["generator"] = GENERATOR
+    with torch.inference_mode(False), torch.no_grad():
+        result = (KERNELS.get(name) or REPLACED.get(name) or func)(*args_on_cpu, **kwargs_on_cpu)
+    given = {id(held_by(each)): each for each in tensors}
+    if func._schema.is_mutable and any(held_by(each).shape != each.shape for each in tensors):
+        raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")
+    if kwargs.get("device") == CPU:
+        return HOST.own(result) if kwargs.get("pin_memory") or kwargs.get("non_blocking") else result
+    return mapped(lambda each: given.get(id(each), each) if id(each) in given else on_gpu(each), result)
+
+
+def require_one_device(func: OpOverload, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Raises: RuntimeError, for a tensor of the host that a kernel of the GPU would read."""
+    name = func._schema.name
+    if name in COPIES:
+        return
+    sees_scalars = torch.Tag.pointwise in func.tags or name in MAY_SEE_HOST_SCALARS
+    indices = set(map(id, tensors_in(args[1:2], {}))) if name in INDEXED and isinstance(args[0], GpuTensor) else set()
+    for each in tensors:
+        if isinstance(each, GpuTensor) or (each.dim() == 0 and sees_scalars) or id(each) in indices:
+            continue
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+            f"({func}, a tensor {tuple(each.shape)} of {each.dtype} is on the CPU)"
+        )
+
+
+def note_waits_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Count the waits of the host in an operation. Raises: RuntimeError, see `note_wait`."""
+    name = func._schema.name
+    if name in INDEXED:
+        for index in tensors_in(args[1:2], {}):
+            if not isinstance(index, GpuTensor):
+                note_wait(f"{name} by an index on the host")
+            elif index.dtype in (torch.bool, torch.uint8):
+                note_wait(f"{name} by a mask")
+    elif name == "aten::copy_":
+        target, source, *rest = args
+        if isinstance(target, GpuTensor) != isinstance(source, GpuTensor):
+            host = source if isinstance(target, GpuTensor) else target
+            _note_copy(
+                "to the GPU" if host is source else "to the host", host, bool([*rest, kwargs.get("non_blocking")][0])
+            )
+    elif name == "aten::_to_copy":
+        if kwargs.get("device") == CPU and not kwargs.get("non_blocking"):  # else torch makes page-locked memory
+            note_wait("copy to the host")
+    elif (
+        name in WAITS
+        or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)
+        or (name.startswith("aten::masked_fill") and isinstance(args[2], GpuTensor))
+    ):
+        note_wait(name)
+
+
+def _note_copy(what: str, host: Tensor, non_blocking: bool) -> None:
+    if not non_blocking:
+        note_wait(f"copy {what}")
+    elif not HOST.has(host):
+        note_pageable(f"copy {what}")
+
+
+@functools.cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether torch takes the operation apart for every device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
+def has_generator(func: OpOverload) -> bool:
+    return any(each.name == "generator" for each in func._schema.arguments)
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors of an operation's arguments, also those in lists."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (one for one in each if isinstance(one, Tensor))
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A value, or each of a list or tuple, changed."""
+    return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
+
+
+def held_by(value: Any) -> Any:
+    """An argument as the CPU has it."""
+    if isinstance(value, GpuTensor):
+        return value.held
+    return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def on_gpu(value: Any) -> Any:
+    return GpuTensor(value) if isinstance(value, Tensor) and not isinstance(value, GpuTensor) else value
+
+
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """`aten.histc`, which CUDA has for integers, too."""
+    if x.is_floating_point():
+        return torch.histc(x, bins, min, max)
+    return torch.histc(x.double(), bins, min, max).to(x.dtype)
+
+
+def _softmax(function: Callable[..., Tensor], x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """`aten._softmax` and `aten._log_softmax`, which CUDA also has from half precision to float32."""
+    return function(x, dim, dtype=torch.float32 if half_to_float else None)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "aten::histc": _histc,
+    "aten::_softmax": functools.partial(_softmax, torch.softmax),
+    "aten::_log_softmax": functools.partial(_softmax, torch.log_softmax),
+}
+"""Operations that a CPU has in another form."""

@@ -1,0 +1,18 @@
+"""Random numbers on the virtual GPU: the same for a seed every time, and others than a GPU's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Generator(torch.Generator):
+    """As torch.Generator, which a CPU build has for no GPU. It is not checked that it is used on its own device."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls, "cpu")
+
+
+GENERATOR = Generator("cuda")
+"""The GPU's default generator."""
