@@ -307,7 +307,19 @@ SIZES = st.builds(
 # Whole runs, on a tiny model.
 
 
-SECTIONS = ("model", "prompt", "ranks", "prefill", "partition", "policy", "generation", "report", "timeline", "option")
+SECTIONS = (
+    "model",
+    "prompt",
+    "ranks",
+    "prefill",
+    "partition",
+    "policy",
+    "generation",
+    "report",
+    "timeline",
+    "profile",
+    "option",
+)
 
 
 def check_run(args: tuple[str, ...], folder: Path) -> Outcome:
@@ -358,6 +370,7 @@ RUN_OPTIONS = tuple(
 RUN_FILES = (
     "report",
     "timeline",
+    "profile",
     "ranks.fault_report",
     "model.seed",
     "model.dtype",
