@@ -62,27 +62,39 @@ class AdaKV(Wrapper):
         # A stable sort keeps the earlier of two equal scores, as the policy itself does.
         best_BKn, slots_BKn = scores_BKn.sort(dim=-1, descending=True, stable=True)
         best_BKn = view.joined_over_shares(best_BKn)
-        certain_BK: list[list[int]] = best_BKn.isposinf().sum(dim=-1).tolist()
-        tokens_BK: list[list[int]] = (~best_BKn.isneginf()).sum(dim=-1).tolist()
-        rows = zip(best_BKn, certain_BK, tokens_BK, strict=True)
-        kept_BK = [self._share_out(m, best_Kn, certain, tokens)[view.own_heads] for best_Kn, certain, tokens in rows]
-        tokens_BK = [tokens[view.own_heads] for tokens in tokens_BK]
+        counts = self._counts(m, best_BKn)
+        kept_BK = [self._share_out(m, *of_row)[view.own_heads] for of_row in zip(*counts, strict=True)]
+        tokens_BK = [tokens[view.own_heads] for tokens in counts[2]]
         return None if kept_BK == tokens_BK else first_slots(slots_BKn, kept_BK, tokens_BK)
 
-    def _share_out(self, budget: int, best_Kn: Tensor, certain: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    def _counts(self, budget: int, best_BKn: Tensor) -> list[list[list[int]]]:
+        """Numbers (B, K) of tokens for which the host waits, once: those that `_share_out` takes.
+
+        Args:
+            best_BKn: scores in descending order; infinite ones are kept, those of padding are minus infinity.
+        """
+        num_heads, num_slots = best_BKn.shape[1:]
+        is_certain_BKn = best_BKn.isposinf()
+        certain_BK, tokens_BK = is_certain_BKn.sum(dim=-1), (~best_BKn.isneginf()).sum(dim=-1)
+        total_B = tokens_BK.sum(dim=-1).clamp_max(budget * num_heads) - certain_BK.sum(dim=-1)
+        compared_BX = best_BKn.masked_fill(is_certain_BKn, -math.inf).flatten(1)
+        best_BX = compared_BX.sort(dim=-1, descending=True, stable=True).indices
+        is_best_BX = torch.arange(best_BX.shape[1], device=best_BX.device) < total_B[:, None]
+        best_BK = torch.zeros_like(tokens_BK).scatter_add_(1, best_BX // num_slots, is_best_BX.long())
+        counts: list[list[list[int]]] = torch.stack([best_BK, certain_BK, tokens_BK]).tolist()
+        return counts
+
+    def _share_out(self, budget: int, best: Sequence[int], certain: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Number of tokens that each KV head of a row keeps: `budget` on average, if the row has so many.
 
         Args:
-            best_Kn: scores in descending order; infinite ones are kept, those of padding are minus infinity.
+            best: number of the best scores of all heads that are those of each head, without `certain`.
             certain: number of infinite scores of each head.
             tokens: number of tokens of each head.
         """
         total = min(budget * len(tokens), sum(tokens)) - sum(certain)
         equal = equal_shares([num - sure for num, sure in zip(tokens, certain, strict=True)], total)
-        compared_X = best_Kn.masked_fill(best_Kn.isposinf(), -math.inf).flatten()
-        best_X = compared_X.sort(descending=True, stable=True).indices[:total]
-        counts: list[int] = torch.bincount(best_X // best_Kn.shape[1], minlength=len(tokens)).tolist()
-        wanted = [(1 - self.alpha) * count + self.alpha * each for count, each in zip(counts, equal, strict=True)]
+        wanted = [(1 - self.alpha) * count + self.alpha * each for count, each in zip(best, equal, strict=True)]
         # Rounded so that their sum stays: the largest remainders are rounded up. Each number stays between those of the
         # two ways to share out, so no head loses more of its scores than another one gains.
         least = [math.floor(number) for number in wanted]

@@ -206,14 +206,16 @@ class PyramidInfer(Policy):
         """Keep N_l tokens with a budget; else, while decoding, as many as the layer had after the prompt."""
         if view.phase is Phase.prefill and self.budget is None:
             return None
-        m, recent = self._kept(view)
-        patience = self.evict_every - 1 if view.phase is Phase.decode else 0
-        kept_B = kept_by_row(view, m, m + patience)
+        kept_B, (_, recent) = self.tokens_after(view), self._kept(view)
         if kept_B is None or view.carried_BKn is None:
             return None
         sinks = view.sinks(self.sinks)
         votes_BKn = view.carried_BKn[:, :1] if view.alike else view.carried_BKn
         return best_slots(votes_BKn, kept_B, view, sinks=sinks, recent=recent)
+
+    def tokens_after(self, view: LayerView) -> list[int] | None:
+        m, _ = self._kept(view)
+        return kept_by_row(view, m, m + (self.evict_every - 1 if view.phase is Phase.decode else 0))
 
     def _votes(self, view: LayerView, recent: int) -> Tensor:
         """Votes (B, N, n) of the last `recent` queries, or of fewer."""

@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from policies.row_values import sent
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ROW_ENDED, unpack
 from runahead.model.json_schemas import JSONSchemas
@@ -160,7 +161,7 @@ class Sampler:
         if self._options.repetition_penalty != 1.0 and self._seen_V is None:
             seen_V = torch.zeros(vocab_size, dtype=torch.bool)
             seen_V[torch.tensor([token for token in self._prompt if token < vocab_size], dtype=torch.long)] = True
-            self._seen_V = seen_V.to(self._device)
+            self._seen_V = sent(seen_V, self._device)
         if self._counts_new and self._counts_V is None:
             self._counts_V = torch.zeros(vocab_size, device=self._device)
 

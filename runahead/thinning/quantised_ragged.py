@@ -25,7 +25,7 @@ from runahead.cache.quantised.groups import GROUP, Groups, TokenGroups, narrowed
 from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, code_bytes, dtype_of_window
 from runahead.cache.quantised.sequences import QuantisedSequences
 from runahead.cache.slabs import KVShape
-from runahead.thinning.ragged import DroppedTokens, RaggedLayer, SeenRagged, rows_of
+from runahead.thinning.ragged import DroppedTokens, RaggedLayer, SeenRagged, last_places, rows_of
 
 
 @dataclass(kw_only=True)
@@ -132,11 +132,15 @@ class QuantisedRagged(RaggedLayer, InFewBits):
         places_BKm = slots_BKm - self.num_slots + ends_BK1
         slots_BKm = slots_BKm.masked_fill(places_BKm < firsts_BK1, -1)
         is_coded_BKm = (slots_BKm >= 0) & (places_BKm < coded_BK1)
-        counts: list[int] = is_coded_BKm.sum(dim=-1).flatten().tolist()
+        # The host waits, once.
+        counts, kept = torch.stack([is_coded_BKm, slots_BKm >= 0]).sum(dim=-1).flatten(1).tolist()
+        exact = [num - coded for num, coded in zip(kept, counts, strict=True)]
         dropped = DroppedTokens.of(self, slots_BKm) if compensates else None
-        window = RaggedLayer.of(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room)
+        window = RaggedLayer.of(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room, lengths=exact)
         window.dropped = dropped
-        coded = self.coded.kept(places_BKm[is_coded_BKm], counts)
+        # Of a sequence's slots those in codes come before the exact ones.
+        coded_Y = rows_of(last_places(slots_BKm.shape[2], kept), counts, device)
+        coded = self.coded.kept(places_BKm.flatten().index_select(0, coded_Y), counts)
         return self._over(window, coded, bits=self.bits, residual=self.residual)
 
     def positions_BKn(self) -> Tensor:  # noqa: N802

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from policies.row_values import row_values
+from policies.row_values import row_values, sent
 from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.marked import attend_marked
 from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
@@ -97,19 +97,30 @@ class RaggedLayer(KeptLayer):
         self._count()
 
     @classmethod
-    def of(cls, layer: KeptLayer, slots_BKm: Tensor, *, room: int, compensates: bool = False) -> RaggedLayer:
+    def of(
+        cls,
+        layer: KeptLayer,
+        slots_BKm: Tensor,
+        *,
+        room: int,
+        compensates: bool = False,
+        lengths: Sequence[int] | None = None,
+    ) -> RaggedLayer:
         """Copy some slots of a layer to memory of their own.
 
         Args:
             slots_BKm: slots to copy, ascending; -1 in the first places of a head that keeps fewer than m.
             room: new tokens for which to make room.
             compensates: whether the mean of all other tokens stands for them.
+            lengths: number of slots of each sequence that are not -1; by default the host waits for them.
         """
         assert layer.rotary is None and layer.first == 0, "positions are original, and all tokens are stored"
-        is_kept_BKm, heads = slots_BKm >= 0, layer.shape.num_kv_heads
-        lengths: list[int] = is_kept_BKm.sum(dim=-1).flatten().tolist()
+        heads, num_slots = layer.shape.num_kv_heads, slots_BKm.shape[2]
+        if lengths is None:
+            lengths = (slots_BKm >= 0).sum(dim=-1).flatten().tolist()
         starts = _starts_of(lengths, room)
-        from_Y = _rows_of_slots(layer, slots_BKm)[is_kept_BKm]
+        kept_Y = rows_of(last_places(num_slots, lengths), lengths, slots_BKm.device)
+        from_Y = _rows_of_slots(layer, slots_BKm).flatten().index_select(0, kept_Y)
         to_Y = rows_of(starts, lengths, from_Y.device)
 
         def taken(values_TBK: Tensor) -> Tensor:
@@ -132,8 +143,12 @@ class RaggedLayer(KeptLayer):
             dropped=DroppedTokens.of(layer, slots_BKm) if compensates else None,
         )
 
-    def dense(self, slots_BKm: Tensor, *, room: int) -> KeptLayer:
-        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding."""
+    def dense(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int]) -> KeptLayer:
+        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding.
+
+        Args:
+            tokens_B: number of these slots that hold tokens, in each head of a row.
+        """
 
         def taken(values_BKn: Tensor) -> Tensor:
             index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))
@@ -144,14 +159,12 @@ class RaggedLayer(KeptLayer):
 
         positions_TBK = taken(self.positions_BKn())
         num_kept = slots_BKm.shape[2]
-        pads_BK = (positions_TBK[:num_kept] < 0).sum(dim=0).tolist()
-        assert all(len(set(pads_K)) == 1 for pads_K in pads_BK), "heads of a dense layer have the same padding"
         return KeptLayer(
             shape=self.shape,
             slab_TBKX=taken(self.kv_BKnX()),
             positions_TBK=positions_TBK,
             carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
-            pads=[pads_K[0] for pads_K in pads_BK],
+            pads=[num_kept - tokens for tokens in tokens_B],
             alike=False,
             num_slots=num_kept,
         )
@@ -351,8 +364,15 @@ def _starts_of(lengths: Sequence[int], room: int) -> list[int]:
 
 def rows_of(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """Rows of memory that hold tokens, sequence by sequence."""
-    spans = [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-    return torch.cat([torch.arange(start, end, device=device) for start, end in spans])
+    firsts = accumulate(lengths, initial=0)
+    shifts_S = sent(torch.tensor([start - first for start, first in zip(starts, firsts, strict=False)]), device)
+    lengths_S, total = sent(torch.tensor(lengths), device), sum(lengths)
+    return shifts_S[: len(lengths)].repeat_interleave(lengths_S, output_size=total) + torch.arange(total, device=device)
+
+
+def last_places(num_slots: int, counts: Sequence[int]) -> list[int]:
+    """Place of the first of the last slots of each sequence, so many of them, where all have `num_slots` in line."""
+    return [num_slots * (number + 1) - count for number, count in enumerate(counts)]
 
 
 def _rows_of_slots(layer: KeptLayer, slots_BKm: Tensor) -> Tensor:

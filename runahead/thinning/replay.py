@@ -77,9 +77,8 @@ def decide_on_prompt(
     slots = policy.keep_in_all(of_all, ids_BS.shape[1])
     for (layer, scores_BKn), slots_BKm in zip(decided, slots, strict=True):
         first, num_heads = model.shard_number * scores_BKn.shape[1], scores_BKn.shape[1]
-        own_BKm = slots_BKm[:, first : first + num_heads]
-        most = max(1, int((own_BKm >= 0).sum(dim=-1).max()))  # heads of other ranks may keep more
-        kept.put(layer, cut_back(kept.layers[layer], own_BKm[..., own_BKm.shape[2] - most :], room=room))
+        own_BKm = slots_BKm[:, first : first + num_heads]  # heads of other ranks may keep more
+        kept.put(layer, cut_back(kept.layers[layer], own_BKm, room=room))
 
 
 def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
