@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy, PromptPart
+from policies.row_values import row_values
 from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
@@ -189,7 +190,7 @@ def _logits(model: Model, ids_B1: Tensor, attention: CausalAttention) -> Tensor:
 
 def agreed(cache: KVStore, model: Model, *, is_fine: bool) -> Tensor:
     """Whether it is so on all ranks that store the text, as 0 or 1 on the device (1,)."""
-    return cache.agreed(torch.tensor([int(is_fine)], device=model.device))
+    return cache.agreed(row_values([int(is_fine)], model.device))
 
 
 class FixedForward:
