@@ -75,15 +75,20 @@ def no_end_of_the_tests() -> Iterator[None]:
 
 
 class RankPools:
-    """One pool of ranks per size, started when it is first asked for and shared by all tests."""
+    """One pool of ranks per size, started when it is first asked for and shared by all tests.
 
-    def __init__(self) -> None:
+    Args:
+        device, backend: of the ranks, as for `RankPool`.
+    """
+
+    def __init__(self, device: str = "cpu", backend: str = "gloo") -> None:
+        self._device, self._backend = device, backend
         self._pools: dict[int, RankPool] = {}
 
     def run(self, size: int, task: Callable[..., Any], *args: Any) -> list[Any]:
         """Results of `task(ranks, *args)` by rank. A pool where a task raised is not used again: its ranks may hang."""
         if size not in self._pools:
-            self._pools[size] = RankPool(size)
+            self._pools[size] = RankPool(size, self._device, self._backend)
         try:
             return self._pools[size].run(task, *args)
         except BaseException:
@@ -91,8 +96,8 @@ class RankPools:
             raise
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        while self._pools:
+            self._pools.popitem()[1].close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Gloo ranks on this machine for tests: processes that stay, so that a test costs milliseconds instead of a start."""
+"""Ranks on this machine for tests: processes that stay, so that a test costs milliseconds instead of a start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runahead.ranks.accelerator import prepare_environment
 from runahead.ranks.ranks import Ranks
 
 TASK_LIMIT_S = 120.0
@@ -33,11 +34,15 @@ class RankPool:
     A function that is run must be importable (top level of a module). A rank's exception is raised here with that
     rank's traceback in its message.
 
+    Args:
+        device: "cuda" for ranks that share out the GPUs, of which there may be fewer than ranks, or virtual ones.
+        backend: of the ranks.
+
     Attributes:
         stopped: a rank that a test stops. It is not waited for once the others have answered.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu", backend: str = "gloo") -> None:
         self.size = size
         self.stopped: int | None = None
         self._folder = tempfile.TemporaryDirectory()
@@ -48,7 +53,7 @@ class RankPool:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store_path, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store_path, there, device, backend), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -101,15 +106,31 @@ def give_up_after(ranks: Ranks, timeout_s: float) -> None:
     ranks.timeout_s = ranks._watcher._timeout_s = timeout_s
 
 
-def _serve(rank: int, size: int, store_path: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store_path: str, connection: Connection, kind: str, backend: str) -> None:
     torch.set_num_threads(1)
+    if kind == "cpu":
+        _serve_on(torch.device("cpu"), rank, size, store_path, connection, backend)
+        return
+    from tests.virtual.cuda import gpu
+
+    if backend == "nccl":
+        prepare_environment()
+    with gpu():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        _serve_on(device, rank, size, store_path, connection, backend)
+
+
+def _serve_on(
+    device: torch.device, rank: int, size: int, store_path: str, connection: Connection, backend: str
+) -> None:
     ranks = Ranks(
         rank,
         size,
-        device=torch.device("cpu"),
-        backend="gloo",
+        device=device,
+        backend=backend,
         timeout_s=TIMEOUT_S,
-    ).join(store=dist.FileStore(store_path, size) if size > 1 else None)
+    ).join(store=dist.FileStore(store_path, size) if size > 1 else None, may_share_gpus=backend == "gloo")
     while True:
         try:
             function, args = connection.recv()

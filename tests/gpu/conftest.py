@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import RankPools
 from tests.needs import missing
 from tests.virtual.cuda import gpu
 from tests.virtual.cuda.guard import compiler
@@ -23,3 +25,31 @@ def a_gpu(own_cache: object) -> Iterator[None]:
         missing("the virtual GPU needs a C++ compiler; install g++, or set CXX")
     with gpu():
         yield
+
+
+class NcclPools(RankPools):
+    """Ranks over NCCL, which have a GPU each. A test is skipped where there are fewer."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", "nccl")
+
+    def run(self, size: int, task: Callable[..., Any], *args: Any) -> list[Any]:
+        if torch.version.cuda is not None and torch.cuda.device_count() < size:
+            pytest.skip(f"NCCL wants a GPU per rank; {size} ranks, {torch.cuda.device_count()} GPUs")
+        return super().run(size, task, *args)
+
+
+@pytest.fixture(scope="package")
+def gpu_ranks() -> Iterator[RankPools]:
+    """Ranks over Gloo that share out the GPUs; virtual ones have one each."""
+    pools = RankPools("cuda")
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="package")
+def nccl_ranks() -> Iterator[NcclPools]:
+    """Ranks over NCCL; on virtual GPUs over what takes its place (tests/virtual/cuda/nccl.py)."""
+    pools = NcclPools()
+    yield pools
+    pools.close()

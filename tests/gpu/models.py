@@ -1,23 +1,42 @@
-"""The model of the GPU tests."""
+"""The model of the GPU tests, its prompts, and what one GPU makes of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runahead import Model
+from runahead import Model, Ranks
+
+MOST_TOKEN = 210
 
 
-def model(device: torch.device, dtype: torch.dtype = torch.float32, *, num_positions: int = 4096) -> Model:
+def model(
+    device: torch.device, dtype: torch.dtype = torch.float32, *, num_positions: int = 4096, **sizes: Any
+) -> Model:
     """Small, with two query heads per KV head; the same weights on every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=211,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=num_positions,
+        **{
+            "vocab_size": MOST_TOKEN + 1,
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": num_positions,
+        }
+        | sizes,
     )
     return Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval())
+
+
+def ids(num_tokens: int, seed: int = 3) -> list[int]:
+    """Random tokens of a prompt."""
+    return torch.randint(MOST_TOKEN + 1, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def alone() -> Ranks:
+    """The only rank of a job, on the first GPU."""
+    return Ranks(0, 1, device=torch.device("cuda", 0), backend="gloo", timeout_s=60)

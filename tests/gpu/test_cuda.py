@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-from multiprocessing.connection import Connection
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, from_ratios
+from runahead import Engine, GenerationOptions, Ranks
 from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import FixedCache
-from runahead.config import Transfer
 from runahead.decoding.forward import forward_over
 from tests.gpu.models import model
-from tests.virtual.cuda import gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Against the plain fallback in the same dtype, for inputs of spread 1: a few units in the last place."""
@@ -66,45 +59,3 @@ def test_one_gpu_without_a_launcher_says_what_the_cpu_says() -> None:
         batch = Engine(model(device), ranks).generate([ids, ids[100:]], GenerationOptions(max_new_tokens=8))
         outcomes.append([generation.new_token_ids for generation in batch.generations])
     assert outcomes[0] == outcomes[1]
-
-
-def _serve(rank: int, size: int, port: int, backend: str, gpus: int, transfer: Transfer, pipe: Connection) -> None:
-    device = torch.device("cuda", rank % gpus)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
-    with gpu(), Ranks(rank, size, device=device, backend=backend, timeout_s=60, store=store) as ranks:
-        torch.cuda.set_device(device)
-        shares = [0.5, 0.3, 0.2][:size] if size == 3 else [0.6, 0.4]
-        engine = Engine(model(device), ranks, prefill=PrefillOptions(transfer=transfer), partition=from_ratios(shares))
-        ids = torch.randint(211, (900,), generator=torch.Generator().manual_seed(3)).tolist()
-        for prompts in ([[5, 6]], [ids], [ids, ids[:500]]):  # the first leaves ranks idle
-            batch = engine.generate(prompts, GenerationOptions(max_new_tokens=8), record_timeline=True)
-        pipe.send([generation.new_token_ids for generation in batch.generations])
-
-
-@pytest.mark.parametrize("transfer", list(Transfer))
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("nccl", 2), ("nccl", 3)])
-def test_ranks_on_gpus_equal_one(backend: str, size: int, transfer: Transfer) -> None:
-    gpus = torch.cuda.device_count()
-    if backend == "nccl" and gpus < size:
-        pytest.skip(f"NCCL wants a GPU per rank, and {gpus} are there")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(size)]
-    processes = [
-        context.Process(target=_serve, args=(rank, size, port, backend, gpus, transfer, pipes[rank][1]), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        results = [pipe.recv() if pipe.poll(120) else None for pipe, _ in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-    device = torch.device("cuda", 0)
-    alone = Ranks(0, 1, device=device, backend="gloo", timeout_s=60)
-    ids = torch.randint(211, (900,), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = Engine(model(device), alone).generate([ids, ids[:500]], GenerationOptions(max_new_tokens=8))
-    assert results == [[generation.new_token_ids for generation in batch.generations]] * size

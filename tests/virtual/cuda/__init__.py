@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from runahead.cache import host_memory
-from runahead.ranks.accelerator import accelerator_for
+from runahead.ranks.accelerator import Accelerator, accelerator_for
+from runahead.ranks.mapped import cuda_driver
 from tests.virtual.cuda.counts import Counts, counting, note_kernel
 from tests.virtual.cuda.device import CPU, LAUNCHES_NOTHING, GpuTensor, dispatch
+from tests.virtual.cuda.driver import DRIVER
 from tests.virtual.cuda.generators import Generator
 from tests.virtual.cuda.guard import load_guard
 from tests.virtual.cuda.memory import HOST, at_address
+from tests.virtual.cuda.nccl import communicator
 from tests.virtual.cuda.torch_cuda import CUDA, Stream
 
 __all__ = ["Counts", "GpuTensor", "counting", "gpu", "virtual_gpu"]
@@ -57,6 +60,8 @@ def virtual_gpu() -> Iterator[None]:
     kernels = torch.library.Library("aten", "IMPL")
     with (
         patch.multiple(torch.cuda, **CUDA),
+        patch.object(cuda_driver, "_library", lambda: DRIVER),
+        patch.object(Accelerator, "communicator", communicator),
         patch.multiple(torch, **_functions()),
         patch.multiple(Tensor, **_methods()),
     ):

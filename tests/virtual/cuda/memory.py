@@ -59,7 +59,9 @@ class PageLocked:
         return tensor
 
     def has(self, tensor: Tensor) -> bool:
-        address = tensor.data_ptr()
+        return self.covers(tensor.data_ptr())
+
+    def covers(self, address: int) -> bool:
         self._purge()
         ranges = self._registered | {begin: num_bytes for begin, (_, num_bytes) in self._storages.items()}
         return any(begin <= address < begin + num_bytes for begin, num_bytes in ranges.items())

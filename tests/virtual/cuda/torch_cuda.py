@@ -1,12 +1,14 @@
 """torch's names for a GPU, as they are while the virtual GPU is there.
 
-Streams and events order nothing: an operation is done when it returns. A test that needs their order uses the virtual
-accelerator (tests/virtual/device.py), whose kernels run later.
+Streams and events order no kernels: an operation is done when it returns. Copies of the driver, counters, messages and
+events come later where their stream waits for something (driver.py). A test that needs the order of kernels uses the
+virtual accelerator (tests/virtual/device.py), where they run later.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import torch
 
 from tests.virtual.cuda.counts import get_sync_debug_mode, note_wait, set_sync_debug_mode
 from tests.virtual.cuda.device import GPU
+from tests.virtual.cuda.driver import DRIVER, Happening
 from tests.virtual.cuda.generators import GENERATOR
 from tests.virtual.cuda.memory import DEVICE, HOST, TOTAL_BYTES
 
@@ -34,10 +37,15 @@ class Stream(torch.cuda.Stream):
         self.device, self.priority, self.cuda_stream = GPU, priority, next(self._numbers)
 
     def wait_stream(self, stream: torch.cuda.Stream) -> None:
-        assert isinstance(stream, Stream)
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: torch.cuda.Event) -> None:
         assert isinstance(event, Event)
+        self.wait_for(event.recorded)
+
+    def wait_for(self, happening: Happening) -> None:
+        """Let what this stream is told from now on come after something."""
+        DRIVER.queue(self.cuda_stream, lambda: None, [(happening, 0)])
 
     def record_event(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event:
         event = event or Event()
@@ -46,9 +54,12 @@ class Stream(torch.cuda.Stream):
 
     def synchronize(self) -> None:
         note_wait("Stream.synchronize")
+        event = Event()
+        event.record(self)
+        event.recorded.wait(0, None)
 
     def query(self) -> bool:
-        return True
+        return self.record_event().query()
 
     def __enter__(self) -> Stream:
         self._before = _current.stream
@@ -78,18 +89,27 @@ class Event(torch.cuda.Event):
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         self._is_timed, self._time_s = enable_timing, 0.0
+        self.recorded = Happening()
+        self.recorded.set()
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._time_s = time.perf_counter()
+        self.recorded = recorded = Happening()
+
+        def happen() -> None:
+            self._time_s = time.perf_counter()
+            recorded.set()
+
+        DRIVER.queue((stream or current_stream()).cuda_stream, happen)
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        pass
+        (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return True
+        return self.recorded.reached(0)
 
     def synchronize(self) -> None:
         note_wait("Event.synchronize", is_told=False)
+        self.recorded.wait(0, None)
 
     def elapsed_time(self, end_event: torch.cuda.Event) -> float:
         assert isinstance(end_event, Event)
@@ -111,6 +131,11 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def current_stream(device: object = None) -> Stream:
+    """As torch.cuda.current_stream."""
+    return _current.stream
 
 
 @contextmanager
@@ -137,12 +162,18 @@ def _require_device(device: object) -> None:
 
 
 PROPERTIES = SimpleNamespace(
-    name="virtual GPU", major=9, minor=0, multi_processor_count=132, total_memory=TOTAL_BYTES, uuid="virtual-0"
+    name="virtual GPU",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=TOTAL_BYTES,
+    uuid=f"virtual-{os.getpid()}",
 )
 
 
 def _synchronize(device: object = None) -> None:
     note_wait("synchronize", is_told=False)
+    DRIVER.drain()
 
 
 def _reset_peak(device: object = None) -> None:
@@ -167,7 +198,7 @@ CUDA: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
     "stream": _on_stream,
-    "current_stream": lambda device=None: _current.stream,
+    "current_stream": current_stream,
     "default_stream": lambda device=None: DEFAULT_STREAM,
     "synchronize": _synchronize,
     "get_sync_debug_mode": get_sync_debug_mode,

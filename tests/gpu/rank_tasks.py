@@ -1,0 +1,123 @@
+"""Tasks of ranks on GPUs: top-level functions, since they run in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
+from runahead.config import Carrier
+from runahead.model.shares import shard_model
+from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
+from runahead.ranks.groups import NEVER
+from runahead.ranks.mapped.device_memory import DeviceMemory
+from tests.gpu.models import ids, model
+
+SHARES = {1: [1.0], 2: [0.6, 0.4], 3: [0.5, 0.3, 0.2]}
+LENGTHS = [[60], [300], [300, 170], [2], [50]]
+"""Of the prompts of each batch. Arenas grow at the second and the third; of two tokens a rank has none."""
+
+OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True)
+COPY = PrefillOptions(carrier=Carrier.copy)
+
+
+def answers(
+    ranks: Ranks,
+    prefill: PrefillOptions | None = None,
+    decode: DecodeOptions | None = None,
+    lengths: Sequence[Sequence[int]] = LENGTHS,
+    num_shares: int = 1,
+) -> list[list[list[int]]]:
+    """New tokens of all rows, by batch.
+
+    Args:
+        num_shares: ranks that share the model.
+    """
+    ranks.arrange(num_shares)
+    shares = from_ratios(SHARES[ranks.size // num_shares], ranks_per_stage=num_shares)
+    engine = Engine(_model(ranks, num_shares), ranks, prefill=prefill, decode=decode, partition=shares)
+    found = []
+    for of_batch in lengths:
+        batch = engine.generate([ids(each, seed=each) for each in of_batch], OPTIONS, record_timeline=True)
+        found.append([each.new_token_ids for each in batch.generations])
+    return found
+
+
+@cache
+def _model(ranks: Ranks, num_shares: int) -> Model:
+    # Wide weights, so that a key too many shows in the tokens; more layers than are in flight.
+    made = model(ranks.device, initializer_range=0.2, num_hidden_layers=5)
+    if num_shares > 1:
+        shard_model(made, ranks)
+    return made
+
+
+def arenas(ranks: Ranks, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """After each prompt: the arenas that this rank has made so far, and those of them that are not freed."""
+    found = []
+    for length in lengths:
+        answers(ranks, COPY, lengths=[[length]])
+        assert ranks.copying is not None and isinstance(ranks.copying.memory, DeviceMemory)
+        memory = ranks.copying.memory
+        found.append((memory._numbers, len(memory._arenas) + len(memory._retired)))
+    return found
+
+
+def _communicator(ranks: Ranks) -> tuple[Accelerator, Communicator]:
+    """The GPU of a rank that is alone, and a communicator of this rank."""
+    assert ranks.accelerator is not None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=NEVER)
+    return ranks.accelerator, ranks.accelerator.communicator([0], NEVER, RELAY_CTAS)
+
+
+def exchanges(ranks: Ranks) -> tuple[bool, bool]:
+    """Whether a tensor arrives, and is the sum over the only rank."""
+    _, communicator = _communicator(ranks)
+    sent = torch.arange(1000.0, device=ranks.device)
+    received, added = torch.zeros_like(sent), sent.clone()
+    for work in communicator.exchange([(received, 0)], [(sent, 0)]):
+        work.wait()
+    communicator.all_reduce(added).wait()
+    return torch.equal(received, sent), torch.equal(added, sent)
+
+
+def _doubled(communicator: Communicator, sent: Tensor, received: Tensor) -> Tensor:
+    for work in communicator.exchange([(received, 0)], [(sent, 0)]):
+        work.wait()
+    return received * 2
+
+
+def replayed_exchanges(ranks: Ranks) -> list[bool]:
+    """Whether a graph with an exchange does it again: with new values, after one outside the graph, and once more."""
+    gpu, communicator = _communicator(ranks)
+    sent = torch.arange(1000.0, device=ranks.device)
+    received = torch.zeros_like(sent)
+    _doubled(communicator, sent, received)
+    replay = gpu.capture(lambda: _doubled(communicator, sent, received))
+    found = []
+    for _ in range(3):
+        sent += 1
+        received.zero_()
+        found.append(torch.equal(replay(), sent * 2))
+        _doubled(communicator, sent, received)
+    return found
+
+
+def ends_with_a_graph(ranks: Ranks, end: str) -> bool:
+    """Whether this rank leaves its group, as `Ranks` does, while something still refers to a graph."""
+    gpu, communicator = _communicator(ranks)
+    sent = torch.arange(1000.0, device=ranks.device)
+    received = torch.zeros_like(sent)
+    _doubled(communicator, sent, received)
+    replay = gpu.capture(lambda: _doubled(communicator, sent, received))
+    replay()
+    gpu.graphs.destroy()
+    if end == "abort":
+        communicator.abort()
+    dist.destroy_process_group()
+    return replay is not None and not dist.is_initialized()
