@@ -11,6 +11,7 @@ whose score is within alpha of the largest one are fetched; any other token has 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class InfiniGen(Retriever):
     Raises:
         ValueError: an option is out of range.
     """
+
+    index_asks_device: ClassVar[bool] = True
 
     skew: str = "auto"
     ratio: float = 0.5

@@ -277,6 +277,8 @@ class Retriever(Policy, ABC):
     """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
     extends: ClassVar[bool] = False
     """Whether an index that depends on queries takes later ones by `Index.see`, and is not made anew from them."""
+    index_asks_device: ClassVar[bool] = False
+    """Whether the host waits for a GPU where an index is made, as it does in `torch.linalg.eigh`."""
 
     first_layer: int = 0
     min_tokens: int | None = None

@@ -13,6 +13,7 @@ pages as any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -98,6 +99,8 @@ class ShadowKV(Quest):
     Raises:
         ValueError: an option is out of range.
     """
+
+    index_asks_device: ClassVar[bool] = True
 
     group: Group = Group.max
     first_layer: int = 0

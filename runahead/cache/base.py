@@ -178,6 +178,9 @@ class KVStore:
         """Whether `fine_1` (1,) is 1 on all ranks that store parts of the text; each of them calls this."""
         return fine_1
 
+    def await_device(self) -> None:
+        """To be called before the host asks the device for a value, behind what ranks that store parts exchange."""
+
     def for_decoding(self) -> KVStore:
         """The same tokens in the form that single new tokens attend to fastest."""
         return self

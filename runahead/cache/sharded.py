@@ -82,10 +82,11 @@ class ShardedCache(KVStore):
     Args:
         own: this stage's part.
         gather: gathers one tensor of every stage.
+        settle: waits until all that was gathered is there.
     """
 
-    def __init__(self, own: KVStore, gather: Gather) -> None:
-        self._own, self._gather = own, gather
+    def __init__(self, own: KVStore, gather: Gather, settle: Callable[[], None] = nothing) -> None:
+        self._own, self._gather, self._settle = own, gather, settle
 
     @property
     def layers(self) -> Sequence[LayerStore]:  # type: ignore[override]
@@ -128,6 +129,9 @@ class ShardedCache(KVStore):
 
     def advance(self) -> None:
         self._own.advance()
+
+    def await_device(self) -> None:
+        self._settle()
 
     def agreed(self, fine_1: Tensor) -> Tensor:
         return self._gather(fine_1).amin(dim=0)

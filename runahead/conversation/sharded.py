@@ -221,7 +221,8 @@ class ShardedConversation(Conversation):
 
     def _sharded(self, num_new: int) -> ShardedCache:
         assert self._part is not None
-        return ShardedCache(self._part, self._gathering(num_new))
+        gather = self._gathering(num_new)
+        return ShardedCache(self._part, gather, gather.settle)
 
     def _gathering(self, num_new: int) -> Gathering:
         most = len(self.pads) * (PIECE_TOKENS if num_new > 1 else 1)

@@ -110,6 +110,7 @@ def kept_attention(
         prompt_tokens=prompt_tokens if part is None else len(part.chunk),
         room=NEW_ROOM,
         part=part,
+        await_device=cache.await_device,
     )
     return (ToldKeptAttention if is_told else KeptAttention)(cache, steps)
 

@@ -105,6 +105,7 @@ class ThinnedAttention(ChainAttention):
             evicts=kept is not None,
             cache=self.kept,
             part=policies.part,
+            await_device=run.await_device,
         )
 
     def tokens_in(self, layer: int, num_new: int) -> NewTokens:

@@ -79,6 +79,7 @@ class ChainRun:
     def open(self, layer: int) -> None:
         """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
         self.transfer.open(layer)
+        self._settle_for_reuse()
         self._feed(range(layer + self.transfer.lead, layer + self.transfer.lead + 1))
 
     def _feed(self, layers: range) -> None:
@@ -108,6 +109,17 @@ class ChainRun:
             with self._aside(layer):
                 self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
         self.transfer.await_prefix(layer)
+        self._settle_for_reuse()
+
+    def _settle_for_reuse(self) -> None:
+        """Attention to what is reused takes positions and queries from the host in each layer, and so asks the GPU."""
+        if self.job.reused is not None or self.job.stored is not None:
+            self.await_device()
+
+    def await_device(self) -> None:
+        """To be called before the host asks the device for a value, behind messages of other ranks."""
+        if peers := self.transfer.schedule.peers:
+            self.job.ranks.settle("the KV in flight", peers)
 
     def close(self, layer: int) -> None:
         """Release the slab of a layer for a later one, after its attention.

@@ -16,6 +16,7 @@ from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_
 from policies.retriever import Retriever
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
+from runahead.attention.causal import nothing
 from runahead.attention.marked import marked_keys
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import JoinedSignals, QuerySignals
@@ -42,6 +43,7 @@ class PolicySteps:
             prompt but the last one if the policies need to see the whole prompt.
         cache: updates its indices after each layer, on a rank that decodes.
         part: as in `LayerView`.
+        await_device: called before the host asks the device for a value.
 
     Attributes:
         input_BCD: as in `LayerView`, of the layer that runs next; set before it does.
@@ -62,6 +64,7 @@ class PolicySteps:
         evicts: bool = True,
         cache: KeptCache | None = None,
         part: PromptPart | None = None,
+        await_device: Callable[[], None] = nothing,
     ) -> None:
         is_given = tokens.phase is Phase.prefill
         # What retrieves drops and scores nothing: the cache has its index.
@@ -69,7 +72,8 @@ class PolicySteps:
         self.policies = [policy for policy in chosen if is_given or policy.while_decoding or policy.carries_generated]
         self.tokens, self.prompt_tokens = tokens, prompt_tokens
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
-        self._model = model
+        self._model, self._await_device = model, await_device
+        self._index_asks = any(isinstance(policy, Retriever) and policy.index_asks_device for policy in policies)
         asked = [policy.queries_from for policy in self.policies if policy.queries_from is not None]
         self._queries_from = min(asked, default=None)
         self._rotations = model.rotations if asked else []
@@ -99,6 +103,8 @@ class PolicySteps:
             kept = self._run_all(layer, kept, seen, terms, positions_BC)
         if self.cache is not None and (self.evicts or self.cache.indexes_all):
             was_cut = kept.num_slots < before
+            if self._index_asks:
+                self._await_device()
             self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
         return kept
 
@@ -246,12 +252,16 @@ class PolicySteps:
         if carried_BKn is not None:
             kept.carry(carried_BKn, type(policy))
             view = replace(view, carried_BKn=carried_BKn)
-        slots_BKm = policy.keep(view) if self.evicts and self._decides(policy) else None
+        is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
+        slots_BKm = None
+        if self.evicts and self._decides(policy):
+            if is_ragged or policy.keeps_ragged:  # the host asks how many tokens each head keeps
+                self._await_device()
+            slots_BKm = policy.keep(view)
         selected_Bc = policy.narrow(view) if policy.narrows and self.tokens.phase is Phase.prefill else None
         if slots_BKm is not None:
             # A ragged layer stores no padding, so the next step must not be given slots of padding either.
             tokens_B = policy.tokens_after(view)
-            is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
             if is_ragged and not policy.keeps_ragged:
                 slots_BKm = _without_padding(slots_BKm, view)
             if is_ragged or policy.keeps_ragged:

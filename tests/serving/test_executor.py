@@ -184,7 +184,7 @@ def test_rows_are_decoded_while_a_prefix_has_not_arrived(itl_s, num_steps):
 def test_a_short_prompt_is_computed_while_a_prefix_has_not_arrived():
     rank = Rank(itl_s=1e3)
     with throughout(rank.executor._engine.model.dtype):
-        rank.executor._under_way = [0]  # inside a prefill, without rows
+        rank.executor._under_way = [item(0, 40)]  # inside a prefill, without rows
         rank.inbox.put(item(1, 30))
         rank.inbox.put(item(2, 5, is_short=True))
         rank.executor.until(lambda block_s: rows(rank.reports) == [2], "a prefix", [])

@@ -69,6 +69,8 @@ class Deferred(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self.synchronize()
             return func(*args, **kwargs)
+        if func is torch.ops.aten.linalg_eigh.default:  # the host asks whether it has converged
+            self.synchronize()
         if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a number, as in x[0] = 3, is no copy
             self.num_uploads += 1
         written = _written(func, args, kwargs)

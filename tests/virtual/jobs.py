@@ -23,6 +23,7 @@ from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
 from runahead.prefill.zigzag import Zigzag
 from runahead.ranks.mapped.memory import ALIGNMENT
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.clock import Clock
 from tests.virtual.deferred import Deferred
@@ -74,8 +75,13 @@ def prefill(
     num_layers: int = 3,
     watched: bool = True,
     hosts: Sequence[int] | None = None,
+    rows: int = 1,
+    reused: ReusedKV | None = None,
 ) -> Outcome:
     """Prefill a prompt on virtual GPUs, all operations on tensors included.
+
+    Args:
+        rows: of a batch, each the same prompt.
 
     Raises:
         Race: if `watched`, accesses to a slab race.
@@ -87,11 +93,11 @@ def prefill(
 
     def body(ranks: VirtualRanks) -> None:
         strategy.connect(ranks, partition, options)
-        batch = PromptBatch.of([ids], ranks.device)
+        batch = PromptBatch.of([ids] * rows, ranks.device)
         model, thinning = tiny_llama(ranks.rank, num_layers), RankPolicies.everywhere(policies)
         thinning.check(model)  # as `Engine` does before the first prompt
         before = ranks.accelerator.num_kernels
-        row_bytes = model.kv_shapes[0].bytes_per_token() if watched else None
+        row_bytes = model.kv_shapes[0].bytes_per_token(rows) if watched else None
         with Deferred(ranks.accelerator, row_bytes=row_bytes) as device:
             prefilled = strategy.run(
                 PrefillJob(
@@ -102,6 +108,7 @@ def prefill(
                     capacity=batch.num_tokens,
                     options=options,
                     policies=thinning,
+                    reused=reused,
                 )
             )
         outcome.kernels[ranks.rank] = ranks.accelerator.num_kernels - before

@@ -74,7 +74,7 @@ def answers(
             own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
             forward = forward_over(
                 model,
-                ShardedCache(own, gather),
+                ShardedCache(own, gather, gather.settle),
                 own_policies.while_decoding,
                 pads=[0],
                 prompt_tokens=NUM_TOKENS,

@@ -5,6 +5,7 @@ A rank that is stopped would else never be found, and this rank would count as s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +17,18 @@ from runahead.context import ContextPartition
 from runahead.engine import Engine
 from runahead.kv_transfer import CopyTransfer
 from runahead.kv_transfer.nccl import NcclTransfer
+from runahead.prefill.kv_runahead import KVRunahead
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox, Prefill, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.timeline import clock
 from runahead.timeline.clock import CudaClock
+from tests.policies import test_matrix, test_retrieval
 from tests.virtual import device
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, Unwatched, VirtualRanks, copies_late, transfers_early, transfers_late
-from tests.virtual.jobs import chain, tiny_llama
+from tests.virtual.jobs import chain, prefill, tiny_llama
 from tests.virtual.machine import Budget
 from tests.virtual.mapped import VirtualMemory
 
@@ -107,3 +111,31 @@ def request(number: int, boundaries: tuple[int, ...], *, is_short: bool = False)
     return Prefill(
         number=number, prompts=[ids], options=options, boundaries=boundaries, is_short=is_short, record_timeline=False
     )
+
+
+POLICIES = {
+    name: partial(test_matrix.policy, name) for name in (*test_matrix.KEEPING, "adakv", "criticalkv") if name != "kvzap"
+}
+POLICIES |= {name: partial(test_retrieval.policy, name, test_retrieval.SOME[name]) for name in test_retrieval.NAMES}
+ASKING = ["adakv", "duo_attention", "infinigen", "kvzip", "razor_attention", "shadowkv", "zigzagkv"]
+"""Those for which the host waits for the device in a prompt."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ASKING else pytest.mark.slow) for name in POLICIES]
+)
+def test_policies_of_a_chain_ask_their_gpu_behind_no_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
+    policy = POLICIES[name]()
+    outcome = prefill(KVRunahead(), (0, 14, 27, 40), PrefillOptions(), policies=[policy], choose=transfers_late)
+    assert (outcome.synchronizations > 0) == (name in ASKING)
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+def test_reused_segments_are_attended_to_behind_no_message(transfer: Transfer) -> None:
+    kv_TKX = torch.randn(5, 2, 16, dtype=torch.float64)
+    parts = [ReusedPart(layers_TKX=[kv_TKX] * 3, positions_T=torch.arange(5), rows=(0, 1))]
+    reused = ReusedKV(parts=parts, positions_BS=torch.arange(5, 21).expand(2, -1), ends=[21, 21])
+    options = PrefillOptions(transfer=transfer)
+    outcome = prefill(KVRunahead(), (0, 7, 11, 16), options, rows=2, reused=reused, choose=transfers_late)
+    assert outcome.synchronizations > 0
