@@ -16,10 +16,8 @@ from runahead.timeline.ranges import ranges_for
 from runahead.timeline.trace import trace_json
 from tests.gpu.models import model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+SEES_KERNELS = ProfilerActivity.CUDA in supported_activities()
+"""Whether torch's profiler can record a GPU, which it cannot where PyTorch has no CUDA and the GPU is a virtual one."""
 
 NUM_NEW = 8
 
@@ -47,7 +45,7 @@ def test_nvtx_ranges_are_balanced_where_steps_are_captured_and_replayed(monkeypa
     assert len({ended[f"layer {layer}"] for layer in range(6)}) == 1 < ended["layer 0"]
 
 
-@pytest.mark.skipif(ProfilerActivity.CUDA not in supported_activities(), reason="torch's profiler sees no GPU")
+@pytest.mark.skipif(not SEES_KERNELS, reason="torch's profiler sees no virtual GPU")
 def test_the_timeline_has_kernels_beside_the_layers() -> None:
     batch = profiled(Profile.torch)
     events = json.loads(trace_json(batch.spans, recordings=batch.recordings))["traceEvents"]
@@ -57,3 +55,10 @@ def test_the_timeline_has_kernels_beside_the_layers() -> None:
     layers = [each for each in events if each.get("cat") == "gpu_user_annotation" and each["name"] == "layer 1"]
     begin, end = layers[0]["ts"], layers[0]["ts"] + layers[0]["dur"]
     assert any(begin <= each["ts"] and each["ts"] + each["dur"] <= end for each in kernels)
+
+
+@pytest.mark.skipif(SEES_KERNELS, reason="torch's profiler sees this GPU")
+def test_a_profile_without_kernels_says_so_and_has_the_ranges() -> None:
+    with pytest.warns(UserWarning, match="torch's profiler has seen no kernel of the GPU"):
+        [recording] = profiled(Profile.torch).recordings
+    assert {f"layer {layer}" for layer in range(6)} < {event["name"] for event in recording.events()}
