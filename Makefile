@@ -74,7 +74,7 @@ test-slow: $(STAMP)
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
-	$(IN_VENV) -m mypy $(PACKAGES)
+	$(IN_VENV) -m mypy $(PACKAGES) tests/gpu tests/virtual
 
 setup: $(STAMP)
 

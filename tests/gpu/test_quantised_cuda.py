@@ -33,7 +33,7 @@ def test_a_gpu_stores_and_attends_as_a_cpu_without_a_wait(dtype: torch.dtype, ke
     for device in (torch.device("cpu"), torch.device("cuda")):
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
-        exact.append(*(x.to(device) for x in kv), NewTokens(0, pads))
+        exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))
         given = [(k.to(device), v.to(device)) for k, v in new]
         q, slots = q_BN1H.to(device), slots_BKm.to(device)
         torch.cuda.set_sync_debug_mode("error")
@@ -79,7 +79,7 @@ def test_heads_of_different_lengths_are_those_of_a_cpu_without_a_wait(dtype: tor
     for device in (torch.device("cpu"), torch.device("cuda")):
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
-        exact.append(*(x.to(device) for x in kv), NewTokens(0, pads))
+        exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))
         given = [tuple(x.to(device) for x in (q, k, v)) for q, (k, v) in zip(queries, new, strict=True)]
         ragged = RaggedLayer.of(exact, slots_BKn.to(device), room=0)
         outputs, at = list[torch.Tensor](), prompt
@@ -118,7 +118,7 @@ def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
-        exact.append(*(x.to(device) for x in kv), NewTokens(0, pads))
+        exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))
         quantised = QuantisedLayer.of(exact, bits=4, residual=128, residual_bits=16, keys_by_token=False, room=64)
         layer, copies = PooledLayer.of_quantised(quantised, room=0), copies_for(device)
         if copies is not None:

@@ -37,12 +37,12 @@ def test_attention_is_that_of_float64_on_a_cpu(dtype: torch.dtype, num_new: int,
         found.append([])
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=kind)
         layer = KeptLayer.empty(shape, batch=batch, room=0, device=device)
-        layer.append(*(x.to(device, kind) for x in kv), tokens)
+        layer.append(kv[0].to(device, kind), kv[1].to(device, kind), tokens)
         ragged = RaggedLayer.of(layer, slots_BKn.to(device), room=2, compensates=compensates)
         after = NewTokens(prompt, [0, 0], Phase.decode)
         for is_here in (False, True) if num_new == 1 else (True,):
             if is_here:
-                ragged.append(*(x.to(device, kind) for x in new), after)
+                ragged.append(new[0].to(device, kind), new[1].to(device, kind), after)
             out_BNCV, lse_BNC = ragged.seen(q_BNCH.to(device, kind), after).attend(terms)
             found[-1] += out_BNCV.cpu().double(), lse_BNC.cpu().double()
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4  # as in test_cuda.py

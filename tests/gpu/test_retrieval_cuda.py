@@ -16,12 +16,14 @@ from policies.exact_topk import ExactTopK
 from policies.full import Full
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
+from policies.pool import Pool
 from policies.quest import Quest
 from policies.sparq import SparQ
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
+from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import model
@@ -32,7 +34,7 @@ POLICIES: dict[str, Policy] = {
     "infinigen, alpha": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, alpha=2.0, max_fetch=0.5, first_layer=1),
     "infinigen, all": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, alpha=math.inf, max_fetch=1.0, first_layer=1),
     "infinigen, full pool": InfiniGen(
-        min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1, pool={"bytes": 400 * 5 * 2 * 2 * 64 * 4}
+        min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1, pool=Pool(bytes=400 * 5 * 2 * 2 * 64 * 4)
     ),
     "quest": Quest(min_tokens=0, fetch=64),
     "quest, a turn retrieves": Quest(min_tokens=0, fetch=64, turn_tokens=8),
@@ -68,8 +70,7 @@ def test_a_gpu_says_what_the_cpu_says(name: str, lengths: tuple[int, ...]) -> No
         decoded_more = conversation.generate(GenerationOptions(max_new_tokens=5, ignore_eos=True))
         said.append([row.new_ids for row in (*decoded.rows, *decoded_more.rows)])
         if device.type == "cuda":
-            assert conversation.cache is not None
-            assert conversation.cache.retrieval is not None
+            assert isinstance(conversation.cache, RetrievedCache)
             in_pool = conversation.cache.retrieval.in_pool
             assert [isinstance(layer, HostLayer) for layer in conversation.cache.layers] == in_pool
             assert [layer.slab_TBKX.is_pinned() for layer in conversation.cache.layers] == in_pool

@@ -267,6 +267,8 @@ class VirtualAccelerator(Accelerator):
 class VirtualRanks(Ranks):
     """One rank of a virtual job; communicators are made and warmed up by the code of `Ranks` itself."""
 
+    accelerator: VirtualAccelerator
+
     def __init__(self, job: Job, rank: int) -> None:
         Groups.__init__(self, rank, job.size, timeout_s=60.0)
         self.accelerator = VirtualAccelerator(job, rank)
@@ -340,7 +342,9 @@ class Job:
         self.segments = [mmap.mmap(-1, Segment.num_bytes(size)) for _ in range(size)]
         self.clocks = None if hosts is None else Clocks()
         self._touched: dict[int, tuple[set[int], set[int]]] = {}
-        for ranks in self.ranks if hosts is not None else []:
+        for ranks in self.ranks:
+            if hosts is None:
+                break
             ranks.copying = DeviceCopying(ranks.accelerator, VirtualMemory(self, ranks.rank, hosts))
             pairs = itertools.permutations(range(size), 2)
             ranks.mapped_links = {(one, other) for one, other in pairs if hosts[one] == hosts[other]}

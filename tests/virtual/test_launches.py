@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ ZIGZAG = (0, 3, 6, 8, 11, 13, 16)
 LAYER = 40
 """Kernels of a Llama layer on one rank: 7 matrix products, attention, and operations element by element."""
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 6, "window": 3, "kernel": 3},
     "keydiff": {"budget": 6},
     "tova": {"budget": 6},

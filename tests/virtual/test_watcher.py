@@ -209,8 +209,12 @@ class TestACallThatNeverEnds:
     def test_at_once_where_it_waits_for_a_rank_itself(self, ranks: Any) -> None:
         """As a forward does for keys and values of the stage before."""
 
+        def arrives(block_s: float) -> bool:
+            time.sleep(block_s)
+            return False
+
         def body() -> None:
-            ranks.wait_until(lambda block_s: bool(time.sleep(block_s)), "the KV of layer 3", [1])
+            ranks.wait_until(arrives, "the KV of layer 3", [1])
 
         error = error_of(lambda: ranks.collectively("an all-reduce", body), within_s=10)
         assert re.search(r"^no rank made progress for .* though all are alive", str(error))

@@ -39,7 +39,7 @@ class GpuTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> GpuTensor:
         with torch.inference_mode(False):  # a normal tensor, as `held` is, also for code under inference mode
-            made: GpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: GpuTensor = torch.Tensor._make_wrapper_subclass(
                 cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=GPU
             )
         made.held, made.lease = held, DEVICE.hold(held.untyped_storage())
@@ -50,11 +50,11 @@ class GpuTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GpuTensor({self.held!r})"
 
     def tolist(self) -> Any:
@@ -117,7 +117,7 @@ NOT_ON_GPUS = ("_for_cpu", "mkldnn", "onednn", "quantized::", "_int8pack")
 """Parts of the names of operations that CUDA has no kernel for."""
 
 LAUNCHES_NOTHING = _names(
-    """_local_scalar_dense detach empty empty_like empty_strided is_same_size new_empty new_empty_strided
+    """_local_scalar_dense _unsafe_view detach empty empty_like empty_strided is_same_size new_empty new_empty_strided
     record_stream resize_ set_"""
 )
 """Operations beside views that queue no work."""

@@ -147,7 +147,7 @@ class Driver:
         host = address - ON_DEVICE
         if host % 4 != 0 or not HOST.covers(host):
             return None
-        return Cell(np.frombuffer((ctypes.c_uint32 * 1).from_address(host), np.uint32), 0)
+        return Cell(np.ctypeslib.as_array((ctypes.c_uint32 * 1).from_address(host)), 0)
 
     # Device memory.
 
