@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from runahead.ranks.mapped import cuda_driver
+from runahead.ranks.mapped.device_memory import DeviceMemory
 from runahead.ranks.mapped.memory import Cell, Segment, Unmapped
-from tests.virtual.cuda.driver import DEFAULT_STREAM, Driver, Happening
+from tests.virtual.cuda.driver import DEFAULT_STREAM, NOT_SUPPORTED, Driver, Happening
+from tests.virtual.cuda.memory import HOST
 from tests.waiting import until
 
 STREAM = 7
@@ -105,3 +107,33 @@ def test_a_copy_to_memory_that_was_unmapped_meanwhile_is_an_error(cells: tuple[C
 
     until(has_failed)
     assert not arrived.reached(1)
+
+
+class TestMemoryOfARank:
+    """What the driver refuses is said, and given back."""
+
+    @pytest.fixture
+    def segments(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, Segment]:
+        monkeypatch.setattr(HOST, "_registered", {})
+        return {rank: Segment(mmap.mmap(-1, Segment.num_bytes(2)), 2) for rank in range(2)}
+
+    def test_none_is_held_before_a_prompt_needs_it(self, driver: Driver, segments: dict[int, Segment]) -> None:
+        DeviceMemory(0, segments, [1, 2], torch.device("cpu"))
+        assert not driver._own and all(HOST.covers(each.address) for each in segments.values())
+
+    def test_what_cannot_be_exported_is_freed(
+        self, driver: Driver, segments: dict[int, Segment], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(driver, "cuIpcGetMemHandle", lambda *_: NOT_SUPPORTED)
+        said = "this GPU's memory cannot be exported.*MIG.*cuIpcGetMemHandle: operation not supported"
+        with pytest.raises(Unmapped, match=said):
+            DeviceMemory(0, segments, [1, 2], torch.device("cpu"))
+        assert not driver._own and not HOST._registered
+
+    def test_host_memory_that_the_gpu_cannot_address_is_unlocked(
+        self, driver: Driver, segments: dict[int, Segment], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(driver, "cuMemHostGetDevicePointer_v2", lambda *_: NOT_SUPPORTED)
+        with pytest.raises(Unmapped, match="cuMemHostGetDevicePointer_v2: operation not supported"):
+            DeviceMemory(0, segments, [1, 2], torch.device("cpu"))
+        assert not HOST._registered

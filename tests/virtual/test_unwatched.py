@@ -133,9 +133,10 @@ def test_policies_of_a_chain_ask_their_gpu_behind_no_message(name: str, monkeypa
 
 @pytest.mark.parametrize("transfer", list(Transfer))
 def test_reused_segments_are_attended_to_behind_no_message(transfer: Transfer) -> None:
+    """By queries of two rows that are not neighbours, whose indices the host asks for in each layer."""
     kv_TKX = torch.randn(5, 2, 16, dtype=torch.float64)
-    parts = [ReusedPart(layers_TKX=[kv_TKX] * 3, positions_T=torch.arange(5), rows=(0, 1))]
-    reused = ReusedKV(parts=parts, positions_BS=torch.arange(5, 21).expand(2, -1), ends=[21, 21])
+    parts = [ReusedPart(layers_TKX=[kv_TKX] * 3, positions_T=torch.arange(5), rows=(0, 2))]
+    reused = ReusedKV(parts=parts, positions_BS=torch.arange(5, 21).expand(3, -1), ends=[21] * 3)
     options = PrefillOptions(transfer=transfer)
-    outcome = prefill(KVRunahead(), (0, 7, 11, 16), options, rows=2, reused=reused, choose=transfers_late)
+    outcome = prefill(KVRunahead(), (0, 7, 11, 16), options, rows=3, reused=reused, choose=transfers_late)
     assert outcome.synchronizations > 0

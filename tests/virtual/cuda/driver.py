@@ -30,12 +30,14 @@ from runahead.ranks.mapped.queues import HostQueue
 from tests.virtual.cuda.memory import HOST
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, LAUNCH_FAILED = 1, 2, 201, 400, 719
+NOT_SUPPORTED = 801
 ERRORS = {
     INVALID_VALUE: b"invalid argument",
     OUT_OF_MEMORY: b"out of memory",
     INVALID_CONTEXT: b"invalid device context",
     INVALID_HANDLE: b"invalid resource handle",
     LAUNCH_FAILED: b"unspecified launch failure",
+    NOT_SUPPORTED: b"operation not supported",
 }
 """CUresult, and the driver's words for it."""
 
@@ -135,6 +137,9 @@ class Driver:
         if flags != cuda_driver.HOST_REGISTER_FLAGS:
             return INVALID_VALUE
         return HOST.cudaHostRegister(address.value, num_bytes.value, flags)
+
+    def cuMemHostUnregister(self, address: Any) -> int:
+        return HOST.cudaHostUnregister(address.value)
 
     def cuMemHostGetDevicePointer_v2(self, on_device: Any, address: Any, flags: int) -> int:
         if flags != 0 or not HOST.covers(address.value):
