@@ -31,7 +31,7 @@ EDGE_MODULES = (
     "policies.retrieval_heads",
     "policies.skew",
 )
-DOORS = ("launch.bench", "launch.doctor", "launch.evaluate")
+DOORS = ("launch.bench", "launch.doctor", "launch.evaluate", "launch.first_day")
 HYDRA = ("hydra", "omegaconf")
 MAY_IMPORT = {
     "policies": ("policies",),
@@ -72,7 +72,13 @@ ROOMS = {
         ("infer", "serve", *(door.split(".")[1] for door in DOORS)),
         ("__init__",),
     ),
-    "benchmarks": (("harness", "network"), ("families", "ttft"), ("doctor", "evaluation"), ("studies",), ("__init__",)),
+    "benchmarks": (
+        ("harness", "network"),
+        ("families", "ttft"),
+        ("doctor", "evaluation"),
+        ("first_day", "studies"),
+        ("__init__",),
+    ),
 }
 """Folders and files of a package by level, lowest first. A room may import its own level and those below it."""
 

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -99,24 +99,26 @@ class Crew:
     Attributes:
         size: number of ranks.
         own: ranks that this process starts.
+        logs: where the output of its ranks is kept as they write it, in a folder per job; None keeps none.
         facts: of every rank, after `meet`.
     """
 
     size: int
     own: list[int]
     store: dist.Store | None = None
+    logs: Path | None = None
     facts: list[Facts] = field(default_factory=list)
     _number: int = 0
 
     @classmethod
-    def here(cls, num_ranks: int) -> Crew:
+    def here(cls, num_ranks: int, *, logs: Path | None = None) -> Crew:
         """The crew of this process: of the launcher's ranks, else of `num_ranks` ranks on this host."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if "RANK" not in os.environ or size == 1:
-            return cls(size=num_ranks, own=list(range(num_ranks)))
+            return cls(size=num_ranks, own=list(range(num_ranks)), logs=logs)
         rank = int(os.environ["RANK"])
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=MEETING))
-        return cls(size=size, own=[rank], store=dist.PrefixStore("runahead-doctor", store))
+        return cls(size=size, own=[rank], store=dist.PrefixStore("runahead-doctor", store), logs=logs)
 
     @property
     def leads(self) -> bool:
@@ -207,14 +209,24 @@ class Crew:
 
     def _take_part(self, job: Job, tick: Callable[[float], None] = lambda seconds: None) -> tuple[list[Ended], bool]:
         """Start this process's ranks of a job and wait for them; returns also whether they had to be killed."""
-        with tempfile.TemporaryDirectory() as folder:
-            started = {rank: _Rank(rank, job, self, Path(folder)) for rank in self.own if rank < job.num_ranks}
+        with self._folder(job) as folder:
+            started = {rank: _Rank(rank, job, self, folder) for rank in self.own if rank < job.num_ranks}
             try:
                 was_killed = self._wait(job, list(started.values()), tick)
             finally:
                 for each in started.values():
                     each.end()
             return [each.ended() for each in started.values()], was_killed
+
+    @contextmanager
+    def _folder(self, job: Job) -> Iterator[Path]:
+        """Folder for the output of a job's ranks."""
+        if self.logs is not None:
+            (folder := self.logs / job.name).mkdir(parents=True, exist_ok=True)
+            yield folder
+        else:
+            with tempfile.TemporaryDirectory() as passing:
+                yield Path(passing)
 
     def _wait(self, job: Job, ranks: Sequence[_Rank], tick: Callable[[float], None]) -> bool:
         began_s = time.monotonic()

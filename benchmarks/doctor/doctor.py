@@ -19,7 +19,7 @@ from benchmarks.doctor import environment
 from benchmarks.doctor.checks import check_decoding, check_devices, check_exactness, check_fault, check_links
 from benchmarks.doctor.crew import Crew, Job, Outcome, overrides
 from benchmarks.doctor.findings import Finding, Verdict, worst
-from benchmarks.doctor.options import AUTO, DoctorRun
+from benchmarks.doctor.options import AUTO, LARGE_MIB, SHAPES, DoctorRun
 from benchmarks.doctor.page import as_text
 from benchmarks.doctor.picture import picture
 from benchmarks.doctor.speed import LINES_OF, Race, check_race, check_tokens, races
@@ -35,12 +35,6 @@ LENGTHS = {True: [4096, 16384, 65536], False: [512, 1024, 2048]}
 """Default prompt lengths in tokens, with GPUs and without."""
 
 RANKS_WITHOUT_GPUS = 2
-LARGE_MIB = 44 * 1024
-"""Memory of each GPU from which on the large shape is run, whose weights are loaded twice for TP."""
-
-SHAPES = {True: "llama-8b.json", False: "llama-8-heads.json"}
-"""Shapes of model.config=auto in benchmarks/models/: large, and small."""
-
 START_S = 20.0
 """Seconds that the ranks of a job take to start and to load a model, roughly."""
 

@@ -10,6 +10,12 @@ from runahead.config import ModelName, ModelOptions, RanksOptions, require
 AUTO = "auto"
 """model.config of the doctor: one of its two shapes, by the memory of the GPUs."""
 
+LARGE_MIB = 44 * 1024
+"""Memory of each GPU from which on the large shape is run, whose weights are loaded twice for TP."""
+
+SHAPES = {True: "llama-8b.json", False: "llama-8-heads.json"}
+"""The two shapes in benchmarks/models/: large, and small."""
+
 FEWEST_TOKENS = 32
 """Shortest prompt that is checked, in tokens."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.doctor.findings import MARKS, Verdict
@@ -19,8 +20,12 @@ SUMMARIES = {
 """First sentence of the page, by verdict."""
 
 
-def as_text(page: dict[str, Any]) -> str:
-    """The page: what was examined, what falls short and why, then every check by group."""
+def as_text(page: dict[str, Any], summaries: Mapping[str, str] = SUMMARIES) -> str:
+    """The page: what was examined, what falls short and why, then every check by group.
+
+    Args:
+        summaries: first sentences, by verdict.
+    """
     findings = page["findings"]
     hosts = ", ".join(page["hosts"])
     hardware = next(iter(page["hosts"].values()))
@@ -31,7 +36,7 @@ def as_text(page: dict[str, Any]) -> str:
     ranks = f"{page['ranks']} rank{'s' * (page['ranks'] > 1)}"
     text = f"{ranks} on {hosts}: {processor}{model}\n"
     text += f"{page['date']}, commit {page['commit'] or 'unknown'}, {page['seconds']:.0f} s\n\n"
-    text += SUMMARIES[page["verdict"]] + "\n"
+    text += summaries[page["verdict"]] + "\n"
     for finding in findings:
         if finding["verdict"] in (Verdict.short.name, Verdict.failed.name):
             text += _item(f"{finding['group']}, {finding['name']}", finding)

@@ -214,28 +214,42 @@ def _fault(number: int) -> None:
 TASKS: dict[str, Callable[[Task, Ranks], dict[str, Any]]] = {"probe": probe, "drill": drill}
 
 
-def main() -> None:
-    """Do the task on this rank."""
-    follow_launcher()
+def as_rank(
+    options: RanksOptions,
+    work: Callable[[Ranks], object],
+    *,
+    fault_file: Path | None = None,
+    may_share_gpus: bool = False,
+) -> None:
+    """Join the job that this process was started for, and work as a rank of it. The process ends if that fails."""
     ranks: Ranks | None = None
-    task = Task(**json.loads(sys.argv[1]))
-    fault_file = fault_path(task.out, int(os.environ["RANK"])) if task.signal else None
 
     def end(error: BaseException) -> None:
         end_with(error, ranks, fault_file)
 
     with ending_signals(end):
         try:
-            options = RanksOptions(**task.ranks)
             ranks = Ranks.of(options)
             ranks.when_stuck(end)
-            ranks.join(num_shares=options.tensor)
-            result = TASKS[task.kind](task, ranks)
-            if ranks.rank == 0:
-                write_whole(Path(task.out), json.dumps(result))
+            ranks.join(num_shares=options.tensor, may_share_gpus=may_share_gpus)
+            work(ranks)
             ranks.close()
         except BaseException as error:
             end(error)
+
+
+def main() -> None:
+    """Do the task on this rank."""
+    follow_launcher()
+    task = Task(**json.loads(sys.argv[1]))
+
+    def work(ranks: Ranks) -> None:
+        result = TASKS[task.kind](task, ranks)
+        if ranks.rank == 0:
+            write_whole(Path(task.out), json.dumps(result))
+
+    fault_file = fault_path(task.out, int(os.environ["RANK"])) if task.signal else None
+    as_rank(RanksOptions(**task.ranks), work, fault_file=fault_file)
 
 
 DRILLS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from launch import bench, doctor, evaluate, infer, serve
+from launch import bench, doctor, evaluate, first_day, infer, serve
 from launch.program.ending import end_with, open_closed_streams
 from launch.program.signals import Terminated
 from partitioner import plan, search, show
@@ -149,6 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[Sequence[str]], int], list[str], str]] = {
     "bench": (bench.main, [*RUN, "bench.results=no/such/x.jsonl"], "no/such"),
     "evaluate": (evaluate.main, [*RUN, "policies=[full,snapvk]"], "did you mean snapkv?"),
     "doctor": (doctor.main, [*RUN, "doctor.out=/dev/null/x"], "/dev/null"),
+    "first_day": (first_day.main, ["first_day.out=/dev/null/x"], "/dev/null"),
     "search": (search.main, [*RUN, "table=no/such/x.json"], "no/such"),
     "plan": (plan.main, ["model=random", "model.config=no/such.json", "tokens=4k", "device=h100"], "no/such.json"),
     "show": (show.main, ["no/such.json"], "no/such.json"),

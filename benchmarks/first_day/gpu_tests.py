@@ -1,0 +1,43 @@
+"""tests/gpu of a checkout, by pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+from benchmarks.first_day.visit import Visit
+from benchmarks.harness.machine import ROOT
+from runahead.failures import RunFailure
+
+FOLDER = ROOT / "tests" / "gpu"
+END_S = 20.0
+"""Seconds before the part's limit at which the tests are ended, so that their last lines are told."""
+
+LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+"""Variables of a launcher, which the tests must not take for theirs."""
+
+
+def run(visit: Visit) -> None:
+    """Run the tests, with their output in the part's log.
+
+    Raises:
+        RunFailure: one failed, or they took too long.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    # Without the project's own arguments, some of which are those of plugins that may be missing.
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--maxfail=20", str(FOLDER)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        status = process.wait(visit.limit_s - END_S)
+    except subprocess.TimeoutExpired:
+        raise RunFailure("the tests did not end in time; see the part's log for the last one that began") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what they started
+    visit.figures.check("tests/gpu", status == 0, otherwise="tests failed; the part's log names them")

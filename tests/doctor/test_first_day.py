@@ -1,0 +1,258 @@
+"""launch/first_day.py: its parts and their choice, deadlines and logs, and two parts as a user runs them on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.doctor.crew import Crew, Job
+from benchmarks.doctor.facts import Facts
+from benchmarks.doctor.findings import Verdict
+from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
+from benchmarks.first_day.figures import Figures, finding_of
+from benchmarks.first_day.first_day import FirstDay
+from benchmarks.first_day.options import FirstDayOptions, FirstDayRun, without_hydra
+from benchmarks.first_day.parts import LIMIT_S, PARTS, Part, Where, chosen
+from benchmarks.first_day.work import WORK, Task
+from launch import first_day
+from launch.program.compose import Program
+from partitioner.cost.known_gpus import known_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def gpu(name: str = "NVIDIA H100 80GB HBM3") -> Machine:
+    known = known_gpu(name)
+    assert known is not None
+    return Machine(gpu=known, is_hopper="H100" in name)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return Facts.here()
+
+
+def day(
+    out: Path, facts: list[Facts], *, gpus: int = 0, minutes: float | None = None, launched: bool = False
+) -> FirstDay:
+    crew = Crew(size=len(facts), own=[0] if launched else list(range(len(facts))), logs=out, facts=facts)
+    if launched:
+        crew.store = object()  # type: ignore[assignment]
+    run = FirstDayRun(first_day=FirstDayOptions(minutes=minutes, out=str(out)))
+    return FirstDay(run, crew, gpus, out, time.monotonic())
+
+
+def part(name: str) -> Part:
+    return next(each for each in PARTS if each.name == name)
+
+
+def test_every_part_has_its_work() -> None:
+    assert [each.name for each in PARTS] == list(dict.fromkeys(each.name for each in PARTS))
+    assert {each.name for each in PARTS} == set(WORK)
+
+
+def test_no_part_has_more_than_four_minutes() -> None:
+    assert all(each.takes_s <= each.limit_s <= LIMIT_S == 240 for each in PARTS)
+
+
+def test_what_needs_most_of_a_machine_comes_first_and_then_the_copies() -> None:
+    order = [each.where for each in PARTS]
+    assert order == sorted(order, key=[Where.hosts, Where.host, Where.gpu].index)
+    of_one_gpu = [each.name for each in PARTS if each.where is Where.gpu]
+    assert of_one_gpu[0] == "copy_relay_last_2"
+    assert len(chosen(["copy", "backend"])) == 16
+
+
+def test_a_name_chooses_itself_and_names_that_begin_with_it() -> None:
+    assert [each.name for each in chosen(["nccl"])] == ["nccl_operations", "nccl_live_graph"]
+    assert [each.name for each in chosen(["copies", "chain_direct"])] == ["chain_direct", "copies"]
+    assert all(each.name.startswith("copy_") for each in chosen(["copy"]))
+    with pytest.raises(ValueError, match=r"first_day\.without=kernel .*kernels"):
+        FirstDayOptions(without=["kernel"])
+
+
+def test_a_cpu_is_a_rehearsal(tmp_path: Path, facts: Facts) -> None:
+    here = day(tmp_path, [facts] * 3)
+    assert here.why_not(part("kernels")) == "it needs a GPU"
+    assert here.why_not(part("chain_relay")) is here.why_not(part("copy_direct_sharded_3")) is None
+    assert here.why_not(part("chain_tensor")) == "it needs 4 GPUs on this host"
+    assert here.why_not(part("hosts_chain")) == "it needs several hosts; start it there by torchrun or srun"
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 0), (2, 0), (5, 4), (8, 8)])
+def test_ranks_that_share_a_model_are_whole_stages(tmp_path: Path, facts: Facts, gpus: int, ranks: int) -> None:
+    assert day(tmp_path, [facts] * max(3, gpus), gpus=gpus).num_ranks(part("chain_tensor")) == ranks
+
+
+def test_a_launcher_of_two_hosts_runs_the_parts_of_hosts_on_all_ranks(tmp_path: Path, facts: Facts) -> None:
+    there = replace(facts, place="another host")
+    two = day(tmp_path, [facts, facts, there, there], gpus=2, launched=True)
+    assert [two.num_ranks(part(name)) for name in ("hosts_chain", "chain_relay", "copy_relay_last_2", "kernels")] == [
+        4,
+        2,
+        2,
+        1,
+    ]
+    assert two.why_not(part("copy_direct_sharded_3")) == (
+        "it needs 3 processes on this host; start it there without a launcher"
+    )
+
+
+def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path: Path, facts: Facts) -> None:
+    short = day(tmp_path, [facts] * 3, gpus=1, minutes=1)
+    reason = short.why_not(part("kernels"))
+    assert reason == "it takes about 60 s and would not end within first_day.minutes=1"
+    assert short.why_not(part("nccl_operations")) is None
+
+
+def test_a_part_whose_package_is_missing_says_how_to_get_it(tmp_path: Path, facts: Facts) -> None:
+    needy = replace(part("kernels"), modules=["json", "no_such_package"])
+    assert day(tmp_path, [facts], gpus=1).why_not(needy) == (
+        "it needs no_such_package; install with pip install no_such_package"
+    )
+
+
+def test_a_part_that_hangs_is_ended_and_the_next_one_runs(
+    tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first hangs after a line, the second fails with a rank's message, the third notes a figure."""
+    figures = tmp_path / "figures.jsonl"
+    figure = "from benchmarks.first_day.figures import Figures as F; from pathlib import Path as P; "
+    codes = {
+        "chain_relay": "import time; print('layer 7', flush=True); time.sleep(60)",
+        "chain_copy": "import sys; sys.exit('[rank 0/1] the driver refuses')",
+        "chain_direct": f"{figure}F('chain_direct', P({str(figures)!r}), None).note('TTFT', 1.5, 'ms')",
+    }
+
+    def job(task: Task, num_ranks: int) -> Job:
+        limit_s = 1 if task.part == "chain_relay" else 60
+        args = ["-n", "1", "-r", "1", codes[task.part]]
+        return Job(name=task.part, module="timeit", args=args, num_ranks=1, limit_s=limit_s, last_words_s=1)
+
+    monkeypatch.setattr(Task, "job", job)
+    hanging = day(tmp_path, [facts] * 3)
+    hanging.run.first_day.parts = list(codes)
+    hanging.run_all()
+    ended = {finding.name: finding for finding in hanging.findings if finding.group == "parts"}
+    assert [ended[name].verdict for name in codes] == [Verdict.failed, Verdict.failed, Verdict.good]
+    assert ended["chain_relay"].words == "it did not end within 1 s and was killed; last: layer 7"
+    assert ended["chain_copy"].words.endswith("[rank 0/1] the driver refuses")
+    [noted] = [finding for finding in hanging.findings if finding.group == "chain_direct"]
+    assert (noted.name, noted.measured) == ("TTFT", "1.5 ms")
+    assert (tmp_path / "chain_relay" / "0.out").read_text() == "layer 7\n"
+    written = (tmp_path / "first_day.txt").read_text()
+    assert "did not end within 1 s" in written and "the driver refuses" in written
+    assert json.loads((tmp_path / "first_day.json").read_text())["verdict"] == "failed"
+
+
+def test_figures_are_told_beside_their_estimates(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    figures = Figures("kernels", path, gpu())
+    rate = ESTIMATES["matrix products"].of(gpu())
+    for value in (rate, rate / (RANGE * 1.1), rate * RANGE * 1.1):
+        figures.note("products", value, "matrix products")
+    figures.note("blockwise", 3.0, "ms")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["verdict"] for line in lines] == ["good", "short", "short", "noted"]
+    assert lines[1]["expected"] == pytest.approx(682, rel=0.01)
+    assert lines[1]["words"] == "0.61 times the estimate, which assumes: 69% of the stated rate"
+    assert finding_of(lines[3]).measured == "3 ms" and lines[3]["expected"] is None
+
+
+def test_a_measurement_that_fails_is_a_finding_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    figures = Figures("kernels", path, None)
+
+    def refuse() -> None:
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    figures.attempt("flash", refuse)
+    figures.attempt("cudnn", refuse, is_ours=False)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["verdict"] for line in lines] == ["failed", "noted"]
+    assert lines[0]["words"] == "RuntimeError: no kernel image is available"
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(4096, 132), (16384, 652), (65536, 4850)])
+def test_estimates_of_ttft_are_those_of_the_operations(tokens: int, ms: float) -> None:
+    """Llama-3-8B on an H100: 6.98e9 weights in matrices of 32 layers, 32 heads of 128 dims."""
+    matmul, attention = 2 * 6.98e9 * tokens, 2 * 32 * 256 * 32 * tokens**2 / 2
+    elementwise = 40 * (4096 + 14336) * tokens * 32
+    assert ESTIMATES["TTFT"].of(gpu(), matmul, attention, elementwise, 32) == pytest.approx(ms, rel=0.08)
+
+
+ARGUMENTS = ["first_day.parts=[copy,nccl]", "first_day.minutes=7.5", "ranks.device=cpu", "first_day.out=a b"]
+
+
+def test_options_mean_the_same_without_hydra() -> None:
+    program = Program(module="launch.first_day", options=FirstDayRun, help="")
+    assert without_hydra(ARGUMENTS) == program.compose(ARGUMENTS)
+    assert without_hydra([]) == program.compose([])
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("first_day.part=[nccl]", "did you mean first_day.parts?"),
+        ("first_day.minutes=soon", "first_day.minutes=soon cannot be used"),
+        ("first_day.minutes=-1", "must be a number of minutes above 0"),
+        ("ranks.device=gpu", "cuda, cpu"),
+        ("first_day.parts=[a", "first_day.parts=[a cannot be used"),
+    ],
+)
+def test_wrong_options_have_one_line_without_hydra(argument: str, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        without_hydra([argument])
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_help_lists_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_day.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {each.name} " in printed and each.words in printed for each in PARTS)
+
+
+def run(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.first_day", "ranks.device=cpu", "ranks.threads=1", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more,
+    )
+
+
+def test_a_bare_machine_runs_without_hydra(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "sitecustomize.py").write_text(
+        "import sys\nsys.modules |= dict.fromkeys(('hydra', 'omegaconf', 'gguf', 'matplotlib', 'pytest'))\n"
+    )
+    done = run(tmp_path, "first_day.parts=[kernels]", PYTHONPATH=f"{bare}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'hydra-core>=1.3,<1.4' 'omegaconf>=2.3,<2.4'" in done.stderr.splitlines()[0]
+    assert "kernels: not run: it needs a GPU" in done.stdout
+
+
+def test_two_parts_run_on_a_cpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "first_day.parts=[copy_relay_last_2,chain_relay,copies]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "first_day"
+    page = json.loads((out / "first_day.json").read_text())
+    verdicts = {each["name"]: each["verdict"] for each in page["findings"] if each["group"] == "parts"}
+    assert verdicts == {"chain_relay": "good", "copy_relay_last_2": "good", "copies": "skipped"}
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    same = [line for line in lines if line["group"] == "copy_relay_last_2"]
+    assert len(same) == 5 and {line["verdict"] for line in same} == {"good"}
+    speed_ups = [line["value"] for line in lines if line["name"].startswith("speed-up at ")]
+    assert len(speed_ups) == 2 and min(speed_ups) > 0
+    assert "rank 1: prompts of (90, 50) tokens on 2 ranks" in (out / "copy_relay_last_2" / "1.out").read_text()
+    assert "copies: not run: it needs a GPU" in done.stdout
